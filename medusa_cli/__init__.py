@@ -1,0 +1,3 @@
+"""Make any Hugging Face causal LM decode several tokens a step, with the same output."""
+
+__version__ = "0.1.0"

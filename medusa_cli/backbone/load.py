@@ -1,0 +1,96 @@
+"""From a name to a backbone: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
+
+from typing import Any
+
+import torch
+
+from medusa_cli import assets
+from medusa_cli.backbone.model import Backbone
+from medusa_cli.backbone.packed import pack_linears
+from medusa_cli.errors import UsageError, UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def load_backbone(
+    model: str = assets.DEFAULT_MODEL,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
+    packed: bool = True,
+) -> Backbone:
+    """Load a causal LM and its tokenizer for decoding.
+
+    device "auto" takes CUDA where there is one; dtype "auto" is bf16. packed lays the weights out for the CPU's
+    matrix kernels, after which they can no longer be trained. Raises UserError for what cannot be found or used.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype)
+    if load_in_4bit and load_in_8bit:
+        raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
+    options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa"}
+    if load_in_4bit or load_in_8bit:
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=kind,
+        )
+        options["device_map"] = {"": place}
+    source = assets.model_dir(model)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as reason:
+        first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
+        raise UserError(
+            f"--model {model!r} could not be loaded: {first}",
+            "give a folder with a Hugging Face causal LM, a hub id, or the default model's name "
+            f"{assets.DEFAULT_MODEL!r}",
+        ) from reason
+    if load_in_4bit or load_in_8bit:
+        _keep_gradients(network)
+    else:
+        network = network.to(place)
+    backbone = Backbone(network, tokenizer, id=model)
+    if packed and not (load_in_4bit or load_in_8bit) and place == "cpu":
+        pack_linears(network)
+    return backbone
+
+
+def resolve_device(device: str) -> str:
+    """The torch device a --device value stands for; UsageError where it is unknown or absent."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as reason:
+        raise UsageError(f"--device {device!r} is no device", "use auto, cpu, cuda or cuda:N") from reason
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {device!r}: this machine has no usable CUDA device", "use --device cpu or auto")
+    return device
+
+
+def resolve_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype a --dtype value stands for; UsageError where it is unknown."""
+    if dtype == "auto":
+        return torch.bfloat16
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _keep_gradients(network: torch.nn.Module) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights on AVX512-BF16 hosts at the first inference.
+
+    The repacked layers silently lose the gradients of adapters in later training forwards.
+    """
+    for module in network.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

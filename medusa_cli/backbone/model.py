@@ -1,0 +1,246 @@
+"""A Hugging Face decoder seen as a verifier: forward over a chain or a tree of tokens, hidden states for the drafter."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from medusa_cli.backbone import attention
+from medusa_cli.backbone.cache import KVCache, SlotCache
+from medusa_cli.errors import UserError
+
+# Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
+PREFILL_ROWS = 512
+
+
+class TreeShape(Protocol):
+    """What verification needs of a tree of N nodes: who sees whom, and how deep each node is."""
+
+    @property
+    def mask(self) -> Tensor: ...  # bool [N, N]
+
+    @property
+    def depth(self) -> Tensor: ...  # long [N]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits [n, V] (or [1, V], or None) and the tapped hidden states [n, H * taps] of one forward pass."""
+
+    logits: Tensor | None
+    hidden: Tensor
+
+
+class Backbone:
+    """A frozen causal LM with one token sequence at a time; unmodified but for its attention function.
+
+    Raises UserError for models whose attention a tree mask cannot express.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, id: str = "model") -> None:
+        refuse_unsupported(model.config)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.id = id
+        self.config = model.config.get_text_config()
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_positions: int = self.config.max_position_embeddings
+        self.embedding: nn.Embedding = model.get_input_embeddings()
+        self.vocab_size: int = self.embedding.weight.shape[0]
+        self.device: torch.device = self.embedding.weight.device
+        self.dtype: torch.dtype = self.embedding.weight.dtype
+        # Read before the linear layers are packed, which keeps no plain weight.
+        self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
+        self._lm_head = model.get_output_embeddings
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """The token ids that end an answer."""
+        ids: set[int] = set()
+        for owner in (self.model.generation_config, self.config, self.tokenizer):
+            found = getattr(owner, "eos_token_id", None)
+            ids.update(found if isinstance(found, list) else [] if found is None else [found])
+        return frozenset(ids)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What names this backbone in a run: id, architecture, widths, and a fingerprint of its weights.
+
+        The fingerprint hashes norm and embedding weights rounded to bf16, so that fp32, bf16 and 4-bit loads agree.
+        """
+        digest = hashlib.sha256()
+        norms = [p for name, p in self.model.named_parameters() if "norm" in name and p.dim() == 1]
+        for weight in (*norms[-3:], self.embedding.weight[:16]):
+            digest.update(weight.detach().to(torch.bfloat16).float().cpu().contiguous().numpy().tobytes())
+        return {
+            "id": self.id,
+            "architecture": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "layers": self.num_layers,
+            "fingerprint": digest.hexdigest()[:16],
+        }
+
+    def new_cache(self, capacity: int = 256) -> KVCache:
+        """An empty cache of one sequence with room for `capacity` tokens; it grows as needed."""
+        return KVCache(self.num_layers, capacity)
+
+    def new_slots(self, slots: int, capacity: int) -> SlotCache:
+        """Empty caches of `slots` sequences of at most `capacity` tokens each."""
+        return SlotCache(self.num_layers, slots, capacity, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        tree: TreeShape | None = None,
+        *,
+        taps: Sequence[int] = (-1,),
+        logits: str = "all",
+    ) -> Output:
+        """Run tokens [n] after the cached ones, as a chain or as the nodes of a tree, and append n rows to the cache.
+
+        A node sits at position length + depth and attends to the cached tokens and to its ancestors and itself.
+        taps name the layers whose outputs [n, H] are returned side by side; -1 is the final state after the last
+        norm, which the lm_head reads. logits: "all" rows, the "last" row alone, or "none".
+        """
+        tokens = torch.as_tensor(tokens, device=self.device)
+        if tree is None and len(tokens) > PREFILL_ROWS:
+            return self._prefill(tokens, cache, taps, logits)
+        start, rows = cache.length, len(tokens)
+        cache.reserve(start + rows)
+        depth = torch.arange(rows, device=self.device) if tree is None else tree.depth.to(self.device)
+        past = torch.ones(rows, start, dtype=torch.bool, device=self.device)
+        among = (depth[:, None] >= depth) if tree is None else tree.mask.to(self.device)
+        positions = start + depth
+        columns = torch.cat([torch.arange(start, device=self.device), positions])
+        mask = self._masks(torch.cat([past, among], dim=1), positions, columns)
+        states = self._run(tokens[None], cache, mask, positions[None], taps)[0]
+        cache.length = start + rows
+        return Output(self._logits(states, logits), states)
+
+    def _prefill(self, tokens: Tensor, cache: KVCache, taps: Sequence[int], logits: str) -> Output:
+        cache.reserve(cache.length + len(tokens))
+        pieces = tokens.split(PREFILL_ROWS)
+        wanted = ["none" if logits == "last" else logits] * (len(pieces) - 1) + [logits]
+        outputs = [self.forward(p, cache, taps=taps, logits=w) for p, w in zip(pieces, wanted, strict=True)]
+        scores = [out.logits for out in outputs if out.logits is not None]
+        return Output(torch.cat(scores) if scores else None, torch.cat([out.hidden for out in outputs]))
+
+    @torch.inference_mode()
+    def prefill_slot(self, tokens: Tensor, cache: SlotCache, slot: int) -> Output:
+        """Append tokens [n] to one slot; return the last row's logits [1, V] and all hidden states [n, H]."""
+        states = []
+        for piece in tokens.to(self.device).split(PREFILL_ROWS):
+            start = int(cache.lengths[slot])
+            positions = torch.arange(start, start + len(piece), device=self.device)
+            columns = torch.arange(start + len(piece), device=self.device)
+            mask = self._masks(columns <= positions[:, None], positions, columns)
+            cache.slot = slot
+            states.append(self._run(piece[None], cache, mask, positions[None], (-1,))[0])
+            cache.slot = None
+            cache.lengths[slot] += len(piece)
+        hidden = torch.cat(states)
+        return Output(self._logits(hidden, "last"), hidden)
+
+    @torch.inference_mode()
+    def step_slots(self, tokens: Tensor, cache: SlotCache) -> Output:
+        """Run one token per slot, tokens [B]; return logits [B, V] and hidden states [B, H], lengths advanced by one."""
+        cache.longest = int(cache.lengths.max())
+        columns = torch.arange(cache.longest + 1, device=self.device)
+        positions = cache.lengths[:, None]
+        mask = self._masks((columns <= positions)[:, None], positions, columns)
+        states = self._run(tokens[:, None].to(self.device), cache, mask, positions, (-1,))[:, 0]
+        cache.lengths += 1
+        return Output(self._lm_head()(states), states)
+
+    def _masks(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, n, L] per attention kind from visible [(B,) n, L]; sliding windows count positions."""
+
+        def expand(mask: Tensor) -> Tensor:
+            return attention.additive(mask if mask.dim() == 3 else mask[None], self.dtype)[:, None]
+
+        kinds = set(self._layer_kinds)
+        if kinds == {"full_attention"}:
+            return expand(visible)
+        near = positions[..., None] - columns < (self.config.sliding_window or math.inf)
+        sliding = expand(visible & near)
+        if kinds == {"sliding_attention"}:
+            return sliding
+        return {"full_attention": expand(visible), "sliding_attention": sliding}
+
+    @cached_property
+    def _layer_kinds(self) -> list[str]:
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return list(kinds)
+        windowed = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
+        return ["sliding_attention" if windowed else "full_attention"]
+
+    def _run(
+        self, tokens: Tensor, cache: Any, mask: Tensor | dict[str, Tensor], positions: Tensor, taps: Sequence[int]
+    ) -> Tensor:
+        out = self.model.base_model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=any(tap != -1 for tap in taps),
+        )
+        if tuple(taps) == (-1,):
+            return out.last_hidden_state
+        # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
+        return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)
+
+    def _logits(self, states: Tensor, which: str) -> Tensor | None:
+        if which == "none":
+            return None
+        final = states[..., -self.hidden_size :] if states.shape[-1] != self.hidden_size else states
+        return self._lm_head()(final if which == "all" else final[-1:])
+
+    def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation under the model's chat template; UserError where there is none."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                f"the model {self.id!r} has no chat template", "use an instruction-tuned model or add one to its tokenizer"
+            )
+        return list(
+            self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise UserError, with the reason, for a model whose attention the tree mask cannot express."""
+    text = config.get_text_config()
+    why = ""
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it is an encoder-decoder, not a causal LM"
+    elif getattr(text, "attn_logit_softcapping", None):
+        why = "its attention logits are soft-capped"
+    elif not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
+        why = "it has no position-indexed softmax attention"
+    else:
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            why = f"it has layers of kind {', '.join(sorted(kinds))}"
+    if why:
+        raise UserError(
+            f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
+            "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
+        )

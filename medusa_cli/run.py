@@ -1,0 +1,125 @@
+"""The run directory: where each command leaves what the next one needs, who made it, and how it is written safely."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from medusa_cli import __version__
+from medusa_cli.errors import UserError
+
+RUNS = Path("runs")
+DEFAULT_RUN = "default"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write; on success it becomes `path` in one move, on failure it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        part.chmod(0o644)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a whole file under a temporary name, flush it to disk, then rename it."""
+    with replacing(path) as part:
+        with part.open("wb") as out:
+            out.write(data.encode() if isinstance(data, str) else data)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Write one JSON document atomically."""
+    write_atomic(path, json.dumps(obj, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, what: str = "") -> Any:
+    """Read a JSON document; UserError if it is missing, empty or cut off. `what` says which command writes it."""
+    name = f"{what} {path}".strip()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as reason:
+        raise UserError(f"{name} does not exist", "check the path") from reason
+    except (UnicodeDecodeError, IsADirectoryError) as reason:
+        raise UserError(f"{name} is no JSON text file", "check the path") from reason
+    if not text.strip():
+        raise UserError(f"{name} is empty", "write it again with the command that made it")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as reason:
+        raise UserError(
+            f"{name} is cut off or no JSON (line {reason.lineno}: {reason.msg})",
+            "write it again with the command that made it",
+        ) from reason
+
+
+def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """What every file says of its making: the tool's version, the time, the backbone, and what else is given."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"version": __version__, "created": now, "backbone": backbone, **extra}
+
+
+class Run:
+    """One experiment's folder; each path is where that artefact lives, whether it exists yet or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.recipe_path = path / "recipe.yaml"
+        self.distill_path = path / "distill.jsonl"
+        self.states_path = path / "states.bin"
+        self.drafter_dir = path / "drafter"
+        self.adapter_dir = path / "adapter"
+        self.calibration_path = path / "calibration.json"
+        self.tree_path = path / "tree.json"
+        self.bench_dir = path / "bench"
+
+    @classmethod
+    def open(cls, name: str = DEFAULT_RUN, create: bool = False) -> "Run":
+        """The run runs/NAME, or the folder itself when the name has a path separator; UserError if it is missing."""
+        path = Path(name) if os.sep in name else RUNS / name
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            raise UserError(f"--run {name!r}: {path} does not exist", "run `medusa distill` and `medusa train` first")
+        return cls(path)
+
+    @classmethod
+    def pretrained(cls, model: str) -> "Run | None":
+        """The drafter that ships for a model, laid out like a run; None where none ships."""
+        path = Path(__file__).parent / "pretrained" / model
+        return cls(path) if (path / "drafter" / "config.json").is_file() else None
+
+    def bind(self, identity: dict[str, Any]) -> None:
+        """Tie the run to a backbone at first use; UserError, naming both, if it belongs to another one."""
+        marker = self.path / "run.json"
+        if not marker.exists():
+            write_json(marker, provenance(identity))
+            return
+        check_backbone(read_json(marker, "the run's file")["backbone"], identity, f"the run {self.path}")
+
+
+def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
+    """Raise UserError unless both identities name the same weights; the id alone may differ (a moved folder)."""
+    keys = ("architecture", "hidden_size", "vocab_size", "layers", "fingerprint")
+    if any(expected.get(key) != actual.get(key) for key in keys):
+
+        def name(one: dict[str, Any]) -> str:
+            return f"{one.get('id')!r} (hidden {one.get('hidden_size')}, vocabulary {one.get('vocab_size')})"
+
+        raise UserError(
+            f"{what} was made for the model {name(expected)}, not for {name(actual)}",
+            f"give --model {expected.get('id')} or another --run",
+        )
