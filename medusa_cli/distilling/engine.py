@@ -1,0 +1,220 @@
+"""Continuous batched generation: every slot of the batch holds one conversation and takes the next when it is done."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from medusa_cli.backbone import Backbone, SlotCache
+from medusa_cli.distilling.seeds import Seed
+from medusa_cli.errors import UsageError
+
+# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
+# (attention runs to the longest), while the order of the whole stays mixed.
+WINDOW = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to generate: tokens an answer, turns a conversation, temperature (0 is greedy), slots, positions a slot."""
+
+    max_new_tokens: int = 256
+    max_turns: int = 2
+    temperature: float = 0.0
+    random_seed: int = 0
+    batch_size: int = 64
+    capacity: int = 1024
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--max-new-tokens", self.max_new_tokens, 1),
+            ("--max-turns", self.max_turns, 1),
+            ("--temperature", self.temperature, 0.0),
+            ("--batch-size", self.batch_size, 1),
+        ):
+            if value < least:
+                raise UsageError(f"{flag} {value} is too small", f"use {least} or more")
+        if self.max_new_tokens >= self.capacity:
+            raise UsageError(
+                f"--max-new-tokens {self.max_new_tokens} leaves no room for a prompt in {self.capacity} positions",
+                "use fewer",
+            )
+
+
+@dataclass
+class Distilled:
+    """One finished conversation: messages, its token ids, the assistant spans [start, end), one state row [H] a span token."""
+
+    id: str
+    messages: list[dict[str, str]]
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+    states: Tensor  # [sum of span lengths, H]; row j is the state that emitted the j-th answer token
+
+
+@dataclass
+class _Slot:
+    """A conversation under way in one slot of the batch."""
+
+    seed: Seed
+    messages: list[dict[str, str]]
+    generator: random.Random
+    tokens: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    answer_start: int = 0
+    emitted: int = 0  # answer tokens of the whole conversation so far
+    turns_asked: int = 1
+
+
+def order(seeds: list[Seed], settings: Settings, max_samples: int | None = None) -> list[Seed]:
+    """Shuffle by the random seed, take max_samples, and sort by length within windows; the same for every resume."""
+    mixed = list(seeds)
+    random.Random(settings.random_seed).shuffle(mixed)
+    mixed = mixed[:max_samples]
+    size = WINDOW * settings.batch_size
+    windows = [mixed[i : i + size] for i in range(0, len(mixed), size)]
+    return [seed for window in windows for seed in sorted(window, key=lambda s: len("".join(s.turns)))]
+
+
+def distill(
+    backbone: Backbone,
+    seeds: list[Seed],
+    settings: Settings,
+    *,
+    on_tokens: Callable[[int], None] = lambda count: None,
+    on_skip: Callable[[Seed], None] = lambda seed: None,
+) -> Iterator[Distilled]:
+    """Let the backbone answer every seed's turns one after another, yielding conversations as they finish.
+
+    on_tokens is told how many answer tokens each step made; on_skip which seeds are too long for a slot.
+    """
+    waiting = iter(seeds)
+    capacity = min(settings.capacity, backbone.max_positions)
+    cache = backbone.new_slots(settings.batch_size, capacity)
+    states = torch.zeros(settings.batch_size, capacity, backbone.hidden_size, dtype=backbone.dtype)
+    slots: list[_Slot | None] = [None] * settings.batch_size
+    work = _Batch(backbone, settings, cache, states)
+    while True:
+        for index in range(settings.batch_size):
+            # A conversation may end with an answer's very first token, so a slot may take several seeds in a row.
+            while (slot := slots[index]) is None or work.answer_ended(slot):
+                if slot is None:
+                    seed = next(waiting, None)
+                    if seed is None:
+                        break
+                    slots[index] = work.begin(index, seed)
+                    if slots[index] is None:
+                        on_skip(seed)
+                elif not work.next_turn(index, slot):
+                    yield work.finished(index, slot)
+                    slots[index] = None
+        live = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
+        if not live:
+            return
+        work.step(live)
+        on_tokens(len(live))
+
+
+class _Batch:
+    """The forward passes over the slots and the book-keeping of one conversation each."""
+
+    def __init__(self, backbone: Backbone, settings: Settings, cache: SlotCache, states: Tensor) -> None:
+        self.backbone, self.settings, self.cache, self.states = backbone, settings, cache, states
+
+    def begin(self, index: int, seed: Seed) -> _Slot | None:
+        """Prefill a fresh conversation into a slot; None if its first prompt leaves no room for an answer."""
+        system = [{"role": "system", "content": seed.system}] if seed.system else []
+        messages = [*system, {"role": "user", "content": seed.turns[0]}]
+        # Far too long prompts are not worth tokenising; a token is rarely more than eight characters.
+        if len(seed.turns[0]) > 8 * self.cache.capacity:
+            return None
+        prompt = self.backbone.encode_chat(messages)
+        if len(prompt) + self.settings.max_new_tokens > self.cache.capacity:
+            return None
+        digest = hashlib.sha256(f"{self.settings.random_seed}:{seed.id}".encode()).digest()
+        slot = _Slot(seed, messages, random.Random(digest))
+        self.cache.lengths[index] = 0
+        self._ask(index, slot, prompt)
+        return slot
+
+    def _ask(self, index: int, slot: _Slot, prompt: list[int], in_cache: int = 0) -> None:
+        """Feed prompt tokens to the slot and take the answer's first token; the first in_cache are in tokens already."""
+        out = self.backbone.prefill_slot(torch.tensor(prompt), self.cache, index)
+        slot.tokens += prompt[in_cache:]
+        slot.answer_start = len(slot.tokens)
+        assert out.logits is not None
+        self._emit([(index, slot)], out.logits, out.hidden[-1:])
+
+    def step(self, live: list[tuple[int, _Slot]]) -> None:
+        """One token for every live conversation."""
+        tokens = torch.zeros(self.cache.slots, dtype=torch.long)
+        idle = torch.ones(self.cache.slots, dtype=torch.bool)
+        for index, slot in live:
+            tokens[index] = slot.tokens[-1]
+            idle[index] = False
+        self.cache.lengths[idle.to(self.cache.lengths.device)] = 0
+        out = self.backbone.step_slots(tokens, self.cache)
+        assert out.logits is not None
+        rows = torch.tensor([index for index, _ in live], device=out.hidden.device)
+        everyone = len(live) == self.cache.slots
+        self._emit(live, out.logits if everyone else out.logits[rows], out.hidden if everyone else out.hidden[rows])
+
+    def _emit(self, live: list[tuple[int, _Slot]], logits: Tensor, hidden: Tensor) -> None:
+        rows = torch.tensor([index for index, _ in live])
+        counts = torch.tensor([slot.emitted for _, slot in live])
+        self.states[rows, counts] = hidden.to(self.states)
+        for (_, slot), token in zip(live, self._choose(live, logits), strict=True):
+            slot.tokens.append(token)
+            slot.emitted += 1
+
+    def _choose(self, live: list[tuple[int, _Slot]], logits: Tensor) -> list[int]:
+        """Greedy tokens, or one draw a row by inverting its distribution at that conversation's own random number."""
+        if self.settings.temperature == 0:
+            return logits.argmax(-1).tolist()
+        cumulated = (logits.float() / self.settings.temperature).softmax(-1).cumsum(-1)
+        draws = torch.tensor([[slot.generator.random()] for _, slot in live], device=logits.device)
+        chosen = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True)
+        return chosen[:, 0].clamp(max=logits.shape[-1] - 1).tolist()
+
+    def answer_ended(self, slot: _Slot) -> bool:
+        count = len(slot.tokens) - slot.answer_start
+        return slot.tokens[-1] in self.backbone.eos_ids or count >= self.settings.max_new_tokens
+
+    def next_turn(self, index: int, slot: _Slot) -> bool:
+        """Close the answer; ask the seed's next turn if there is one and room for its answer."""
+        slot.spans.append((slot.answer_start, len(slot.tokens)))
+        answer = self.backbone.decode(slot.tokens[slot.answer_start :])
+        earlier = list(slot.messages)
+        slot.messages.append({"role": "assistant", "content": answer})
+        if slot.turns_asked >= min(self.settings.max_turns, len(slot.seed.turns)):
+            return False
+        question = {"role": "user", "content": slot.seed.turns[slot.turns_asked]}
+        bridge = self._bridge(earlier, answer, question)
+        if bridge is None:
+            return False
+        if bridge[:1] == slot.tokens[-1:]:  # the answer's own end token opens the bridge
+            bridge = bridge[1:]
+        if len(slot.tokens) + len(bridge) + self.settings.max_new_tokens > self.cache.capacity:
+            return False
+        slot.messages.append(question)
+        slot.turns_asked += 1
+        # The answer's last token has been decided but not yet run.
+        self._ask(index, slot, [slot.tokens[-1], *bridge], in_cache=1)
+        return True
+
+    def _bridge(self, earlier: list[dict[str, str]], answer: str, question: dict[str, str]) -> list[int] | None:
+        """Token ids of the template between an answer's text and the next answer; None if it rewrites what went before."""
+        render = self.backbone.tokenizer.apply_chat_template
+        before = render(earlier, tokenize=False, add_generation_prompt=True) + answer
+        turns = [*earlier, {"role": "assistant", "content": answer}, question]
+        after = render(turns, tokenize=False, add_generation_prompt=True)
+        if not after.startswith(before):
+            return None
+        return list(self.backbone.tokenizer.encode(after[len(before) :], add_special_tokens=False))
+
+    def finished(self, index: int, slot: _Slot) -> Distilled:
+        rows = self.states[index, : slot.emitted].clone()
+        return Distilled(slot.seed.id, slot.messages, slot.tokens, slot.spans, rows)

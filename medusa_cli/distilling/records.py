@@ -1,0 +1,92 @@
+"""The distilled conversations on disk: append-only JSONL plus state rows, whole again after any crash."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.distilling.engine import Distilled
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run, read_json, write_json
+from medusa_cli.states import StateStore
+
+
+class RecordWriter:
+    """Appends conversations so that kill -9 at any moment loses only those not yet finished, and doubles none.
+
+    The state rows go to disk before the line that names them; on opening, a cut-off last line and rows that no
+    line names are dropped. `done` holds the ids of the conversations already there, `tokens` their answer tokens.
+    """
+
+    def __init__(self, run: Run, hidden_size: int, header: dict[str, Any]) -> None:
+        self.path = run.distill_path
+        self.done: set[str] = set()
+        self.tokens = 0
+        rows = self._recover()
+        header_path = header_of(run)
+        if self.done and header_path.exists():
+            _check_header(read_json(header_path, "the distillation's header"), header, self.path)
+        write_json(header_path, header)
+        self.states = StateStore(run.states_path, hidden_size)
+        if self.states.rows < rows:
+            raise UserError(
+                f"{run.states_path} holds {self.states.rows} state rows, but {self.path} names {rows}",
+                "the two files do not belong together: distil into another --run",
+            )
+        self.states.truncate(rows)
+        self.stream = self.path.open("a", encoding="utf-8")
+
+    def _recover(self) -> int:
+        """Cut the file after its last whole line; return how many state rows its lines name."""
+        if not self.path.exists():
+            return 0
+        rows = whole = 0
+        with self.path.open("rb") as stream:
+            for line in stream:
+                try:
+                    record = json.loads(line) if line.endswith(b"\n") else None
+                except json.JSONDecodeError:
+                    record = None
+                if record is None:
+                    break
+                whole += len(line)
+                self.done.add(record["id"])
+                self.tokens += sum(end - start for start, end in record["spans"])
+                first, count = record.get("state_rows") or (rows, 0)
+                rows = max(rows, first + count)
+        with self.path.open("r+b") as out:
+            out.truncate(whole)
+        return rows
+
+    def write(self, sample: Distilled) -> None:
+        """Append one conversation: its states first, then its line."""
+        first = self.states.append(sample.states)
+        record = {
+            "id": sample.id,
+            "messages": sample.messages,
+            "tokens": sample.tokens,
+            "spans": [list(span) for span in sample.spans],
+            "state_rows": [first, len(sample.states)],
+        }
+        self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.stream.flush()
+        self.done.add(sample.id)
+        self.tokens += sum(end - start for start, end in sample.spans)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.states.close()
+
+
+def header_of(run: Run) -> Path:
+    """Where the distillation says what made it."""
+    return run.path / "distill.json"
+
+
+def _check_header(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+    """Refuse to mix conversations made from another seed or with other settings into one file."""
+    for key in ("seed", "settings"):
+        if old.get(key) != new.get(key):
+            raise UserError(
+                f"{path} was distilled with {key} {json.dumps(old.get(key))}, not {json.dumps(new.get(key))}",
+                "repeat the earlier flags to resume it, or choose another --run",
+            )
