@@ -173,7 +173,7 @@ class _Batch:
     def _choose(self, live: list[tuple[int, _Slot]], logits: Tensor) -> list[int]:
         """Greedy tokens, or one draw a row by inverting its distribution at that conversation's own random number."""
         if self.settings.temperature == 0:
-            return logits.argmax(-1).tolist()
+            return logits.float().argmax(-1).tolist()  # argmax over bf16 is several times slower
         cumulated = (logits.float() / self.settings.temperature).softmax(-1).cumsum(-1)
         draws = torch.tensor([[slot.generator.random()] for _, slot in live], device=logits.device)
         chosen = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True)

@@ -1,0 +1,43 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help install demo style check test test-slow clean
+
+# Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+
+BIN := .venv/bin
+READY := .venv/.installed
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@
+
+install: $(READY) ## make .venv with torch, the package and the developer's tools
+
+demo: $(READY) ## decode MT-Bench questions plain and with drafts, side by side
+	$(BIN)/medusa demo
+
+style: $(READY) ## ruff: lint and format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check: style ## style and mypy
+	$(BIN)/mypy
+
+test: $(READY) ## the tests, offline once the model and the data are fetched
+	$(BIN)/medusa assets
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow'
+
+test-slow: $(READY) ## the tests that take minutes
+	$(BIN)/medusa assets
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+
+clean: ## remove .venv and the tools' caches
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

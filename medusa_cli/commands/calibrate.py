@@ -1,0 +1,117 @@
+"""`medusa calibrate`: how often each head's i-th guess is right on held-out conversations."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.run import DEFAULT_RUN
+
+
+def calibrate(
+    run: options.Run = DEFAULT_RUN,
+    model: options.Model = None,
+    drafter: options.Drafter = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Conversations never trained on, all of them used. [default: the run's held-out ones]"
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Guesses of each head to measure.")] = 10,
+    max_samples: options.MaxSamples = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_in_4bit: options.LoadIn4bit = False,
+    load_in_8bit: options.LoadIn8bit = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
+
+    Writes RUN/calibration.json and the heat map calibration.png. Typed bare it uses the conversations that
+    `medusa train` held out.
+    """
+    from medusa_cli.errors import UsageError
+    from medusa_cli.recipe import load_recipe
+    from medusa_cli.run import Run, provenance, read_json, write_json
+
+    console.configure(quiet=quiet, json=json)
+    if top < 1:
+        raise UsageError(f"--top {top} is too small", "use 1 or more")
+    if max_samples is not None and max_samples < 1:
+        raise UsageError(f"--max-samples {max_samples} is too small", "use 1 or more")
+    target = Run.open(run)
+    recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
+    marker = target.path / "run.json"
+    name = model or (
+        read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model
+    )
+    folder = drafter or target.drafter_dir
+    source = data or target.distill_path
+    console.info(
+        f"Calibrating {folder} for {name} on {'' if data else 'the held-out part of '}{source}, top {top} guesses a head"
+        + (
+            f", {max_samples:,} conversations"
+            if max_samples
+            else "; --data FILE takes others, --max-samples N fewer"
+        )
+    )
+
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.commands.dataset import open_dataset
+    from medusa_cli.drafters import load_drafter
+    from medusa_cli.training.calibration import calibrate as measure
+    from medusa_cli.training.picture import draw_heat_map
+
+    backbone = load_backbone(
+        name, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
+    target.bind(backbone.identity)
+    heads = load_drafter(folder, backbone)
+    fraction = 0.0 if data else recipe.train.validation_fraction
+    dataset = open_dataset(target, backbone, data=data, fraction=fraction, taps=heads.taps)
+    answers = _first(dataset.train if data else dataset.held_out, max_samples)
+    with console.progress("calibrating", total=sum(len(one.tokens) for one in answers), unit="tokens") as bar:
+        found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
+    document = {
+        **provenance(
+            backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)
+        ),
+        "accuracies": found.accuracies,
+        "heads": heads.num_heads,
+        "top": top,
+        "positions": found.positions,
+        "answers": found.answers,
+    }
+    write_json(target.calibration_path, document)
+    picture = target.calibration_path.with_suffix(".png")
+    draw_heat_map(found.accuracies, picture, f"{target.name}: how often guess i is right")
+    if json:
+        console.emit_json(document)
+        return
+    console.result(_table(found))
+    console.result(f"{target.calibration_path} and {picture}. Next: medusa tree --run {run} --budget 64")
+
+
+def _first(answers: list[Any], samples: int | None) -> list[Any]:
+    """The answers of the first `samples` conversations."""
+    kept = list(dict.fromkeys(one.id for one in answers))[:samples]
+    chosen = set(kept)
+    return [one for one in answers if one.id in chosen]
+
+
+def _table(found: Any) -> Any:
+    from rich.table import Table
+
+    top = len(found.accuracies[0])
+    table = Table(title=f"Accuracy of each head's i-th guess, {found.positions:,} held-out tokens, %")
+    table.add_column("head", justify="right")
+    for guess in range(top):
+        table.add_column(str(guess + 1), justify="right")
+    table.add_column(f"top {top}", justify="right")
+    for head, row in enumerate(found.accuracies):
+        table.add_row(str(head + 1), *(f"{100 * value:.1f}" for value in row), f"{100 * sum(row):.1f}")
+    return table

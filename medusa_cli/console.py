@@ -1,0 +1,91 @@
+"""The only module that prints: results on stdout, everything said on the way on stderr, one document under --json."""
+
+import json as jsonlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+# Neither guesses at colours for numbers and paths; soft_wrap in print keeps one message one line in a pipe.
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+@dataclass
+class _Mode:
+    quiet: bool = False
+    json: bool = False
+
+
+_mode = _Mode()
+
+
+def configure(quiet: bool = False, json: bool = False) -> None:
+    """Set what is shown: quiet drops info and progress, json replaces results by `emit_json`'s document."""
+    _mode.quiet, _mode.json = quiet, json
+
+
+def info(message: str) -> None:
+    """Say on stderr what is going on; silent when quiet."""
+    if not _mode.quiet:
+        err.print(Text(message), soft_wrap=True)
+
+
+def warn(message: str) -> None:
+    """Say on stderr, in yellow, what may surprise."""
+    err.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+
+
+def error(message: str) -> None:
+    """Say on stderr, in red and in one line, what went wrong."""
+    err.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+
+
+def result(renderable: RenderableType) -> None:
+    """Print a result, text or any rich renderable, on stdout; nothing under --json. Text is printed as it is."""
+    if _mode.json:
+        return
+    if isinstance(renderable, str):
+        out.print(Text(renderable), soft_wrap=True)
+    else:
+        out.print(renderable)
+
+
+def emit_json(obj: Any) -> None:
+    """Write one JSON document on stdout."""
+    sys.stdout.write(jsonlib.dumps(obj, indent=1, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+class Bar(Protocol):
+    """What `progress` yields."""
+
+    def advance(self, count: float = 1) -> None:
+        """Count that many more units as done."""
+
+    def describe(self, text: str) -> None:
+        """Replace the text before the bar."""
+
+
+class _Silent:
+    def advance(self, count: float = 1) -> None:
+        """Nothing to show."""
+
+    def describe(self, text: str) -> None:
+        """Nothing to show."""
+
+
+@contextmanager
+def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Bar]:
+    """A bar on stderr with count, units a second and time left; silent when quiet or when stderr is no terminal."""
+    if _mode.quiet or not err.is_terminal:
+        yield _Silent()
+        return
+    from medusa_cli.progress import show_bar
+
+    with show_bar(err, description, total, unit) as bar:
+        yield bar

@@ -1,0 +1,57 @@
+"""Which drafted tokens stand: greedy and exact follow the backbone's own choice, typical takes what is plausible."""
+
+import torch
+from torch import Tensor
+
+from medusa_cli.decoding.sampling import Sampling, target_probs
+from medusa_cli.decoding.types import Verdict
+from medusa_cli.drafters.base import Draft
+
+
+def accept(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
+    """Judge a draft of N nodes by the backbone's logits [N, V] after each node."""
+    if sampling.greedy:
+        return _follow(draft, logits.float().argmax(-1).tolist())
+    if sampling.mode == "typical":
+        return _typical(logits, draft, sampling)
+    # One draw a node up front equals drawing at the visited nodes alone: draws at the others are never looked at.
+    drawn = torch.multinomial(target_probs(logits, sampling), 1, generator=generator)
+    return _follow(draft, drawn[:, 0].tolist())
+
+
+def _follow(draft: Draft, chosen: list[int]) -> Verdict:
+    """Walk from the root to the child that holds the backbone's token, for as long as there is one.
+
+    With chosen tokens sampled from the backbone this is exact: what is emitted is always the backbone's own draw.
+    """
+    tokens, children = draft.tokens.tolist(), draft.tree.children
+    path = [0]
+    while True:
+        wanted = chosen[path[-1]]
+        child = next((node for node in children[path[-1]] if tokens[node] == wanted), None)
+        if child is None:
+            return Verdict(path, wanted)
+        path.append(child)
+
+
+def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Verdict:
+    """The longest path whose tokens all have p > min(epsilon, delta * exp(-H)); ties by likelihood (section 3.3.1).
+
+    The token after it is the backbone's most likely one, which the next step takes unconditionally.
+    """
+    log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).nan_to_num(0.0).sum(-1)
+    limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon).tolist()
+    parents, tree = draft.tree.parents, draft.tree
+    rows = torch.tensor(parents[1:], dtype=torch.long, device=logits.device)
+    scores = log_p[rows, draft.tokens[1:]].tolist()
+    best, best_key = 0, (0, 0.0)
+    likelihood: list[float | None] = [0.0]
+    for node in range(1, tree.size):
+        above, score = likelihood[parents[node]], scores[node - 1]
+        accepted = above is not None and torch.exp(torch.tensor(score)).item() > limit[parents[node]]
+        likelihood.append(above + score if accepted and above is not None else None)
+        total = likelihood[-1]
+        if total is not None and (tree.depths[node], total) > best_key:
+            best, best_key = node, (tree.depths[node], total)
+    return Verdict(tree.path(best), int(logits[best].float().argmax()))

@@ -1,0 +1,53 @@
+"""When an answer ends: stop tokens, stop strings, the token limit, and the model's context."""
+
+from collections.abc import Iterable, Sequence
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.errors import UsageError, UserError
+
+
+class Ending:
+    """Cuts the tokens of each step at the first reason to stop; `done` says that one was met."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_ids: Iterable[int] | None,
+        stop_strings: Sequence[str],
+    ) -> None:
+        if max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {max_new_tokens} is too small", "use 1 or more")
+        if not prompt:
+            raise UserError("the prompt is empty", "give at least one token")
+        if len(prompt) >= backbone.max_positions:
+            raise UserError(
+                f"the prompt has {len(prompt):,} tokens, the context of {backbone.id!r} ends at {backbone.max_positions:,}",
+                "shorten the prompt or clear the history",
+            )
+        self._stop_ids = backbone.eos_ids if stop_ids is None else frozenset(stop_ids)
+        self._strings = [text for text in stop_strings if text]
+        self._decode = backbone.decode
+        self._emitted: list[int] = []
+        self._left = min(max_new_tokens, backbone.max_positions - len(prompt))
+        self.done = False
+
+    def cut(self, tokens: list[int]) -> list[int]:
+        """The tokens that still belong to the answer; a stop token and the token completing a stop string included."""
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            self._emitted.append(token)
+            self._left -= 1
+            if self._left <= 0 or token in self._stop_ids or self._met_string():
+                self.done = True
+                break
+        return kept
+
+    def _met_string(self) -> bool:
+        if not self._strings:
+            return False
+        # A string of n characters ends within its last n tokens or so; special tokens add none, hence the margin.
+        tail = self._decode(self._emitted[-(max(map(len, self._strings)) + 8) :])
+        return any(text in tail for text in self._strings)

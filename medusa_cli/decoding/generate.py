@@ -1,0 +1,82 @@
+"""The decode loop: draft, verify, accept, keep."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding.accept import accept
+from medusa_cli.decoding.ending import Ending
+from medusa_cli.decoding.sampling import Sampling, choose
+from medusa_cli.decoding.types import Step
+from medusa_cli.drafters.base import Confirmed, Drafter
+from medusa_cli.tree import Tree
+
+
+def generate(
+    backbone: Backbone,
+    drafter: Drafter,
+    tree: Tree,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[Step]:
+    """Continue a prompt of token ids with drafts, step by step; the tokens of all steps together are the answer.
+
+    Greedy and exact sampling give what generate_plain gives (the same tokens, the same distribution).
+    Raises UserError for a prompt longer than the context.
+    """
+    sampling = sampling or Sampling()
+    ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
+    generator = sampling.generator(backbone.device)
+    cache = backbone.new_cache(len(prompt) + max_new_tokens + tree.size)
+    drafter.reset()
+    clock = Clock(backbone)
+
+    tokens = torch.tensor(list(prompt), device=backbone.device)
+    out = backbone.forward(tokens, cache, taps=drafter.taps, logits="last")
+    assert out.logits is not None
+    root = choose(out.logits[-1], sampling, generator)
+    confirmed = Confirmed(tokens, out.hidden, root, 0)
+    yield Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
+
+    while not ending.done:
+        start = cache.length
+        # Positions end with the context: near it the tree is cut to the depth that still fits.
+        draft = drafter.draft(backbone, cache, confirmed, fitting(tree, backbone.max_positions - start))
+        draft_s = clock.lap()
+        out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps)
+        assert out.logits is not None
+        verdict = accept(out.logits, draft, sampling, generator)
+        cache.keep(start, verdict.path)
+        path = torch.tensor(verdict.path, device=backbone.device)
+        confirmed = Confirmed(draft.tokens[path], out.hidden[path], verdict.bonus, start)
+        fresh = ending.cut([*confirmed.tokens[1:].tolist(), verdict.bonus])
+        yield Step(fresh, draft.tree.size - 1, len(verdict.path) - 1, draft_s, clock.lap())
+
+
+def fitting(tree: Tree, positions: int) -> Tree:
+    """The tree, or its part that needs no more than this many positions."""
+    return tree if tree.max_depth < positions else tree.cut(max(positions - 1, 0))
+
+
+class Clock:
+    """Seconds between laps, with the device's queue drained before each reading."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._device = backbone.device
+        self._last = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def lap(self) -> float:
+        now = self._now()
+        elapsed, self._last = now - self._last, now
+        return elapsed

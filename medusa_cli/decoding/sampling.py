@@ -1,0 +1,69 @@
+"""How the next token is chosen from logits: greedy, exact sampling, or the paper's typical acceptance."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_cli.errors import UsageError
+
+MODES = ("greedy", "exact", "typical")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Mode, temperature, nucleus (top_p) and top_k cuts, typical acceptance's epsilon and delta, and the random seed."""
+
+    mode: str = "greedy"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    epsilon: float = 0.09
+    delta: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"--sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"--temperature {self.temperature} cannot be", "use 0 for greedy, or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p {self.top_p} cannot be", "use a number above 0 and at most 1")
+        if self.top_k < 0:
+            raise UsageError(f"--top-k {self.top_k} cannot be", "use 0 for no cut, or a positive number")
+        if not 0 < self.epsilon <= 1 or not 0 < self.delta:
+            raise UsageError(
+                f"epsilon {self.epsilon} and delta {self.delta} cannot be", "use 0 < epsilon <= 1 and delta > 0"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one; temperature 0 is greedy in every mode."""
+        return self.mode == "greedy" or self.temperature == 0
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The random numbers of one answer."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distributions [N, V] tokens are drawn from: temperature first, then the top-k cut, then the nucleus."""
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, index = probs.sort(dim=-1, descending=True)
+        # A token stays while the mass before it is below top_p, so the most likely one always stays.
+        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from one row of logits [V]."""
+    if sampling.greedy or sampling.mode == "typical":
+        return int(logits.float().argmax())
+    return int(torch.multinomial(target_probs(logits[None], sampling)[0], 1, generator=generator))

@@ -1,0 +1,33 @@
+"""Drafters by name, and loading whichever a folder holds."""
+
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.medusa import MedusaHeads
+from medusa_cli.errors import UserError
+from medusa_cli.run import check_backbone, read_json
+
+DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (MedusaHeads,)}
+
+__all__ = ["DRAFTERS", "Batch", "Confirmed", "Draft", "Drafter", "Losses", "MedusaHeads", "load_drafter"]
+
+
+def load_drafter(folder: Path, backbone: Backbone) -> Drafter:
+    """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
+    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
+    name = config.get("drafter")
+    if name not in DRAFTERS:
+        raise UserError(f"{folder} holds no known drafter ({name!r})", f"known are {', '.join(DRAFTERS)}")
+    widths = (config.get("hidden_size"), config.get("vocab_size"))
+    if widths != (backbone.hidden_size, backbone.vocab_size):
+        raise UserError(
+            f"the drafter in {folder} is for hidden size {widths[0]} and vocabulary {widths[1]}, "
+            f"the model {backbone.id!r} has {backbone.hidden_size} and {backbone.vocab_size}",
+            "give the drafter's own --model or another --drafter",
+        )
+    made_for = config.get("provenance", {}).get("backbone")
+    if isinstance(made_for, dict):
+        check_backbone(made_for, backbone.identity, f"the drafter in {folder}")
+    return DRAFTERS[name].load(Path(folder), backbone)

@@ -1,0 +1,84 @@
+"""What a drafter is: confirmed state in, a tree of guessed tokens out; packed positions in, losses out."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.tree import Tree
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What the backbone has just settled: tokens [A+1] at positions start .. start+A, their tapped hidden states
+    [A+1, H * taps], and `root`, the next token, decided but not yet in the cache. Prefill is simply the first one."""
+
+    tokens: Tensor
+    hidden: Tensor
+    root: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guessed tokens [N] laid over a tree of N nodes; tokens[0] is the root."""
+
+    tokens: Tensor
+    tree: Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """P packed positions: hidden [P, H * taps], next [P] (the token the backbone emits after each), segment [P].
+
+    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target.
+    """
+
+    hidden: Tensor
+    next: Tensor
+    segment: Tensor
+
+
+@dataclass(frozen=True)
+class Losses:
+    """total: the weighted sum to minimise; per_head: mean loss of each head; correct and counted [K]: top-1 hits and targets."""
+
+    total: Tensor
+    per_head: list[Tensor]
+    correct: Tensor
+    counted: Tensor
+
+
+class Drafter(nn.Module, ABC):
+    """Guesses the next tokens of a backbone that is always an argument, so that the state dict holds the drafter alone."""
+
+    name: ClassVar[str]
+    taps: tuple[int, ...] = (-1,)
+    num_heads: int
+
+    def reset(self) -> None:
+        """Forget the sequence; called before each prefill."""
+
+    @abstractmethod
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+        """Guess a token for every node of the tree; the tree is no deeper than num_heads."""
+
+    @abstractmethod
+    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8) -> Losses:
+        """Training loss, head k weighted decay^k."""
+
+    @abstractmethod
+    def guesses(self, backbone: Backbone, batch: Batch, top: int) -> Tensor:
+        """The ids of each head's best guesses, best first, [P, K, top]."""
+
+    @abstractmethod
+    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Write config.json and the weights as safetensors."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, backbone: Backbone) -> "Drafter":
+        """Read what save wrote, on the backbone's device and in its dtype."""

@@ -1,0 +1,129 @@
+"""The words every command shares: one meaning, unit and help text each; the default is the command's."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+
+
+def _device(value: str) -> str:
+    kind, _, index = value.partition(":")
+    if kind not in DEVICES or (index and not (index.isdigit() and kind == "cuda")):
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(DEVICES)}, cuda:N")
+    return value
+
+
+def _dtype(value: str) -> str:
+    if value not in DTYPES:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(DTYPES)}")
+    return value
+
+
+def _temperature(value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{value} is not a number of 0 or more; 0 is greedy")
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME|FOLDER|ID",
+        help=f"The backbone: a named model, a folder, or a Hugging Face id. [default: {DEFAULT_MODEL}]",
+        show_default=False,
+    ),
+]
+_RUN = "The run directory: NAME means runs/NAME, anything with a / is a folder."
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help=_RUN)]
+# For the commands that fall back to the drafter that ships when no run is named.
+RunOrShipped = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False),
+]
+Drafter = Annotated[
+    Path | None,
+    typer.Option(
+        "--drafter", metavar="FOLDER", help="A saved drafter. [default: the run's drafter/]", show_default=False
+    ),
+]
+Tree = Annotated[
+    Path | None,
+    typer.Option(
+        "--tree",
+        metavar="FILE",
+        help="A tree from `medusa tree`, or a medusa_choices list. [default: the run's tree.json]",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", callback=_device, help="Where the backbone runs: auto, cpu, cuda[:N], mps."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", metavar="TYPE", callback=_dtype, help="Number type of the backbone: auto (bf16), bf16, fp16, fp32."
+    ),
+]
+LoadIn4bit = Annotated[
+    bool, typer.Option("--load-in-4bit", help="Load the backbone's weights in 4 bits (bitsandbytes NF4).")
+]
+LoadIn8bit = Annotated[
+    bool, typer.Option("--load-in-8bit", help="Load the backbone's weights in 8 bits (bitsandbytes).")
+]
+Seed = Annotated[
+    str | None,
+    typer.Option(
+        "--seed",
+        metavar="NAME|FILE|ID",
+        help="The prompts: sharegpt, a JSON/JSONL file of conversations, or a dataset id of the hub. "
+        f"[default: {DEFAULT_SEED}]",
+        show_default=False,
+    ),
+]
+RandomSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--random-seed", metavar="N", min=0, help="Seed of the random generator. [default: 0]", show_default=False
+    ),
+]
+MaxSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--max-samples",
+        metavar="N",
+        min=1,
+        help="At most this many conversations. [default: the command says on its first line]",
+        show_default=False,
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        metavar="N",
+        min=1,
+        help="Longest answer, in tokens. [default: the command's, 256 or more]",
+        show_default=False,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        callback=_temperature,
+        help="Sampling temperature; 0 is greedy. [default: 0]",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback when something fails.")]

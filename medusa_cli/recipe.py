@@ -1,0 +1,251 @@
+"""A training recipe: YAML plus `key=value` overrides, checked into frozen dataclasses. An unknown key is an error."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.errors import UsageError, UserError
+
+
+def _setting(
+    default: Any, *, least: float | None = None, most: float | None = None, among: Sequence[str] = ()
+) -> Any:
+    """A field with a default and the values it accepts: at least, at most, or one of a few words."""
+    return field(default=default, metadata={"least": least, "most": most, "among": tuple(among)})
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """Which drafter to train: its name, heads, residual layers a head, and the vocabulary its heads score.
+
+    vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each head
+    a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where the model's vocabulary is larger.
+    """
+
+    name: str = "medusa"
+    num_heads: int = _setting(5, least=1)
+    num_layers: int = _setting(1, least=1)
+    vocabulary: str = _setting("auto", among=("auto", "draft", "own", "shared"))
+    draft_vocab_size: int = _setting(12288, least=1)
+
+
+@dataclass(frozen=True)
+class DistillRecipe:
+    """How the data is made: seed prompts, conversations, tokens an answer, turns, temperature, generator, positions."""
+
+    seed: str = "sharegpt"
+    max_samples: int | None = _setting(None, least=1)
+    max_new_tokens: int = _setting(256, least=1)
+    max_turns: int = _setting(2, least=1)
+    temperature: float = _setting(0.0, least=0.0)
+    random_seed: int = 0
+    context: int = _setting(512, least=16)
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """How to train: sizes are in positions (answer tokens), intervals in optimiser steps.
+
+    A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of all
+    epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1).
+    """
+
+    stage: int = _setting(1, least=1, most=2)
+    epochs: int = _setting(2, least=1)
+    max_tokens: int | None = _setting(800_000, least=1)
+    lr: float = _setting(1e-3, least=0.0)
+    min_lr_ratio: float = _setting(0.05, least=0.0, most=1.0)
+    warmup_steps: int = _setting(20, least=0)
+    batch_tokens: int = _setting(2048, least=2)
+    accumulation: int = _setting(1, least=1)
+    clip: float = _setting(1.0, least=0.0)
+    weight_decay: float = _setting(0.0, least=0.0)
+    beta1: float = _setting(0.9, least=0.0, most=1.0)
+    beta2: float = _setting(0.95, least=0.0, most=1.0)
+    decay: float = _setting(0.8, least=0.0, most=1.0)
+    validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
+    validation_every: int = _setting(50, least=1)
+    validation_tokens: int = _setting(16_384, least=1)
+    checkpoint_every: int = _setting(100, least=1)
+    seed: int = 0
+    dtype: str = _setting("bf16", among=("bf16", "fp32"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The whole recipe: the backbone's name and one section for each stage of the work."""
+
+    model: str = "smollm2-135m"
+    drafter: DrafterRecipe = DrafterRecipe()
+    distill: DistillRecipe = DistillRecipe()
+    train: TrainRecipe = TrainRecipe()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key and value as plain nested dictionaries."""
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML that load_recipe reads back."""
+        import yaml
+
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file (None: the defaults) and apply overrides such as "train.lr=1e-3" or "drafter=medusa".
+
+    Raises UserError for an unreadable file, UsageError for an unknown key (naming the nearest) or a bad value.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values.update(_check(_flatten(_read(Path(path))), f"the recipe {path}"))
+    pairs: list[tuple[str, Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UsageError(f"{override!r} is no override", "write key=value, such as train.lr=1e-3")
+        pairs.append((_known(key.strip(), "the command line"), text.strip()))
+    pairs = [(key, text if _fields()[key][0] is str else _parse(text)) for key, text in pairs]
+    return _build({**values, **_check(pairs, "the command line")})
+
+
+def from_dict(data: dict[str, Any], source: str) -> Recipe:
+    """A recipe from nested dictionaries (what to_dict gives); `source` names them in errors."""
+    return _build(_check(_flatten(data), source))
+
+
+def _check(pairs: Iterable[tuple[str, Any]], source: str) -> dict[str, Any]:
+    named = [(_known(key, source), value) for key, value in pairs]
+    return {key: _checked(key, value) for key, value in named}
+
+
+def _build(values: dict[str, Any]) -> Recipe:
+    """A recipe from checked dotted keys; whatever is not named keeps its default."""
+    recipe = Recipe()
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        changed = dataclasses.replace(getattr(recipe, section), **{name: value}) if dot else value
+        recipe = dataclasses.replace(recipe, **{section: changed})
+    return recipe
+
+
+def differences(old: Recipe, new: Recipe, sections: Sequence[str]) -> list[str]:
+    """The dotted keys of the given sections whose values differ."""
+    before, after = dict(_flatten(old.to_dict())), dict(_flatten(new.to_dict()))
+    return [key for key in before if key.split(".")[0] in sections and before[key] != after[key]]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as reason:
+        raise UserError(
+            f"the recipe {path} does not exist", "check the path, or give none for the defaults"
+        ) from reason
+    except (IsADirectoryError, UnicodeDecodeError) as reason:
+        raise UserError(f"the recipe {path} is no text file", "give a YAML file") from reason
+    except yaml.YAMLError as reason:
+        raise UserError(
+            f"the recipe {path} is no YAML: {str(reason).splitlines()[0]}", "mend the file"
+        ) from reason
+    if data is None:
+        raise UserError(
+            f"the recipe {path} is empty", "write keys such as `train: {lr: 1e-3}`, or give no recipe"
+        )
+    if not isinstance(data, dict):
+        raise UserError(f"the recipe {path} is no mapping of keys", "write keys such as `train: {lr: 1e-3}`")
+    return data
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _fields() -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (type, metadata) of every setting."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for section, kind in typing.get_type_hints(Recipe).items():
+        if not dataclasses.is_dataclass(kind):
+            found[section] = (kind, {})
+            continue
+        hints = typing.get_type_hints(kind)
+        found.update(
+            {f"{section}.{one.name}": (hints[one.name], one.metadata) for one in dataclasses.fields(kind)}
+        )
+    return found
+
+
+def _known(key: str, source: str) -> str:
+    """The full name of a key; `drafter` alone stands for its name. UsageError, with the nearest, for an unknown one."""
+    key = "drafter.name" if key == "drafter" else key
+    known = _fields()
+    if key in known:
+        return key
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the section may be missing or wrong: compare the last part alone
+        by_last = {one.rpartition(".")[2]: one for one in known}
+        near = [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    sections = ", ".join(one.name for one in dataclasses.fields(Recipe))
+    raise UsageError(
+        f"{source} has the unknown key {key!r}",
+        f"did you mean {near[0]!r}?" if near else f"use one of {sections}",
+    )
+
+
+def _parse(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The value in its field's own type; UsageError, naming key and value, where it cannot be."""
+    kind, limits = _fields()[key]
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        if value is None:
+            return None
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    words = {int: "a whole number", float: "a number", str: "a word"}[kind] + (" or null" if optional else "")
+    fault = UsageError(f"{key}={value!r} is not {words}", f"give {words}")
+    if isinstance(value, bool) or value is None:
+        raise fault
+    if kind is str:
+        if not isinstance(value, str):
+            raise fault
+    else:
+        # YAML reads 1e-3, without a point, as a string.
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise fault from None
+        if not math.isfinite(number) or (kind is int and number != int(number)):
+            raise fault
+        value = kind(number)
+    return _within(key, value, limits)
+
+
+def _within(key: str, value: Any, limits: Any) -> Any:
+    least, most, among = limits.get("least"), limits.get("most"), limits.get("among")
+    if least is not None and value < least:
+        raise UsageError(f"{key}={value} is too small", f"use {least:g} or more")
+    if most is not None and value > most:
+        raise UsageError(f"{key}={value} is too large", f"use {most:g} or less")
+    if among and value not in among:
+        raise UsageError(f"{key}={value!r} is unknown", f"use one of {', '.join(among)}")
+    return value

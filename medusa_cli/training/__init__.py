@@ -1,0 +1,22 @@
+"""Training drafters on the model's own answers, and measuring how good their guesses are."""
+
+from medusa_cli.training.build import build_drafter
+from medusa_cli.training.calibration import Calibration, calibrate
+from medusa_cli.training.data import Dataset, frequent_tokens
+from medusa_cli.training.loop import Event, Saved, Stepped, Stopped, Trainer, Validated
+from medusa_cli.training.prefill import load_dataset
+
+__all__ = [
+    "Calibration",
+    "Dataset",
+    "Event",
+    "Saved",
+    "Stepped",
+    "Stopped",
+    "Trainer",
+    "Validated",
+    "build_drafter",
+    "calibrate",
+    "frequent_tokens",
+    "load_dataset",
+]

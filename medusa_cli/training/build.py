@@ -1,0 +1,51 @@
+"""A fresh drafter as a recipe describes it."""
+
+import difflib
+
+from torch import Tensor
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.drafters import DRAFTERS
+from medusa_cli.drafters.base import Drafter
+from medusa_cli.errors import UsageError
+from medusa_cli.recipe import DrafterRecipe
+from medusa_cli.training.data import Dataset, frequent_tokens
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The class of a drafter's name; UsageError, with the nearest name, for an unknown one."""
+    if name not in DRAFTERS:
+        near = difflib.get_close_matches(name, DRAFTERS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(DRAFTERS))}"
+        raise UsageError(f"drafter.name={name!r} is unknown", hint)
+    return DRAFTERS[name]
+
+
+def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone) -> str:
+    """What "auto" stands for: a draft vocabulary where it is smaller than the model's own."""
+    if recipe.vocabulary != "auto":
+        return recipe.vocabulary
+    return "draft" if recipe.draft_vocab_size < backbone.vocab_size else "own"
+
+
+def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> tuple[Drafter, float]:
+    """An untrained drafter and the share of training tokens that its vocabulary holds (1.0 without a draft one)."""
+    kind = drafter_class(recipe.name)
+    vocabulary = vocabulary_of(recipe, backbone)
+    draft_ids: Tensor | None = None
+    coverage = 1.0
+    if vocabulary == "draft":
+        if recipe.draft_vocab_size > backbone.vocab_size:
+            raise UsageError(
+                f"drafter.draft_vocab_size={recipe.draft_vocab_size} is larger than the vocabulary of {backbone.id!r}",
+                f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
+            )
+        draft_ids, coverage = frequent_tokens(dataset.train, recipe.draft_vocab_size, backbone.vocab_size)
+    drafter = kind.create(  # type: ignore[attr-defined]
+        backbone,
+        num_heads=recipe.num_heads,
+        num_layers=recipe.num_layers,
+        vocabulary=vocabulary,
+        draft_ids=draft_ids,
+    )
+    return drafter, coverage

@@ -1,0 +1,101 @@
+"""The hidden states of answers: the rows kept while they were distilled, else one prefill cached in the run."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run, check_backbone, read_json, replacing
+from medusa_cli.states import StateStore
+from medusa_cli.training.data import Dataset, Record, read_records, split
+
+
+def load_dataset(
+    run: Run,
+    backbone: Backbone,
+    *,
+    data: Path | None = None,
+    fraction: float = 0.05,
+    taps: Sequence[int] = (-1,),
+    on_total: Callable[[int], None] = lambda tokens: None,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> Dataset:
+    """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
+
+    on_total is told how many tokens must be prefilled, if any, on_progress how many were. UserError for missing or
+    unusable data and for states that do not belong to it.
+    """
+    path = data or run.distill_path
+    _check_owner(path, backbone)
+    records, report = read_records(path, backbone)
+    stored = path.parent / run.states_path.name
+    if tuple(taps) == (-1,) and stored.is_file() and all(record.first_row is not None for record in records):
+        rows = max((record.first_row or 0) + record.answer_tokens for record in records)
+        return split(records, _stored(stored, rows, backbone.hidden_size, backbone), report, fraction)
+    # The rows the records name are elsewhere or of another layer: theirs follow in order in the file made here.
+    records = [Record(one.id, one.tokens, one.spans, None) for one in records]
+    rows = sum(record.answer_tokens for record in records)
+    cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
+    if not cached.is_file():
+        on_total(sum(len(record.tokens) for record in records))
+        _prefill(backbone, records, taps, cached, on_progress)
+    width = backbone.hidden_size * len(taps)
+    return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction)
+
+
+def _check_owner(path: Path, backbone: Backbone) -> None:
+    """Refuse data whose run directory says that another backbone made it."""
+    marker = path.parent / "run.json"
+    if path.is_file() and marker.is_file():
+        check_backbone(read_json(marker, "the run's file")["backbone"], backbone.identity, f"{path}")
+
+
+def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool = False) -> Tensor:
+    size = path.stat().st_size
+    if size < rows * width * 2 or (exact and size != rows * width * 2) or size == 0:
+        raise UserError(
+            f"{path} ({size:,} bytes) does not hold the {rows:,} state rows of width {width} that its data names for "
+            f"the model {backbone.id!r}",
+            "delete it to compute the states again" if exact else "distil again into a fresh --run",
+        )
+    store = StateStore(path, width)
+    try:
+        return store.read(0, rows)
+    finally:
+        store.close()
+
+
+def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:
+    owner = {key: value for key, value in backbone.identity.items() if key != "id"}
+    digest = hashlib.sha256(json.dumps([owner, str(backbone.dtype), list(taps)]).encode())
+    for record in records:
+        digest.update(json.dumps([record.tokens, record.spans]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _prefill(
+    backbone: Backbone,
+    records: Sequence[Record],
+    taps: Sequence[int],
+    path: Path,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Run every conversation once and write, for each span [s, e), the states at s - 1 .. e - 2; whole or not at all."""
+    try:
+        with replacing(path) as part:
+            store = StateStore(part, backbone.hidden_size * len(taps))
+            for record in records:
+                cache = backbone.new_cache(len(record.tokens))
+                hidden = backbone.forward(torch.tensor(record.tokens), cache, taps=taps, logits="none").hidden
+                store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
+                on_progress(len(record.tokens))
+            store.close()
+    except OSError as reason:
+        raise UserError(
+            f"{path} could not be written: {reason.strerror}", "free disk space or choose another --run"
+        ) from reason

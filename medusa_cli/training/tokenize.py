@@ -1,0 +1,90 @@
+"""Conversations of any origin as token ids and assistant spans, without generation marks in the chat template.
+
+The template is rendered up to each answer and through it; what is added is the answer with its end token. Pieces
+are tokenised one by one, because that is how decoding meets them: a prompt first, then the answer's own tokens.
+"""
+
+from typing import Any
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.errors import UserError
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+
+
+class Malformed(ValueError):
+    """A record that cannot be used; the text is the reason it is counted under."""
+
+
+def messages_of(record: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages (role, content) of a record in either form: "messages" or ShareGPT's "conversations"."""
+    raw = record.get("messages") or record.get("conversations")
+    if not isinstance(raw, list) or not raw:
+        raise Malformed("no messages or conversations")
+    messages = []
+    for one in raw:
+        if not isinstance(one, dict):
+            raise Malformed("a message is not an object")
+        role = one.get("role", one.get("from"))
+        text = one.get("content", one.get("value"))
+        if role not in ROLES:
+            raise Malformed(f"unknown role {role!r}")
+        if not isinstance(text, str):
+            raise Malformed("a message without text")
+        messages.append({"role": ROLES[role], "content": text})
+    if not any(one["role"] == "assistant" for one in messages[1:]):
+        raise Malformed("no answer to a question")
+    return messages
+
+
+def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a conversation and the spans [start, end) of its answers, each with its end token.
+
+    Raises UserError where the model has no chat template or one that rewrites earlier turns, so that no span of
+    the whole conversation is what the model would have generated; Malformed where the template refuses the roles.
+    """
+    from jinja2.exceptions import TemplateError
+
+    if not getattr(backbone.tokenizer, "chat_template", None):
+        backbone.encode_chat(messages[:1])  # raises, naming the model
+    tokens: list[int] = []
+    spans: list[tuple[int, int]] = []
+    text = ""
+    try:
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index == 0:
+                continue
+            text = _extend(backbone, tokens, text, messages[:index], prompt=True)
+            start = len(tokens)
+            text = _extend(backbone, tokens, text, messages[: index + 1], prompt=False)
+            ends = [at for at in range(start, len(tokens)) if tokens[at] in backbone.eos_ids]
+            # Templates put a newline after the end token, which the model never generates.
+            spans.append((start, ends[0] + 1 if ends else len(tokens)))
+    except TemplateError as reason:
+        raise Malformed(f"the chat template refuses it ({reason})") from reason
+    return tokens, spans
+
+
+def _extend(
+    backbone: Backbone, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool
+) -> str:
+    """Append the tokens of what the template adds to `text`; return the longer text."""
+    tokenizer = backbone.tokenizer
+    longer = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    if not longer.startswith(text):
+        raise UserError(
+            f"the chat template of {backbone.id!r} rewrites earlier turns, so answers cannot be told from prompts",
+            "use --data with single-turn conversations, or data made by `medusa distill`",
+        )
+    tokens.extend(tokenizer.encode(longer[len(text) :], add_special_tokens=False))
+    return longer

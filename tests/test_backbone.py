@@ -1,0 +1,157 @@
+"""The backbone against the plain model: chains, trees, kept paths, growth, slots, windows, refusals."""
+
+import pytest
+import torch
+
+from medusa_cli.backbone import Backbone, load_backbone
+from medusa_cli.backbone.model import refuse_unsupported
+from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Tree
+from tests.tiny import FAMILIES, tiny_backbone
+
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
+
+
+def tokens_of(count: int, seed: int = 0, vocab: int = 60) -> torch.Tensor:
+    return torch.randint(5, vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(backbone: Backbone, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V] of one plain pass without a cache, masks built from scratch."""
+    return backbone.forward(ids, backbone.new_cache()).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chain_equals_the_unmodified_model(family: str) -> None:
+    backbone = tiny_backbone(family)
+    ids = tokens_of(21)
+    ours = reference(backbone, ids)
+    backbone.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        theirs = backbone.model(ids[None]).logits[0]
+    assert torch.allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_node_of_a_tree_sees_its_own_path_alone(family: str) -> None:
+    backbone = tiny_backbone(family)
+    prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
+    cache = backbone.new_cache(4)
+    backbone.forward(prompt, cache)
+    out = backbone.forward(nodes, cache, TREE)
+    for node in range(TREE.size):
+        path = TREE.path(node)
+        alone = reference(backbone, torch.cat([prompt, nodes[path]]))
+        assert torch.allclose(out.logits[node], alone[-1], atol=2e-5), f"node {node}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kept_path_leaves_the_cache_as_if_it_had_been_decoded_alone(family: str) -> None:
+    backbone = tiny_backbone(family)
+    prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
+    cache = backbone.new_cache(4)
+    backbone.forward(prompt, cache)
+    backbone.forward(nodes, cache, TREE)
+    path = TREE.path(7)  # 0, 1, 3, 6, 7: not contiguous
+    cache.keep(len(prompt), path)
+    assert cache.length == len(prompt) + len(path)
+    tail = tokens_of(3, seed=2)
+    out = backbone.forward(tail, cache)
+    alone = reference(backbone, torch.cat([prompt, nodes[path], tail]))
+    assert torch.allclose(out.logits, alone[-3:], atol=2e-5)
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone("llama")
+    ids = tokens_of(50)
+    whole = backbone.forward(ids, backbone.new_cache())
+    monkeypatch.setattr("medusa_cli.backbone.model.PREFILL_ROWS", 7)
+    cache = backbone.new_cache(1)
+    pieces = backbone.forward(ids, cache)
+    assert cache.length == 50
+    assert torch.allclose(whole.logits, pieces.logits, atol=2e-5)
+    assert torch.allclose(whole.hidden, pieces.hidden, atol=2e-5)
+    last = backbone.forward(ids, backbone.new_cache(), logits="last")
+    assert last.logits.shape[0] == 1 and torch.allclose(last.logits[0], whole.logits[-1], atol=2e-5)
+
+
+def test_taps_read_middle_layers_beside_the_final_state() -> None:
+    backbone = tiny_backbone("llama")
+    ids = tokens_of(6)
+    out = backbone.forward(ids, backbone.new_cache(), taps=(0, -1))
+    with torch.inference_mode():
+        states = backbone.model.base_model(ids[None], attention_mask=_causal(6), output_hidden_states=True)
+    assert out.hidden.shape == (6, 2 * backbone.hidden_size)
+    assert torch.allclose(out.hidden[:, : backbone.hidden_size], states.hidden_states[1][0], atol=1e-5)
+    assert torch.allclose(out.hidden[:, backbone.hidden_size :], states.last_hidden_state[0], atol=1e-5)
+
+
+def _causal(n: int) -> torch.Tensor:
+    return torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]
+
+
+def test_slots_decode_each_row_as_if_alone() -> None:
+    backbone = tiny_backbone("qwen2")
+    prompts = [tokens_of(n, seed=n) for n in (3, 11, 7)]
+    slots = backbone.new_slots(3, 32)
+    firsts = [backbone.prefill_slot(prompt, slots, i).logits.argmax(-1) for i, prompt in enumerate(prompts)]
+    second = backbone.step_slots(torch.cat(firsts), slots)
+    for i, prompt in enumerate(prompts):
+        alone = reference(backbone, torch.cat([prompt, firsts[i]]))
+        assert torch.allclose(second.logits[i], alone[-1], atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_layers_compute_what_plain_ones_do(dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(33, 24, dtype=dtype), torch.randn(33, dtype=dtype)
+    if not can_pack(weight):
+        pytest.skip("no packed kernel for this type on this processor")
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 24, dtype=dtype)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+        error = (pack_linear(weight, bias)(x).float() - expected).abs().max()
+        assert error <= (1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_packing_replaces_every_plain_linear_and_keeps_the_answers() -> None:
+    backbone = tiny_backbone("llama")
+    before = reference(backbone, tokens_of(9))
+    assert pack_linears(backbone.model) == 7 * backbone.num_layers + 1
+    assert torch.allclose(reference(backbone, tokens_of(9)), before, atol=1e-4)
+
+
+def test_the_fingerprint_survives_a_change_of_dtype_and_tells_models_apart() -> None:
+    one, other = tiny_backbone("llama", seed=0), tiny_backbone("llama", seed=1)
+    print_of = one.identity["fingerprint"]
+    assert Backbone(one.model.to(torch.bfloat16)).identity["fingerprint"] == print_of
+    assert other.identity["fingerprint"] != print_of
+
+
+def test_models_a_tree_cannot_verify_are_refused_with_the_reason() -> None:
+    from transformers import Gemma2Config, MambaConfig, T5Config
+
+    for config, reason in ((Gemma2Config(), "soft-capped"), (T5Config(), "encoder"), (MambaConfig(), "softmax")):
+        with pytest.raises(UserError, match=reason):
+            refuse_unsupported(config)
+
+
+def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:
+    with pytest.raises(UsageError, match="--device 'tpu9'"):
+        load_backbone("x", device="tpu9")
+    with pytest.raises(UsageError, match="--dtype 'int3'"):
+        load_backbone("x", dtype="int3")
+    with pytest.raises(UserError, match="no config.json"):
+        load_backbone(str(tmp_path))
+    with pytest.raises(UserError, match="no model folder"):
+        load_backbone(str(tmp_path / "missing"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(UserError, match="could not be loaded"):
+        load_backbone(str(tmp_path))
+
+
+def test_a_model_without_chat_template_is_refused_when_chatting() -> None:
+    backbone = tiny_backbone("llama")
+    backbone.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        backbone.encode_chat([{"role": "user", "content": "hi"}])

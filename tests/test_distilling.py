@@ -1,0 +1,184 @@
+"""Distillation: seeds of every form, greedy answers equal to decoding alone, and no sample lost or doubled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_cli.distilling import RecordWriter, Seed, Settings, distill, read_seeds
+from medusa_cli.distilling.engine import order
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.run import Run
+from medusa_cli.states import StateStore
+from tests.tiny import tiny_backbone
+
+SEEDS = [Seed(f"s{i}", tuple(f"w{i} w{j}" for j in range(1 + i % 3))) for i in range(9)]
+
+
+def settings(**changes) -> Settings:
+    return Settings(**{"max_new_tokens": 12, "batch_size": 4, "capacity": 128, "max_turns": 3, **changes})
+
+
+def test_every_answer_equals_decoding_that_conversation_alone() -> None:
+    backbone = tiny_backbone("llama")
+    samples = {sample.id: sample for sample in distill(backbone, SEEDS, settings())}
+    assert set(samples) == {seed.id for seed in SEEDS}
+    for seed in SEEDS:
+        sample = samples[seed.id]
+        assert len(sample.spans) == len(seed.turns)
+        logits = backbone.forward(torch.tensor(sample.tokens), backbone.new_cache()).logits
+        hidden = backbone.forward(torch.tensor(sample.tokens), backbone.new_cache()).hidden
+        row = 0
+        for start, end in sample.spans:
+            assert logits[start - 1 : end - 1].argmax(-1).tolist() == sample.tokens[start:end]
+            rows = sample.states[row : row + end - start]
+            assert torch.allclose(rows, hidden[start - 1 : end - 1], atol=1e-4)
+            row += end - start
+        assert row == len(sample.states)
+
+
+def test_the_tokens_are_the_chat_template_of_the_messages() -> None:
+    backbone = tiny_backbone("llama")
+    for sample in distill(backbone, SEEDS[:3], settings()):
+        first = backbone.encode_chat(sample.messages[:1])
+        assert sample.tokens[: len(first)] == first
+        assert [m["role"] for m in sample.messages] == ["user", "assistant"] * len(sample.spans)
+
+
+def test_sampling_depends_on_the_conversation_alone_not_on_its_neighbours() -> None:
+    backbone = tiny_backbone("llama")
+    hot = settings(temperature=1.0)
+    together = {s.id: s.tokens for s in distill(backbone, SEEDS, hot)}
+    alone = {s.id: s.tokens for seed in SEEDS for s in distill(backbone, [seed], hot)}
+    assert together == alone
+    other = {s.id: s.tokens for s in distill(backbone, SEEDS, settings(temperature=1.0, random_seed=1))}
+    assert other != together
+
+
+def test_a_prompt_too_long_for_a_slot_is_skipped_and_told() -> None:
+    skipped = []
+    long = Seed("long", ("w1 " * 300,))
+    done = list(distill(tiny_backbone("llama"), [long, SEEDS[0]], settings(), on_skip=skipped.append))
+    assert [s.id for s in skipped] == ["long"] and [s.id for s in done] == ["s0"]
+
+
+def test_the_order_is_the_same_every_time_and_takes_max_samples() -> None:
+    assert order(SEEDS, settings(), 5) == order(SEEDS, settings(), 5)
+    assert len(order(SEEDS, settings(), 5)) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [({"temperature": -1.0}, "--temperature"), ({"max_new_tokens": 0}, "--max-new-tokens"), ({"max_turns": 0}, "--max-turns")],
+)
+def test_impossible_settings_are_named(change: dict, flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
+        settings(**change)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
+    share = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
+    chat = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
+    seeds, report = read_seeds(write(tmp_path / "a.json", json.dumps([share, chat])))
+    assert seeds[0] == Seed("a", ("q",)) and seeds[1].system == "s" and report.read == 2
+    lines, _ = read_seeds(write(tmp_path / "a.jsonl", json.dumps(share) + "\n" + json.dumps(chat) + "\n"))
+    assert [s.turns for s in lines] == [("q",), ("q",)]
+
+
+def test_cut_off_and_malformed_records_are_counted_and_skipped(tmp_path: Path) -> None:
+    good = {"id": "a", "conversations": [{"from": "human", "value": "q"}]}
+    odd = {"id": "b", "conversations": [{"from": "martian", "value": "q"}]}
+    text = json.dumps([good, odd, {"id": "c"}, {"id": "d", "conversations": [{"from": "gpt", "value": "r"}]}])
+    seeds, report = read_seeds(write(tmp_path / "a.json", text[:-1] + ', {"id": "e", "conv'))
+    assert [s.id for s in seeds] == ["a"] and report.cut_off
+    assert report.skipped == {"unknown role 'martian'": 1, "no conversations or messages": 1, "no user turn": 1}
+    assert "cut off" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("{}\n", "no usable"), ('[{"id"', "no usable"), ("not json\n", "no usable")],
+)
+def test_files_without_a_conversation_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_seeds(write(tmp_path / "a.json", text))
+
+
+def test_a_missing_seed_file_is_named() -> None:
+    with pytest.raises(UserError, match="--seed 'nowhere.jsonl' does not exist"):
+        read_seeds("nowhere.jsonl")
+
+
+def test_a_torn_record_and_orphan_states_are_dropped_on_resume(tmp_path: Path) -> None:
+    backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
+    samples = list(distill(backbone, SEEDS[:4], settings()))
+    writer = RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {}})
+    for sample in samples[:3]:
+        writer.write(sample)
+    writer.close()
+    whole = run.distill_path.read_bytes()
+    run.distill_path.write_bytes(whole[:-20])
+    store = StateStore(run.states_path, backbone.hidden_size)
+    store.append(torch.zeros(5, backbone.hidden_size))
+    store.close()
+    again = RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {}})
+    assert again.done == {s.id for s in samples[:2]}
+    again.write(samples[2])
+    again.close()
+    assert run.distill_path.read_bytes() == whole
+    record = json.loads(whole.splitlines()[-1])
+    first, count = record["state_rows"]
+    store = StateStore(run.states_path, backbone.hidden_size)
+    assert store.rows == first + count
+    assert torch.equal(store.read(first, count), samples[2].states.to(torch.bfloat16))
+
+
+def test_other_settings_do_not_mix_into_a_file(tmp_path: Path) -> None:
+    backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
+    writer = RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {"temperature": 0}})
+    writer.write(next(distill(backbone, SEEDS[:1], settings())))
+    writer.close()
+    with pytest.raises(UserError, match="distilled with settings"):
+        RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {"temperature": 1}})
+
+
+def test_kill_minus_nine_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    backbone = tiny_backbone("llama")
+    model = tmp_path / "model"
+    backbone.model.save_pretrained(model)
+    backbone.tokenizer.save_pretrained(model)
+    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 40}"}]} for i in range(60)]
+    seed = write(tmp_path / "seed.jsonl", "\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "medusa_cli", "distill", "--seed", seed, "--model", str(model), "--dtype", "fp32"]
+    command += ["--max-new-tokens", "200", "--max-samples", "60", "--batch-size", "2", "--quiet", "--run"]
+    path = tmp_path / "killed" / "distill.jsonl"
+    child = subprocess.Popen([*command, str(path.parent)], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= 4:
+            break
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    kept = path.read_bytes().count(b"\n")
+    assert 4 <= kept < 60
+    subprocess.run([*command, str(path.parent)], check=True)
+    subprocess.run([*command, str(tmp_path / "whole")], check=True)
+
+    def by_id(file: Path) -> dict:
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len({r["id"] for r in records}) == len(records) == 60
+        return {r["id"]: r["tokens"] for r in records}
+
+    assert by_id(path) == by_id(tmp_path / "whole" / "distill.jsonl")

@@ -1,0 +1,100 @@
+"""Recipes: every shipped file loads, overrides are typed, and what is wrong is named."""
+
+from pathlib import Path
+
+import pytest
+
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.recipe import Recipe, differences, from_dict, load_recipe
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert {path.name for path in RECIPES} >= {"medusa1.yaml", "smollm2-135m-medusa1.yaml"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_file_loads(path: Path) -> None:
+    assert load_recipe(path).drafter.num_heads >= 1
+
+
+def test_defaults_and_overrides() -> None:
+    assert load_recipe() == Recipe()
+    recipe = load_recipe(
+        None,
+        [
+            "train.lr=1e-4",
+            "drafter.num_heads=4",
+            "drafter=medusa",
+            "train.max_tokens=null",
+            "distill.seed=a: b",
+        ],
+    )
+    assert (recipe.train.lr, recipe.drafter.num_heads, recipe.drafter.name) == (1e-4, 4, "medusa")
+    assert recipe.train.max_tokens is None
+    assert recipe.distill.seed == "a: b"  # text stays text, whatever YAML would make of it
+
+
+def test_a_file_round_trips_and_an_override_wins(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("drafter: medusa\ntrain:\n  lr: 1e-3\n  epochs: 7\n")
+    recipe = load_recipe(path, ["train.epochs=8"])
+    assert (recipe.train.lr, recipe.train.epochs) == (1e-3, 8)
+    path.write_text(recipe.to_yaml())
+    assert load_recipe(path) == recipe == from_dict(recipe.to_dict(), "a dict")
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("train.lrr=1", "'train.lr'"),
+        ("drafter.heads=4", "'drafter.num_heads'"),
+        ("batch_tokens=4", "'train.batch_tokens'"),
+        ("trian.epochs=4", "'train.epochs'"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
+    with pytest.raises(UsageError, match=near):
+        load_recipe(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.lr=fast", "train.lr='fast' is not a number"),
+        ("train.lr=nan", "train.lr"),
+        ("train.epochs=1.5", "train.epochs=1.5 is not a whole number"),
+        ("train.epochs=true", "train.epochs=True"),
+        ("train.epochs=0", "train.epochs=0 is too small"),
+        ("train.decay=2", "train.decay=2.0 is too large"),
+        ("drafter.vocabulary=big", "use one of auto, draft, own, shared"),
+        ("train.epochs", "write key=value"),
+        ("train.epochs=null", "train.epochs=None"),
+    ],
+)
+def test_a_bad_value_names_key_and_value(override: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        load_recipe(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("", "is empty"), ("- 1\n", "no mapping"), ("a: [", "no YAML"), ("train: {speed: 3}", "train.speed")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=part) as caught:
+        load_recipe(path)
+    assert "bad.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gone.yaml does not exist"):
+        load_recipe(tmp_path / "gone.yaml")
+
+
+def test_differences_are_dotted_keys_of_the_sections_asked() -> None:
+    changed = load_recipe(None, ["train.lr=0.5", "model=other"])
+    assert differences(Recipe(), changed, ("train", "drafter")) == ["train.lr"]

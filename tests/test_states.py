@@ -1,0 +1,47 @@
+"""The state store: bf16 rows survive exactly, and a torn end is dropped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_cli.errors import UserError
+from medusa_cli.states import StateStore
+
+
+def test_rows_come_back_in_bf16(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "states.bin", 6)
+    first, second = torch.randn(3, 6), torch.randn(2, 6, dtype=torch.bfloat16)
+    assert store.append(first) == 0
+    assert store.append(second) == 3
+    assert store.rows == 5
+    assert torch.equal(store.read(0, 3), first.bfloat16())
+    assert torch.equal(store.read(3, 2), second)
+    store.close()
+    again = StateStore(tmp_path / "states.bin", 6)
+    assert again.append(first) == 5
+    assert torch.equal(again.read(4, 4), torch.cat([second[1:], first.bfloat16()]))
+    again.close()
+
+
+def test_a_torn_row_is_dropped_on_truncate(tmp_path: Path) -> None:
+    path = tmp_path / "states.bin"
+    store = StateStore(path, 4)
+    store.append(torch.ones(3, 4))
+    store.close()
+    with path.open("ab") as out:
+        out.write(b"\x01\x02\x03")  # half a row, as after kill -9
+    store = StateStore(path, 4)
+    assert store.rows == 3
+    store.truncate(2)
+    assert store.append(torch.zeros(1, 4)) == 2
+    assert torch.equal(store.read(0, 3), torch.tensor([[1.0] * 4, [1.0] * 4, [0.0] * 4]).bfloat16())
+    store.close()
+
+
+def test_reading_past_the_end_is_refused(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "states.bin", 4)
+    store.append(torch.ones(3, 4))
+    with pytest.raises(UserError, match="states.bin ends before state row 4"):
+        store.read(2, 2)
+    store.close()
