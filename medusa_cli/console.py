@@ -1,4 +1,4 @@
-"""The only module that prints: results on stdout, everything said on the way on stderr, one document under --json."""
+"""The only module that prints: results on stdout, what is said on the way on stderr, JSON under --json."""
 
 import json as jsonlib
 import sys
@@ -46,7 +46,7 @@ def error(message: str) -> None:
 
 
 def result(renderable: RenderableType) -> None:
-    """Print a result, text or any rich renderable, on stdout; nothing under --json. Text is printed as it is."""
+    """Print a result, plain text or any rich renderable, on stdout; nothing under --json."""
     if _mode.json:
         return
     if isinstance(renderable, str):
@@ -81,7 +81,7 @@ class _Silent:
 
 @contextmanager
 def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Bar]:
-    """A bar on stderr with count, units a second and time left; silent when quiet or when stderr is no terminal."""
+    """A bar on stderr: count, units a second, time left; silent when quiet or where stderr is no terminal."""
     if _mode.quiet or not err.is_terminal:
         yield _Silent()
         return

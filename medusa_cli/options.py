@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -45,12 +46,22 @@ Run = Annotated[str, typer.Option("--run", metavar="NAME", help=_RUN)]
 # For the commands that fall back to the drafter that ships when no run is named.
 RunOrShipped = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False),
+    typer.Option(
+        "--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False
+    ),
+]
+# For `tree`, which takes the default run where there is one.
+RunOrDefault = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: {DEFAULT_RUN}]", show_default=False),
 ]
 Drafter = Annotated[
     Path | None,
     typer.Option(
-        "--drafter", metavar="FOLDER", help="A saved drafter. [default: the run's drafter/]", show_default=False
+        "--drafter",
+        metavar="FOLDER",
+        help="A saved drafter. [default: the run's drafter/]",
+        show_default=False,
     ),
 ]
 Tree = Annotated[
@@ -64,12 +75,20 @@ Tree = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option("--device", metavar="NAME", callback=_device, help="Where the backbone runs: auto, cpu, cuda[:N], mps."),
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        callback=_device,
+        help="Where the backbone runs: auto, cpu, cuda[:N], mps.",
+    ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", metavar="TYPE", callback=_dtype, help="Number type of the backbone: auto (bf16), bf16, fp16, fp32."
+        "--dtype",
+        metavar="TYPE",
+        callback=_dtype,
+        help="Number type of the backbone: auto (bf16), bf16, fp16, fp32.",
     ),
 ]
 LoadIn4bit = Annotated[
@@ -91,7 +110,11 @@ Seed = Annotated[
 RandomSeed = Annotated[
     int | None,
     typer.Option(
-        "--random-seed", metavar="N", min=0, help="Seed of the random generator. [default: 0]", show_default=False
+        "--random-seed",
+        metavar="N",
+        min=0,
+        help="Seed of the random generator. [default: 0]",
+        show_default=False,
     ),
 ]
 MaxSamples = Annotated[

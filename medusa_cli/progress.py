@@ -40,6 +40,11 @@ class _Bar:
 @contextmanager
 def show_bar(console: Console, description: str, total: float | None, unit: str) -> Iterator[_Bar]:
     """A live bar on the console until the block ends."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(unit), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Rate(unit),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as shown:
         yield _Bar(shown, shown.add_task(description, total=total))

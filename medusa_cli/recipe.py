@@ -1,4 +1,4 @@
-"""A training recipe: YAML plus `key=value` overrides, checked into frozen dataclasses. An unknown key is an error."""
+"""A recipe: YAML plus `key=value` overrides, checked into frozen dataclasses; an unknown key is an error."""
 
 import dataclasses
 import difflib
@@ -24,8 +24,8 @@ def _setting(
 class DrafterRecipe:
     """Which drafter to train: its name, heads, residual layers a head, and the vocabulary its heads score.
 
-    vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each head
-    a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where the model's vocabulary is larger.
+    vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
+    head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     """
 
     name: str = "medusa"
@@ -37,7 +37,7 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class DistillRecipe:
-    """How the data is made: seed prompts, conversations, tokens an answer, turns, temperature, generator, positions."""
+    """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions."""
 
     seed: str = "sharegpt"
     max_samples: int | None = _setting(None, least=1)
@@ -52,8 +52,8 @@ class DistillRecipe:
 class TrainRecipe:
     """How to train: sizes are in positions (answer tokens), intervals in optimiser steps.
 
-    A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of all
-    epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1).
+    A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
+    all epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1).
     """
 
     stage: int = _setting(1, least=1, most=2)
@@ -98,9 +98,9 @@ class Recipe:
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file (None: the defaults) and apply overrides such as "train.lr=1e-3" or "drafter=medusa".
+    """Read a recipe file (None: the defaults) and apply overrides, "train.lr=1e-3" or "drafter=medusa".
 
-    Raises UserError for an unreadable file, UsageError for an unknown key (naming the nearest) or a bad value.
+    Raises UserError for an unreadable file, UsageError for an unknown key (with the nearest) or a bad value.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -188,7 +188,7 @@ def _fields() -> dict[str, tuple[Any, Any]]:
 
 
 def _known(key: str, source: str) -> str:
-    """The full name of a key; `drafter` alone stands for its name. UsageError, with the nearest, for an unknown one."""
+    """The full name of a key (`drafter` alone is drafter.name); UsageError, with the nearest, if unknown."""
     key = "drafter.name" if key == "drafter" else key
     known = _fields()
     if key in known:

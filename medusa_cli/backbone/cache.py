@@ -70,6 +70,7 @@ class KVCache(Cache):
         while self.capacity < length:
             self.capacity *= 2
 
+    @torch.inference_mode()
     def keep(self, start: int, path: Tensor | Sequence[int]) -> None:
         """Move rows start + path[i] to start + i and end the cache there; path is increasing node indices [A+1]."""
         rows = [int(node) for node in path]
@@ -77,9 +78,9 @@ class KVCache(Cache):
         while settled < len(rows) and rows[settled] == settled:
             settled += 1
         if settled < len(rows):
+            source = torch.tensor(rows[settled:], device=self.layers[0].keys.device) + start
             for layer in self.layers:
                 for buffer in (layer.keys, layer.values):
-                    source = torch.tensor(rows[settled:], device=buffer.device) + start
                     # index_select copies first, so overlapping source and target rows are safe.
                     buffer[:, :, start + settled : start + len(rows)] = buffer.index_select(2, source)
         self.length = start + len(rows)

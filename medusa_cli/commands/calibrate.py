@@ -51,14 +51,11 @@ def calibrate(
     )
     folder = drafter or target.drafter_dir
     source = data or target.distill_path
-    console.info(
-        f"Calibrating {folder} for {name} on {'' if data else 'the held-out part of '}{source}, top {top} guesses a head"
-        + (
-            f", {max_samples:,} conversations"
-            if max_samples
-            else "; --data FILE takes others, --max-samples N fewer"
-        )
+    part = "" if data else "the held-out part of "
+    bound = (
+        f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     )
+    console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import open_dataset

@@ -10,7 +10,7 @@ from medusa_cli import console
 def open_dataset(
     run: Any, backbone: Any, *, data: Path | None, fraction: float, taps: tuple[int, ...]
 ) -> Any:
-    """The data set of a run (or of the file `data`) for a backbone; a prefill, where one is needed, shows its progress."""
+    """The data set of a run (or of the file `data`); a prefill, where one is needed, shows its progress."""
     from medusa_cli.training import load_dataset
 
     bars: list[console.Bar] = []

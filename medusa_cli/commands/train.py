@@ -13,7 +13,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.run import DEFAULT_RUN
 
-# Positions trained a second on two cores with the default model (4 heads, draft vocabulary); for the estimate only.
+# Positions trained a second on two cores with the default model and recipe; for the estimate only.
 RATE = 1500
 
 
@@ -46,8 +46,8 @@ def train(
 ) -> None:
     """Train a drafter on the model's own answers, the model itself frozen.
 
-    Writes RUN/drafter, the log train.jsonl, the curves train.png and checkpoints. Typed bare it takes about ten
-    minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
+    Writes RUN/drafter, the log train.jsonl, the curves train.png and checkpoints. Typed bare it takes about
+    ten minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.run import Run, write_atomic
@@ -66,11 +66,10 @@ def train(
         )
     source = data or target.distill_path
     bound = plan.train.max_tokens
+    length = f" or {bound:,} tokens, at most {bound / RATE / 60:.0f} minutes on two cores" if bound else ""
     console.info(
-        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}, {plan.train.epochs} "
-        f"epochs"
-        + (f" or {bound:,} tokens (about {bound / RATE / 60:.0f} minutes on two cores)" if bound else "")
-        + "; more: train.epochs=4 train.max_tokens=null, or a recipe file"
+        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
+        f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
     from medusa_cli.backbone import load_backbone
@@ -91,21 +90,20 @@ def train(
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop)
         write_atomic(target.recipe_path, plan.to_yaml())
         console.info(
-            f"{dataset.report}; {len(dataset.train):,} answers to train on, {len(dataset.held_out):,} held out; "
-            f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
+            f"{dataset.report}; {len(dataset.train):,} answers to train on, {len(dataset.held_out):,} held "
+            f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"
             + (f"; the draft vocabulary covers {coverage:.2%} of the answers" if coverage < 1 else "")
         )
         summary = _run(trainer, target)
     if summary["stopped"]:
-        console.warn(
-            f"stopped at step {trainer.step} of {trainer.steps}; go on with: medusa train --resume --run {run}"
-        )
+        again = f"medusa train --resume --run {run}"
+        console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(130)
     _finish(trainer, target, source, coverage, summary, json, run)
 
 
 def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) -> Any:
-    """The recipe in force: the file (a resumed run's own where none is named), KEY=VALUE words, then flags."""
+    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags."""
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import read_json
@@ -151,13 +149,7 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
     from medusa_cli.training.picture import draw_curves
 
     log = TrainLog(target.path / NAME, resumed_at=trainer.step if trainer.step else None)
-    summary: dict[str, Any] = {
-        "stopped": False,
-        "positions": 0,
-        "seconds": 0.0,
-        "loss": None,
-        "validation": None,
-    }
+    summary: dict[str, Any] = {"stopped": False, "positions": 0, "seconds": 0.0, "loss": None}
     start = time.perf_counter()
     try:
         with console.progress("training", total=trainer.positions, unit="tokens") as bar:
@@ -169,24 +161,21 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
                     summary["seconds"] += event.seconds
                     summary["loss"] = event.loss
                     bar.advance(event.positions)
-                    bar.describe(
-                        f"step {event.step}/{event.steps} loss {event.loss:.3f} top-1 {_shares(event.accuracies)}"
-                    )
+                    shares = _shares(event.accuracies)
+                    bar.describe(f"step {event.step}/{event.steps} loss {event.loss:.3f} top-1 {shares}")
                 elif isinstance(event, Validated):
-                    summary["validation"] = {
-                        "loss": event.loss,
-                        "head_losses": event.head_losses,
-                        "accuracies": event.accuracies,
-                    }
-                    console.info(
-                        f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {_shares(event.accuracies)}"
-                    )
+                    shares = _shares(event.accuracies)
+                    console.info(f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares}")
                 elif isinstance(event, Saved | Stopped):
                     draw_curves(read_log(log.path), target.path / "train.png", f"{target.name}: stage 1")
                     summary["stopped"] = isinstance(event, Stopped)
     finally:
         log.close()
     summary["wall_seconds"] = time.perf_counter() - start
+    # From the log, because a training resumed at its very end validates no more.
+    checks = [line for line in read_log(log.path) if line["event"] == "validated"]
+    kept = ("loss", "head_losses", "accuracies", "positions")
+    summary["validation"] = {key: checks[-1][key] for key in kept} if checks else None
     return summary
 
 
@@ -230,7 +219,8 @@ def _finish(
         return
     last = summary["validation"]
     console.result(
-        f"{target.drafter_dir}: {trainer.drafter.num_heads} heads, {trainer.steps:,} steps at {rate:,.0f} tokens/s"
+        f"{target.drafter_dir}: {trainer.drafter.num_heads} heads, {trainer.steps:,} steps"
+        + (f" at {rate:,.0f} tokens/s" if rate else "")
         + (f", held-out top-1 by head {_shares(last['accuracies'])}" if last else "")
         + f". Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {run}"
     )

@@ -29,7 +29,7 @@ def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone) -> str:
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> tuple[Drafter, float]:
-    """An untrained drafter and the share of training tokens that its vocabulary holds (1.0 without a draft one)."""
+    """An untrained drafter and the share of training tokens its vocabulary holds (1.0 for all of it)."""
     kind = drafter_class(recipe.name)
     vocabulary = vocabulary_of(recipe, backbone)
     draft_ids: Tensor | None = None
@@ -37,7 +37,7 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
     if vocabulary == "draft":
         if recipe.draft_vocab_size > backbone.vocab_size:
             raise UsageError(
-                f"drafter.draft_vocab_size={recipe.draft_vocab_size} is larger than the vocabulary of {backbone.id!r}",
+                f"drafter.draft_vocab_size={recipe.draft_vocab_size} is larger than the model's vocabulary",
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
         draft_ids, coverage = frequent_tokens(dataset.train, recipe.draft_vocab_size, backbone.vocab_size)

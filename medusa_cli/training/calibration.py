@@ -1,4 +1,4 @@
-"""Calibration: how often the i-th guess of each head is right on held-out conversations (Medusa, section 2.3.3)."""
+"""Calibration: how often the i-th guess of each head is right on held-out conversations (section 2.3.3)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ POSITIONS = 512
 
 @dataclass(frozen=True)
 class Calibration:
-    """accuracies[k][i]: share of positions where guess i of head k was the token; `counted` positions a head."""
+    """accuracies[k][i]: share of `counted[k]` positions where guess i of head k was the token."""
 
     accuracies: list[list[float]]
     counted: list[int]
@@ -35,13 +35,16 @@ def calibrate(
 ) -> Calibration:
     """Measure every head's `top` best guesses on the data set's held-out answers (or those given).
 
-    A token that the heads' vocabulary does not hold counts as missed. UserError where no answer reaches a head.
+    A token that the heads' vocabulary does not hold counts as missed. UserError where no answer reaches a
+    head.
     """
     if top < 1:
         raise UsageError(f"--top {top} is too small", "use 1 or more")
     vocabulary = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size
     if top > vocabulary:
-        raise UsageError(f"--top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less")
+        raise UsageError(
+            f"--top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less"
+        )
     chosen = dataset.held_out if answers is None else answers
     if not chosen:
         raise UserError("no conversation is held out for calibration", "distil more than one conversation")

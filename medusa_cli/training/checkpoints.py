@@ -18,7 +18,7 @@ MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validat
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training between two optimiser steps: weights, optimizer, steps done, random state, and what it belongs to."""
+    """A training between two steps: weights, optimizer, steps done, random state, and what it belongs to."""
 
     drafter: dict[str, Any]
     optimizer: dict[str, Any]
@@ -39,7 +39,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     try:
         with replacing(path) as part:
             torch.save(vars(checkpoint), part)
-    except (OSError, RuntimeError) as reason:  # torch reports a full disk as a RuntimeError
+    except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
             f"the checkpoint {path} could not be written: {str(reason).splitlines()[0]}",
             "free disk space or choose another --run",
@@ -57,7 +57,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: Recipe) -> None:
-    """Raise UserError where a checkpoint was made with another backbone, recipe or data, naming the difference."""
+    """Raise UserError where a checkpoint was made with another backbone, recipe or data."""
     changed = differences(from_dict(checkpoint.recipe, "the checkpoint"), recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:
@@ -76,17 +76,11 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
 def save_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
     """Save a drafter into a folder that replaces an earlier one only when it is complete."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    try:
-        for leftover in (part, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        part.mkdir(parents=True)
-        drafter.save(part, provenance)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as reason:
-        raise UserError(
-            f"the drafter {folder} could not be written: {reason.strerror}",
-            "free disk space or choose another --run",
-        ) from reason
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    part.mkdir(parents=True)
+    drafter.save(part, provenance)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

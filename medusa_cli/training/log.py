@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.run import write_atomic
-from medusa_cli.training.loop import Event
+from medusa_cli.training.events import Event
 
 NAME = "train.jsonl"
 

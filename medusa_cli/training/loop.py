@@ -1,13 +1,11 @@
-"""Stage 1: heads learn to guess ahead from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+"""Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
 
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Drafter, Losses
@@ -16,89 +14,15 @@ from medusa_cli.recipe import Recipe
 from medusa_cli.run import Run
 from medusa_cli.training import checkpoints
 from medusa_cli.training.data import Answer, Dataset, pack, plan
+from medusa_cli.training.events import Event, Meter, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.schedule import learning_rate
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """One optimiser step: loss in nats (weighted over heads), each head's loss and top-1 accuracy, positions so far."""
-
-    step: int
-    steps: int
-    loss: float
-    head_losses: list[float]
-    accuracies: list[float]
-    lr: float
-    grad_norm: float
-    positions: int  # of this step
-    total_positions: int  # since the training began
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Validated:
-    """Loss and top-1 accuracy per head on held-out conversations, after `step` steps."""
-
-    step: int
-    loss: float
-    head_losses: list[float]
-    accuracies: list[float]
-    positions: int
-    total_positions: int
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint was written after `step` steps."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The training was asked to stop after `step` steps; its checkpoint is written."""
-
-    step: int
-    steps: int
-
-
-Event = Stepped | Validated | Saved | Stopped
-
-
-class _Meter:
-    """Sums losses and hits per head over micro-batches."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.head_losses: Tensor | None = None
-        self.correct: Tensor | None = None
-        self.counted: Tensor | None = None
-        self.batches = self.positions = 0
-
-    def add(
-        self, loss: float, per_head: list[Tensor], correct: Tensor, counted: Tensor, positions: int
-    ) -> None:
-        losses = torch.stack([one.detach().float() for one in per_head]).cpu()
-        correct, counted = correct.cpu(), counted.cpu()
-        self.loss += loss
-        self.head_losses = losses if self.head_losses is None else self.head_losses + losses
-        self.correct = correct if self.correct is None else self.correct + correct
-        self.counted = counted if self.counted is None else self.counted + counted
-        self.batches += 1
-        self.positions += positions
-
-    def means(self) -> tuple[float, list[float], list[float]]:
-        """Mean loss, mean loss per head, top-1 accuracy per head."""
-        assert self.head_losses is not None and self.correct is not None and self.counted is not None
-        accuracies = self.correct.double() / self.counted.clamp(min=1)
-        return self.loss / self.batches, (self.head_losses / self.batches).tolist(), accuracies.tolist()
 
 
 class Trainer:
     """Trains a drafter's heads; `events()` runs the training and yields what happens.
 
-    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's checkpoint is
-    taken up where it stopped: the same steps follow with the same batches and rates.
+    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's
+    checkpoint is taken up where it stopped: the same steps follow with the same batches and rates.
     """
 
     def __init__(
@@ -155,7 +79,7 @@ class Trainer:
         while self.step < self.steps:
             start = time.perf_counter()
             group = self.batches[self.step * train.accumulation :][: train.accumulation]
-            meter = _Meter()
+            meter = Meter()
             for batch in group:
                 if self.should_stop():
                     self.optimizer.zero_grad()
@@ -178,7 +102,7 @@ class Trainer:
                 self.save()
                 yield Saved(self.step)
 
-    def _backward(self, answers: list[Answer], share: int, meter: _Meter) -> None:
+    def _backward(self, answers: list[Answer], share: int, meter: Meter) -> None:
         losses, positions = self._losses(answers)
         value = float(losses.total.detach())
         if not math.isfinite(value):
@@ -217,7 +141,7 @@ class Trainer:
 
     def validate(self, done: int) -> Validated:
         """Loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        meter = _Meter()
+        meter = Meter()
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad():

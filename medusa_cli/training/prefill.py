@@ -1,4 +1,4 @@
-"""The hidden states of answers: the rows kept while they were distilled, else one prefill cached in the run."""
+"""The hidden states of answers: the rows kept while distilling, else one prefill, cached in the run."""
 
 import hashlib
 import json
@@ -12,7 +12,8 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.errors import UserError
 from medusa_cli.run import Run, check_backbone, read_json, replacing
 from medusa_cli.states import StateStore
-from medusa_cli.training.data import Dataset, Record, read_records, split
+from medusa_cli.training.data import Dataset, split
+from medusa_cli.training.records import Record, read_records
 
 
 def load_dataset(
@@ -27,8 +28,8 @@ def load_dataset(
 ) -> Dataset:
     """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
 
-    on_total is told how many tokens must be prefilled, if any, on_progress how many were. UserError for missing or
-    unusable data and for states that do not belong to it.
+    on_total is told how many tokens must be prefilled, if any, on_progress how many were. UserError for
+    missing or unusable data and for states that do not belong to it.
     """
     path = data or run.distill_path
     _check_owner(path, backbone)
@@ -37,7 +38,7 @@ def load_dataset(
     if tuple(taps) == (-1,) and stored.is_file() and all(record.first_row is not None for record in records):
         rows = max((record.first_row or 0) + record.answer_tokens for record in records)
         return split(records, _stored(stored, rows, backbone.hidden_size, backbone), report, fraction)
-    # The rows the records name are elsewhere or of another layer: theirs follow in order in the file made here.
+    # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None) for one in records]
     rows = sum(record.answer_tokens for record in records)
     cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
@@ -59,8 +60,8 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
     size = path.stat().st_size
     if size < rows * width * 2 or (exact and size != rows * width * 2) or size == 0:
         raise UserError(
-            f"{path} ({size:,} bytes) does not hold the {rows:,} state rows of width {width} that its data names for "
-            f"the model {backbone.id!r}",
+            f"{path} ({size:,} bytes) does not hold the {rows:,} state rows of width {width} that its data "
+            f"names for the model {backbone.id!r}",
             "delete it to compute the states again" if exact else "distil again into a fresh --run",
         )
     store = StateStore(path, width)
@@ -85,17 +86,12 @@ def _prefill(
     path: Path,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Run every conversation once and write, for each span [s, e), the states at s - 1 .. e - 2; whole or not at all."""
-    try:
-        with replacing(path) as part:
-            store = StateStore(part, backbone.hidden_size * len(taps))
-            for record in records:
-                cache = backbone.new_cache(len(record.tokens))
-                hidden = backbone.forward(torch.tensor(record.tokens), cache, taps=taps, logits="none").hidden
-                store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
-                on_progress(len(record.tokens))
-            store.close()
-    except OSError as reason:
-        raise UserError(
-            f"{path} could not be written: {reason.strerror}", "free disk space or choose another --run"
-        ) from reason
+    """Run each conversation once and write, for every span [s, e), its states at s - 1 .. e - 2; all or none."""
+    with replacing(path) as part:
+        store = StateStore(part, backbone.hidden_size * len(taps))
+        for record in records:
+            cache = backbone.new_cache(len(record.tokens))
+            hidden = backbone.forward(torch.tensor(record.tokens), cache, taps=taps, logits="none").hidden
+            store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
+            on_progress(len(record.tokens))
+        store.close()

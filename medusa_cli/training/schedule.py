@@ -4,7 +4,7 @@ import math
 
 
 def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmup: int) -> float:
-    """The rate of optimiser step `step` (from 0) of `steps`; the warmup takes a tenth of a short training at most."""
+    """The rate of step `step` (from 0) of `steps`; the warmup takes a tenth of a short training at most."""
     warmup = min(warmup, steps // 10)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

@@ -1,7 +1,7 @@
-"""Conversations of any origin as token ids and assistant spans, without generation marks in the chat template.
+"""Conversations of any origin as token ids and assistant spans; the chat template needs no generation marks.
 
-The template is rendered up to each answer and through it; what is added is the answer with its end token. Pieces
-are tokenised one by one, because that is how decoding meets them: a prompt first, then the answer's own tokens.
+The template is rendered up to each answer and through it; what is added is the answer with its end token.
+Pieces are tokenised one by one, as decoding meets them: a prompt first, then the answer's own tokens.
 """
 
 from typing import Any
@@ -50,8 +50,8 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, str]]:
 def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of a conversation and the spans [start, end) of its answers, each with its end token.
 
-    Raises UserError where the model has no chat template or one that rewrites earlier turns, so that no span of
-    the whole conversation is what the model would have generated; Malformed where the template refuses the roles.
+    Raises UserError where the model has no chat template or one that rewrites earlier turns, so that no span
+    of the whole conversation is what the model would have generated; Malformed where it refuses the roles.
     """
     from jinja2.exceptions import TemplateError
 
@@ -83,7 +83,7 @@ def _extend(
     longer = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     if not longer.startswith(text):
         raise UserError(
-            f"the chat template of {backbone.id!r} rewrites earlier turns, so answers cannot be told from prompts",
+            f"the chat template of {backbone.id!r} rewrites earlier turns, so answers have no fixed place",
             "use --data with single-turn conversations, or data made by `medusa distill`",
         )
     tokens.extend(tokenizer.encode(longer[len(text) :], add_special_tokens=False))

@@ -1,0 +1,6 @@
+"""`python -m medusa_cli`."""
+
+from medusa_cli.cli import main
+
+if __name__ == "__main__":
+    main()

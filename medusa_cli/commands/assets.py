@@ -1,0 +1,46 @@
+"""`medusa assets`: fetch the default model and the data ahead of time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli import assets as store
+from medusa_cli import console, options
+from medusa_cli.errors import UsageError
+
+_FETCH: dict[str, Callable[[], str | Path]] = {
+    store.DEFAULT_MODEL: lambda: store.model_dir(store.DEFAULT_MODEL),
+    "sharegpt": lambda: store.sharegpt_path(),
+    "mt-bench": lambda: store.mt_bench_path(),
+}
+
+
+def assets(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False
+        ),
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Fetch the named model and data into the cache, so that later commands need no network.
+
+    The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it.
+    """
+    console.configure(quiet=quiet, json=json)
+    wanted = names or list(_FETCH)
+    for name in wanted:
+        if name not in _FETCH:
+            raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")
+    console.info(f"{', '.join(wanted)} -> {store.home()}")
+    found: dict[str, str] = {}
+    for name in wanted:
+        found[name] = str(_FETCH[name]())
+        console.result(f"{name}: {found[name]}")
+    if json:
+        console.emit_json(found)

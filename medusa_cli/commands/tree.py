@@ -1,0 +1,202 @@
+"""`medusa tree`: accuracies and a budget of nodes in, the tree out: drawn, saved and judged."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.commands.heads import Heads, find_heads
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.run import DEFAULT_RUN, provenance
+
+BUDGET = 64
+# A step runs all nodes at once, and the mask is a square of them: nothing gains from more anywhere.
+MOST_NODES = 4096
+DRAWN_NODES = 256
+PICTURES = (".png", ".svg")
+
+
+def tree(
+    run: options.RunOrDefault = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="From `medusa calibrate`. [default: the run's calibration.json]"),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=f"Nodes of the tree, the root included. [default: {BUDGET}]"),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W1,W2,...", help="All paths over the best W1 guesses of head 1, W2 of head 2, ..."
+        ),
+    ] = None,
+    choices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A tree file or medusa_choices list to draw, judge and save."),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="K", help="Use the first K heads only. [default: all]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to save it. [default: the run's tree.json]")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to draw it, .png or .svg. [default: beside the tree]"),
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find the tree of guesses that is expected to accept most, draw it and save it.
+
+    With --budget, the best tree of that many nodes for the accuracies `medusa calibrate` measured. Typed bare
+    it takes those of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
+    """
+    console.configure(quiet=quiet, json=json)
+    ways = {"--budget": budget, "--shape": shape, "--choices": choices}
+    given = [flag for flag, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
+    if picture is not None and picture.suffix.lower() not in PICTURES:
+        raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
+    widths = _widths(shape) if shape is not None else None
+    target, known, said = find_heads(run, calibration)
+    used = known.first(heads)
+    made, recipe = _make(used, budget, widths, choices, said, run)
+    if heads is not None and made.max_depth > heads:
+        made = made.cut(heads)
+    console.info(_first_line(made.size, recipe, used, said))
+    notes = _notes(made.widths, known)
+    for note in notes:
+        console.warn(note)
+
+    from medusa_cli.tree.draw import draw_picture, draw_terminal
+    from medusa_cli.tree.files import save_tree
+    from medusa_cli.tree.search import expected_length
+
+    expected = expected_length(made, used.accuracies) if used.accuracies else None
+    source = str(known.source) if known.source else None
+    output = output or (target.tree_path if target else None)
+    picture = picture or (output.with_suffix(".png") if output else None)
+    if output is not None:
+        facts = {"calibration": source, "expected_acceptance_length": expected, **recipe}
+        save_tree(output, made, provenance(known.backbone, **facts))
+    if picture is not None:
+        draw_picture(made, picture, used.accuracies or None)
+    per_depth = [made.depths.count(depth) for depth in range(made.max_depth + 1)]
+    if json:
+        report = {
+            "nodes": made.size,
+            "nodes_per_depth": per_depth,
+            "expected_acceptance_length": expected,
+            "heads": used.count,
+            "calibration": source,
+            "output": str(output) if output else None,
+            "picture": str(picture) if picture else None,
+            "warnings": notes,
+        }
+        console.emit_json({**report, **made.to_json(), "choices": made.choices})
+        return
+    if made.size <= DRAWN_NODES:
+        console.result(draw_terminal(made, used.accuracies or None))
+    else:
+        console.info(f"{made.size:,} nodes are too many to draw here; see the picture")
+    console.result(_table(per_depth, made.widths))
+    length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
+    console.result(f"{made.size:,} nodes, expected acceptance length: {length}")
+    saved = " and ".join(str(path) for path in (output, picture) if path is not None)
+    console.result(
+        f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it"
+    )
+
+
+def _widths(shape: str) -> list[int]:
+    """The numbers of --shape; UsageError unless all are whole, 1 or more, and make a bearable tree."""
+    try:
+        widths = [int(part) for part in shape.split(",")]
+    except ValueError as reason:
+        raise UsageError(f"--shape {shape!r} is no list of numbers", "give widths such as 4,3,2") from reason
+    if min(widths) < 1:
+        raise UsageError(f"--shape {shape!r} has a width below 1", "give widths such as 4,3,2")
+    total = level = 1
+    for width in widths:
+        level *= width
+        total += level
+        if total > MOST_NODES:
+            raise UsageError(
+                f"--shape {shape!r} makes more than {MOST_NODES:,} nodes", "give fewer or smaller"
+            )
+    return widths
+
+
+def _make(
+    used: Heads,
+    budget: int | None,
+    widths: list[int] | None,
+    choices: Path | None,
+    said: str,
+    run: str | None,
+) -> tuple[Any, dict[str, Any]]:
+    """The tree that was asked for, and the flag and value that made it."""
+    if widths is None and choices is None and not used.accuracies:
+        raise UserError(
+            f"{said} has no calibration.json",
+            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give --shape 4,3,2",
+        )
+
+    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.search import largest, search
+    from medusa_cli.tree.tree import Tree
+
+    if widths is not None:
+        return Tree.dense(widths), {"shape": widths}
+    if choices is not None:
+        made = load_tree(choices)
+        if made.size > MOST_NODES:
+            raise UserError(f"--choices {choices} has {made.size:,} nodes", f"use {MOST_NODES:,} at most")
+        return made, {"choices": str(choices)}
+    possible = largest(used.accuracies)
+    nodes = min(BUDGET, possible) if budget is None else budget
+    if MOST_NODES < nodes <= possible:
+        raise UsageError(f"--budget {nodes} is more than one step can verify", f"use 1 to {MOST_NODES:,}")
+    return search(used.accuracies, nodes), {"budget": nodes}
+
+
+def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, said: str) -> str:
+    way, value = next(iter(recipe.items()))
+    shown = ",".join(map(str, value)) if isinstance(value, list) else value
+    heads = f"{used.count} heads" if used.count is not None else "number of heads unknown"
+    measured = f"top {max(map(len, used.accuracies))}" if used.accuracies else "not calibrated"
+    return f"{nodes:,} nodes (--{way} {shown}) for {said}: {heads}, {measured}; --budget N makes another size"
+
+
+def _notes(widths: tuple[int, ...], known: Heads) -> list[str]:
+    """What the tree asks of the heads that they do not have, or that was not measured."""
+    notes = []
+    if known.count is not None and len(widths) > known.count:
+        notes.append(
+            f"the tree is {len(widths)} deep but there are {known.count} heads: these heads cannot fill it; "
+            f"--heads {known.count} cuts it"
+        )
+    for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
+        if width > len(row):
+            notes.append(
+                f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; "
+                "the others count 0 in the expected length"
+            )
+    return notes
+
+
+def _table(per_depth: list[int], widths: tuple[int, ...]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="Nodes per depth")
+    for column in ("depth", "nodes", "guesses used"):
+        table.add_column(column, justify="right")
+    for depth, count in enumerate(per_depth):
+        table.add_row(str(depth), str(count), f"top {widths[depth - 1]}" if depth else "root")
+    return table

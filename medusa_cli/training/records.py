@@ -1,0 +1,145 @@
+"""Conversations read from a file, their faults counted; those without token ids are tokenised."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.errors import UserError
+from medusa_cli.training.tokenize import Malformed, encode, messages_of
+
+
+@dataclass(frozen=True)
+class Record:
+    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept)."""
+
+    id: str
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+    first_row: int | None
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass
+class ReadReport:
+    """How many records were read and skipped, by reason."""
+
+    read: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def __str__(self) -> str:
+        return ", ".join(
+            [f"{self.read:,} conversations read"]
+            + [f"{n:,} skipped ({why})" for why, n in sorted(self.skipped.items())]
+        )
+
+
+def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadReport]:
+    """Read a JSONL (or JSON array) of conversations; the chat template tokenises those without token ids.
+
+    Malformed and truncated records are counted and skipped. UserError for a missing or empty file, or if no
+    record is left.
+    """
+    report = ReadReport()
+    records: list[Record] = []
+    seen: set[str] = set()
+    for raw in _parse(path, report):
+        try:
+            record = _record(raw, backbone)
+        except Malformed as reason:
+            report.skip(str(reason))
+            continue
+        if record.id in seen:
+            report.skip("same id as an earlier one")
+            continue
+        seen.add(record.id)
+        records.append(record)
+        report.read += 1
+    if not records:
+        raise UserError(
+            f"{path} holds no usable conversation ({report})",
+            "make data with `medusa distill`, or give --data",
+        )
+    return records, report
+
+
+def _parse(path: Path, report: ReadReport) -> Iterator[Any]:
+    remedy = "make it with `medusa distill`, or give other data with --data"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist", remedy)
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty", remedy)
+    with path.open("rb") as stream:
+        head = stream.read(4096).lstrip()
+        stream.seek(0)
+        if head.startswith(b"["):
+            yield from _parse_array(path, stream.read(), report)
+            return
+        for line in stream:
+            if not line.strip():
+                report.skip("empty line")
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError:  # no JSON or no UTF-8
+                report.skip("no JSON" if line.endswith(b"\n") else "cut off")
+
+
+def _parse_array(path: Path, data: bytes, report: ReadReport) -> Iterator[Any]:
+    """The records of a JSON array; one that is cut off still gives those before the cut."""
+    decoder = json.JSONDecoder()
+    text = data.decode("utf-8", errors="replace").lstrip()[1:]
+    at = 0
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        if at >= len(text) or text[at] == "]":
+            return
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            report.skip("cut off")
+            return
+        yield record
+
+
+def _record(raw: Any, backbone: Backbone) -> Record:
+    if not isinstance(raw, dict):
+        raise Malformed("not an object")
+    name = str(raw.get("id") or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
+    if "tokens" not in raw:
+        return _fitted(Record(name, *encode(backbone, messages_of(raw)), None), backbone)
+    tokens, spans, rows = raw["tokens"], raw.get("spans"), raw.get("state_rows")
+    if not (
+        isinstance(tokens, list) and all(isinstance(t, int) and 0 <= t < backbone.vocab_size for t in tokens)
+    ):
+        raise Malformed("token ids outside the model's vocabulary")
+    if not isinstance(spans, list) or not spans:
+        raise Malformed("no assistant spans")
+    last = 1
+    for span in spans:
+        if not (isinstance(span, list) and len(span) == 2 and last <= span[0] < span[1] <= len(tokens)):
+            raise Malformed("assistant spans out of order or range")
+        last = span[1]
+    record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None)
+    if rows and (len(rows) != 2 or rows[1] != record.answer_tokens):
+        raise Malformed("state rows that do not match the spans")
+    return record if rows else _fitted(record, backbone)
+
+
+def _fitted(record: Record, backbone: Backbone) -> Record:
+    """Cut a conversation to the model's context: states past it cannot be computed."""
+    end = min(len(record.tokens), backbone.max_positions)
+    spans = [(start, min(stop, end)) for start, stop in record.spans if start < end]
+    if not spans:
+        raise Malformed("answers past the model's context")
+    return Record(record.id, record.tokens[:end], spans, None)

@@ -1,0 +1,139 @@
+"""Imports point one way, nothing is imported by star, and what the command line starts with stays light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "medusa_cli"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "pretrained" not in path.parts)
+
+# A module may import from its own layer's folder, from the layers after it, and from the leaves.
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"commands"},
+    {"distilling", "training", "benchmarks"},
+    {"decoding"},
+    {"drafters"},  # drafters fill a tree; a tree knows no drafter
+    {"tree"},
+    {"backbone"},
+]
+LEAVES = {"recipe", "run", "assets", "errors"}
+# Storage of hidden states: a leaf too, but one of torch, so no command may start with it.
+TORCH_LEAVES = {"states"}
+SCREEN = {"console", "options", "progress"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "matplotlib",
+    "numpy",
+    "datasets",
+    "peft",
+    "bitsandbytes",
+    "huggingface_hub",
+}
+
+
+def parts(path: Path) -> tuple[str, ...]:
+    return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """The dotted names that import statements bring in; of `from a import b` both a and a.b."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def level(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run at import: all but function bodies and `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from level(node)
+
+
+def ours(names: Iterator[str]) -> set[str]:
+    """The top-level names within the package that are imported."""
+    return {name.split(".")[1] for name in names if name.startswith("medusa_cli.")} - {"__version__"}
+
+
+def allowed(top: str) -> set[str]:
+    if top == "errors":
+        return set()
+    if top in LEAVES | TORCH_LEAVES:
+        # A leaf may build on the leaves below it, never on a layer.
+        return LEAVES - {top}
+    if top in SCREEN:
+        return LEAVES | SCREEN - {top}
+    place = next(i for i, layer in enumerate(LAYERS) if top in layer)
+    below = set().union(*LAYERS[place + 1 :])
+    return below | LEAVES | TORCH_LEAVES | {top} | (SCREEN if place <= 2 else set())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: ".".join(parts(path)))
+def test_imports_point_one_way(path: Path) -> None:
+    top = parts(path)[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    used = ours(imports(ast.walk(tree)))
+    if top == "__init__":
+        assert not used
+        return
+    assert used <= allowed(top), f"{top} must not import {', '.join(sorted(used - allowed(top)))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: ".".join(parts(path)))
+def test_no_star_import_and_no_bare_except(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}: star import"
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: bare except"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: ".".join(parts(path)))
+def test_only_the_screen_prints(path: Path) -> None:
+    if parts(path)[0] in SCREEN:
+        return
+    calls = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    ]
+    printed = [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+    assert not printed, f"print() in lines {printed}: return it, or use console"
+
+
+FIRST = [path for path in MODULES if parts(path)[0] in {"cli", "__main__", "commands"} | SCREEN | LEAVES]
+
+
+@pytest.mark.parametrize("path", FIRST, ids=lambda path: ".".join(parts(path)))
+def test_what_starts_first_imports_nothing_heavy(path: Path) -> None:
+    names = set(imports(level(ast.parse(path.read_text(encoding="utf-8")))))
+    assert not {name.split(".")[0] for name in names} & HEAVY
+    # Of the package, only what is light itself: the layers with torch come in the command's body.
+    layers = set().union(*LAYERS[3:]) | TORCH_LEAVES
+    assert not ours(iter(names)) & layers
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, medusa_cli.cli; print(*sorted({n.split('.')[0] for n in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & HEAVY
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        ".".join(parts(path))
+        for path in MODULES
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert [name for name in silent if name != "commands.__init__"] == []

@@ -1,0 +1,121 @@
+"""Calibration: shares counted as they are, on what was held out, and the command's files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from medusa_cli import console
+from medusa_cli.backbone import Backbone
+from medusa_cli.cli import app
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.run import Run
+from medusa_cli.training.calibration import calibrate
+from medusa_cli.training.data import Answer, Dataset, ReadReport
+from tests.test_training import conversation, model_folder, run, train_words, write_lines
+from tests.tiny import tiny_backbone
+
+__all__ = ["model_folder", "run"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def loud():
+    yield
+    console.configure()
+
+
+class Oracle(torch.nn.Module):
+    """Head k's i-th guess is the token it should guess plus i; where offsets[k] is given, plus that too."""
+
+    num_heads = 2
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        super().__init__()
+        self.offsets = offsets
+
+    def guesses(self, backbone: Backbone, batch, top: int) -> Tensor:
+        heads = [batch.next.roll(-k) - offset for k, offset in enumerate(self.offsets, 1)]
+        return torch.stack([head[:, None] + torch.arange(top) for head in heads], dim=1)
+
+
+def dataset_of(*answers: list[int]) -> Dataset:
+    made, row = [], 0
+    for i, tokens in enumerate(answers):
+        made.append(Answer(f"a{i}", torch.tensor(tokens), row))
+        row += len(tokens)
+    return Dataset([], made, torch.zeros(row, 32).bfloat16(), ReadReport(), "")
+
+
+def test_the_rank_that_is_right_is_counted_within_each_answer_alone() -> None:
+    found = calibrate(
+        tiny_backbone(),
+        Oracle((0, 2)),
+        dataset_of([5, 6, 7, 8, 9], [30, 31, 32]),
+        top=3,  # type: ignore[arg-type]
+    )
+    assert found.accuracies == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    assert found.counted == [4 + 2, 3 + 1]
+    assert (found.positions, found.answers) == (8, 2)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    oracle = Oracle((0, 0))
+    backbone = tiny_backbone()
+    with pytest.raises(UsageError, match="--top 0 is too small"):
+        calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--top 65 is more than the 64 tokens"):
+        calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=65)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no conversation is held out"):
+        calibrate(backbone, oracle, dataset_of(), top=3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="too short to calibrate 2 heads"):
+        calibrate(backbone, oracle, dataset_of([1, 2]), top=3)  # type: ignore[arg-type]
+
+
+def medusa(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def test_the_command_writes_accuracies_and_a_heat_map(run: Run, model_folder: str) -> None:
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32"]
+    result = medusa(*words, "--json", "--top", "4")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document == json.loads(run.calibration_path.read_text())
+    assert (document["heads"], document["top"]) == (2, 4)
+    assert [len(row) for row in document["accuracies"]] == [4, 4]
+    assert all(0 <= value <= 1 for row in document["accuracies"] for value in row)
+    assert document["backbone"]["id"] == model_folder
+    # The same split as the training's: top-1 accuracy is what the last validation said.
+    log = [json.loads(line) for line in (run.path / "train.jsonl").read_text().splitlines()]
+    last = [line for line in log if line["event"] == "validated"][-1]
+    assert document["positions"] == last["positions"]
+    assert [row[0] for row in document["accuracies"]] == pytest.approx(last["accuracies"], abs=0.05)
+    assert (run.path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    result = medusa(*words)
+    assert result.exit_code == 0 and "top 10" in result.stdout and "medusa tree" in result.stdout
+    assert "held-out part of" in result.stderr.splitlines()[0]
+
+
+def test_other_data_is_used_whole_and_can_be_limited(run: Run, model_folder: str, tmp_path: Path) -> None:
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
+    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32", "--json", "--data", str(data)]
+    assert json.loads(medusa(*words).stdout)["answers"] == 10
+    assert json.loads(medusa(*words, "--max-samples", "3").stdout)["answers"] == 3
+
+
+def test_bad_words_end_in_one_line(run: Run, model_folder: str) -> None:
+    words = ["calibrate", "--run", str(run.path), "--model", model_folder, "--quiet"]
+    for more, code, part in (
+        (["--top", "0"], 2, "--top 0"),
+        ([], 1, "config.json does not exist"),
+        (["--run", "no/where"], 1, "does not exist"),
+    ):
+        result = medusa(*words, *more)
+        assert result.exit_code == code
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and part in errors[0] and "Traceback" not in result.stderr

@@ -1,0 +1,215 @@
+"""The program as a whole: help, version, shared words, and how every kind of failure ends."""
+
+import errno
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from medusa_cli import __version__, cli, options
+from medusa_cli import assets as store
+from medusa_cli.commands import assets as assets_command
+from medusa_cli.errors import UsageError, UserError
+
+NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "assets", "demo"]
+runner = CliRunner()
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "medusa_cli", *words], capture_output=True, text=True, env=env
+    )
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, reason: BaseException) -> None:
+    """Make `medusa assets` raise this."""
+
+    def fetch() -> str:
+        raise reason
+
+    monkeypatch.setattr(assets_command, "_FETCH", {"sharegpt": fetch})
+
+
+def test_help_is_instant() -> None:
+    run("--help")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_bare_and_help_name_every_command(words: list[str]) -> None:
+    shown = runner.invoke(cli.app, words)
+    assert shown.exit_code == 0
+    listed = [line.split()[0] for line in shown.stdout.split("Commands:")[1].splitlines() if line.strip()]
+    assert listed == NAMES
+    assert "..." not in shown.stdout.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_and_the_common_flags(name: str) -> None:
+    shown = runner.invoke(cli.app, [name, "--help"])
+    assert shown.exit_code == 0
+    for flag in ("--quiet", "--debug"):
+        assert flag in shown.stdout, flag
+
+
+def test_version() -> None:
+    assert runner.invoke(cli.app, ["--version"]).stdout == f"medusa {__version__}\n"
+
+
+def test_completion_for_the_shell() -> None:
+    shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert shown.returncode == 0 and "complete" in shown.stdout
+
+
+SHARED = {
+    flag: option
+    for name, option in vars(options).items()
+    if typing.get_origin(option) is typing.Annotated and not name.startswith("RunOr")
+    for flag in typing.get_args(option)[1].param_decls
+}
+
+
+@pytest.mark.parametrize("function", list(cli.COMMANDS), ids=lambda function: function.__name__)
+def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) -> None:
+    """A flag named like a shared option must be that option (or the --run that may be absent)."""
+    runs = {options.Run, options.RunOrShipped, options.RunOrDefault}
+    for name, parameter in inspect.signature(function).parameters.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag == "--run":
+            assert parameter.annotation in runs
+        elif flag in SHARED:
+            assert parameter.annotation == SHARED[flag], f"{function.__name__} {flag} is its own"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "nonsense"),
+        (["tree", "--budgt", "3"], "--budgt"),
+        (["tree", "--budget", "many"], "--budget"),
+        (["distill", "--temperature", "-1"], "--temperature"),
+        (["distill", "--temperature", "nan"], "--temperature"),
+        (["distill", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["distill", "--max-samples", "-3"], "--max-samples"),
+        (["distill", "--device", "gpu"], "--device"),
+        (["distill", "--dtype", "int7"], "--dtype"),
+        (["assets", "imagenet"], "imagenet"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
+    shown = runner.invoke(cli.app, words)
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
+    assert said in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "said"),
+    [
+        (UserError("the file is empty", "write it again"), 1, "error: the file is empty; write it again"),
+        (UsageError("--budget 0 cannot be"), 2, "error: --budget 0 cannot be"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
+            1,
+            "no disk space left to write runs/a/x",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a"), 1, "no permission to use runs/a"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 1, "a.json: no such file"),
+        (OSError("the model cannot be found"), 1, "error: OSError: the model cannot be found"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), 1, "no disk space left"),
+        (MemoryError(), 1, "out of memory"),
+        (typer.Abort(), 1, "aborted"),
+        (ZeroDivisionError("division\nby zero"), 1, "internal error: ZeroDivisionError: division by zero"),
+        (KeyError(), 1, "internal error: KeyError (run again with --debug"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_failures_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, said: str
+) -> None:
+    fails(monkeypatch, reason)
+    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    assert shown.exit_code == code
+    assert shown.stdout == ""
+    assert said in shown.stderr and shown.stderr.count("\n") == 1
+    assert shown.stderr.startswith("error: ")
+
+
+def test_debug_adds_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, UserError("the file is empty"))
+    shown = runner.invoke(cli.app, ["assets", "--debug"])
+    assert shown.exit_code == 1
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.endswith("error: the file is empty\n")
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, KeyboardInterrupt())
+    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    assert (shown.exit_code, shown.stderr) == (130, "interrupted\n")
+    assert "Traceback" not in shown.stderr
+
+
+def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, typer.Exit(3))
+    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    assert (shown.exit_code, shown.stderr) == (3, "")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m medusa_cli --help | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", re.findall(r"^medusa [a-z].*", README, re.MULTILINE))
+def test_the_readmes_commands_are_accepted(line: str) -> None:
+    name, *words = shlex.split(line, comments=True)[1:]
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, cli.Boundary)
+    group.commands[name].make_context(name, words)
+
+
+def test_the_readmes_make_targets_exist() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)[` ]", README, re.MULTILINE))
+    assert {first or second for first, second in named} <= targets
+
+
+def test_assets_says_where_things_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {"sharegpt_path": tmp_path / "s.json", "mt_bench_path": tmp_path / "q.jsonl"}
+    monkeypatch.setattr(store, "model_dir", lambda name: str(tmp_path / name))
+    for name, path in files.items():
+        monkeypatch.setattr(store, name, lambda path=path: path)
+    shown = runner.invoke(cli.app, ["assets", "--json"])
+    found: dict[str, Any] = json.loads(shown.stdout)
+    assert found == {
+        store.DEFAULT_MODEL: str(tmp_path / store.DEFAULT_MODEL),
+        "sharegpt": str(tmp_path / "s.json"),
+        "mt-bench": str(tmp_path / "q.jsonl"),
+    }
+    one = runner.invoke(cli.app, ["assets", "mt-bench"])
+    assert one.stdout == f"mt-bench: {tmp_path / 'q.jsonl'}\n"

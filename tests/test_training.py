@@ -1,0 +1,469 @@
+"""Training: data and its states, packing, the step's arithmetic, crash and resume, and the command."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from medusa_cli import console
+from medusa_cli.backbone import Backbone
+from medusa_cli.cli import app
+from medusa_cli.drafters import load_drafter
+from medusa_cli.drafters.cross_entropy import linear_cross_entropy
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.recipe import Recipe, load_recipe
+from medusa_cli.run import Run
+from medusa_cli.training import Dataset, Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
+from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
+from medusa_cli.training.log import TrainLog, read_log
+from medusa_cli.training.schedule import learning_rate
+from medusa_cli.training.tokenize import encode
+from tests.tiny import END_ID, tiny_backbone
+
+# A language that a head can learn: each answer counts on from the question's number.
+SETTINGS = [
+    "drafter.num_heads=2",
+    "drafter.draft_vocab_size=40",
+    "train.batch_tokens=64",
+    "train.max_tokens=null",
+    "train.epochs=3",
+    "train.lr=1e-2",
+    "train.dtype=fp32",
+    "train.validation_fraction=0.2",
+    "train.validation_every=5",
+    "train.checkpoint_every=4",
+]
+
+
+@pytest.fixture(autouse=True)
+def loud():
+    yield
+    console.configure()
+
+
+def conversation(number: int, turns: int = 1, length: int = 9) -> dict:
+    words = [f"w{(number + i) % 50}" for i in range(length)]
+    messages = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"w{(number + turn) % 50}"})
+        messages.append({"role": "assistant", "content": " ".join(words)})
+    return {"id": f"c{number}", "messages": messages}
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def recipe_with(*more: str) -> Recipe:
+    return load_recipe(None, [*SETTINGS, *more])
+
+
+@pytest.fixture
+def backbone() -> Backbone:
+    return tiny_backbone("llama")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    found = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(found.distill_path, [conversation(n, turns=1 + n % 2) for n in range(40)])
+    return found
+
+
+def trainer(run: Run, backbone: Backbone, *more: str, resume: bool = False, stop=lambda: False) -> Trainer:
+    recipe = recipe_with(*more)
+    dataset = load_dataset(run, backbone, fraction=recipe.train.validation_fraction)
+    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
+
+
+def test_spans_are_the_answers_with_their_end_token(backbone: Backbone) -> None:
+    messages = [{"role": "system", "content": "w1"}, *conversation(3, turns=2)["messages"]]
+    tokens, spans = encode(backbone, messages)
+    assert tokens == backbone.encode_chat(messages, add_generation_prompt=False)
+    for (start, end), message in zip(spans, [m for m in messages if m["role"] == "assistant"], strict=True):
+        assert tokens[end - 1] == END_ID
+        assert backbone.tokenizer.decode(tokens[start : end - 1]) == message["content"]
+        assert tokens[:start][-2:] == backbone.encode_chat([{"role": "user", "content": "w1"}])[-2:]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> None:
+    last_only = "(' ' + m['content'] + ' <end> ' if loop.last else ' ')"
+    backbone.tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
+    )
+    with pytest.raises(UserError, match="rewrites earlier turns"):
+        encode(backbone, conversation(1, turns=2)["messages"])
+    backbone.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        encode(backbone, conversation(1)["messages"])
+
+
+def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbone) -> None:
+    seen: list[int] = []
+    dataset = load_dataset(run, backbone, on_total=seen.append, on_progress=seen.append)
+    assert seen[0] == sum(seen[1:])
+    answer = next(one for one in dataset.train if one.id == "c2")
+    tokens, [(start, end)] = encode(backbone, conversation(2)["messages"])
+    hidden = backbone.forward(torch.tensor(tokens), backbone.new_cache()).hidden
+    rows = dataset.states[answer.first_row : answer.first_row + len(answer.tokens)]
+    assert answer.tokens.tolist() == tokens[start:end]
+    assert torch.equal(rows, hidden[start - 1 : end - 1].bfloat16())
+    again: list[int] = []
+    assert torch.equal(load_dataset(run, backbone, on_total=again.append).states, dataset.states)
+    assert not again  # the cached file was used
+
+
+def test_kept_states_are_used_and_must_belong_to_the_data(run: Run, backbone: Backbone) -> None:
+    from medusa_cli.states import StateStore
+
+    records, row = [], 0
+    for n in range(6):
+        tokens, spans = encode(backbone, conversation(n, turns=2)["messages"])
+        count = sum(end - start for start, end in spans)
+        records.append({"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [row, count]})
+        row += count
+    write_lines(run.distill_path, records)
+    store = StateStore(run.states_path, backbone.hidden_size)
+    rows = torch.randn(row, backbone.hidden_size).bfloat16()
+    store.append(rows)
+    dataset = load_dataset(run, backbone)
+    assert torch.equal(dataset.states, rows)
+    assert [a.first_row for a in dataset.train if a.id == "c1"] in ([20, 30], [])
+    store.truncate(row - 1)
+    store.close()
+    with pytest.raises(UserError, match="states.bin .* does not hold the 120 state rows"):
+        load_dataset(run, backbone)
+    run.bind(backbone.identity)
+    with pytest.raises(UserError, match="was made for the model 'tiny-llama'"):
+        load_dataset(run, tiny_backbone("qwen3"))
+
+
+def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backbone) -> None:
+    good = json.dumps(conversation(1))
+    lines = [
+        good,
+        good,
+        "",
+        "{no json",
+        "[]",
+        '{"id": "x", "tokens": [1, 99999], "spans": [[1, 2]]}',
+        '{"id": "y", "tokens": [1, 2, 3], "spans": [[2, 9]]}',
+        '{"messages": [{"role": "wizard", "content": "w1"}]}',
+        '{"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}',
+        good[:-9],
+    ]
+    run.distill_path.write_text("\n".join(lines))
+    report = load_dataset(run, backbone).report
+    assert report.read == 2
+    assert report.skipped == {
+        "same id as an earlier one": 1,
+        "empty line": 1,
+        "no JSON": 1,
+        "not an object": 1,
+        "token ids outside the model's vocabulary": 1,
+        "assistant spans out of order or range": 1,
+        "unknown role 'wizard'": 1,
+        "cut off": 1,
+    }
+    run.distill_path.write_text("[" + good + ", " + json.dumps(conversation(2)) + ", " + good[:20])
+    report = load_dataset(run, backbone).report
+    assert (report.read, report.skipped) == (2, {"cut off": 1})
+    for text, part in (("", "is empty"), ("{}", "no usable conversation")):
+        run.distill_path.write_text(text)
+        with pytest.raises(UserError, match=part):
+            load_dataset(run, backbone)
+    run.distill_path.unlink()
+    with pytest.raises(UserError, match=r"distill.jsonl does not exist; make it with `medusa distill`"):
+        load_dataset(run, backbone)
+
+
+def test_the_split_is_by_record_and_stable(run: Run, backbone: Backbone) -> None:
+    dataset = load_dataset(run, backbone, fraction=0.2)
+    held, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
+    assert held and trained and not held & trained
+    assert held == {f"c{n}" for n in range(40) if is_held_out(f"c{n}", 0.2)}
+    write_lines(run.distill_path, [conversation(n) for n in range(2)])
+    small = load_dataset(run, backbone, fraction=0.001)
+    assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
+
+
+def answers_of(*lengths: int) -> list[Answer]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [Answer(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
+
+
+def test_packing_keeps_answers_whole_where_they_fit() -> None:
+    batches = pack(answers_of(5, 6, 4, 23, 2), 10)
+    assert [[len(a.tokens) for a in batch] for batch in batches] == [[5], [6, 4], [10], [10], [3, 2]]
+    assert [a.first_row for batch in batches[2:] for a in batch] == [15, 25, 35, 38]
+
+
+def test_the_plan_is_the_same_for_a_seed_and_bounded() -> None:
+    answers = answers_of(*[7] * 12)
+
+    def ids(**changes) -> list[list[str]]:
+        given = {"positions": 14, "epochs": 2, "seed": 0, "max_tokens": None, **changes}
+        return [[a.id for a in batch] for batch in plan(answers, **given)]
+
+    assert ids() == ids() != ids(seed=1)
+    assert len(ids()) == 12
+    assert sorted(sum(ids()[:6], [])) == sorted(a.id for a in answers)
+    assert ids(max_tokens=30) == ids()[:3]
+
+
+def test_frequent_tokens_break_ties_by_id() -> None:
+    answers = [Answer("a", torch.tensor([7, 7, 7, 3, 3, 9, 5]), 0)]
+    ids, coverage = frequent_tokens(answers, 3, 12)
+    assert ids.tolist() == [7, 3, 5]
+    assert coverage == pytest.approx(6 / 7)
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
+    rates = [learning_rate(s, 100, peak=1.0, min_ratio=0.1, warmup=8) for s in range(100)]
+    assert rates[0] == pytest.approx(1 / 9) and rates[8] == 1.0 == max(rates)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[8:] == sorted(rates[8:], reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy_equals_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 16).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (300,))
+    plain = F.cross_entropy(F.linear(hidden, weight.to(dtype)).float(), targets)
+    (3 * plain).backward()
+    wanted = [hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    loss, hits = linear_cross_entropy(hidden, weight, targets)
+    (3 * loss).backward()
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=near)
+    assert int(hits) == int((F.linear(hidden, weight.to(dtype)).argmax(-1) == targets).sum())
+    for ours, theirs in zip((hidden.grad, weight.grad), wanted, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.allclose(ours.float(), theirs.float(), atol=near * float(theirs.float().abs().max()))
+    with torch.no_grad():
+        assert float(linear_cross_entropy(hidden, weight, targets)[0]) == pytest.approx(
+            float(plain.detach()), rel=near
+        )
+
+
+@pytest.mark.parametrize("vocabulary", ["draft", "own", "shared"])
+def test_heads_learn_and_the_backbone_stays(run: Run, backbone: Backbone, vocabulary: str) -> None:
+    before = {name: p.clone() for name, p in backbone.model.named_parameters()}
+    events = list(trainer(run, backbone, f"drafter.vocabulary={vocabulary}", "train.epochs=12").events())
+    steps = [event for event in events if isinstance(event, Stepped)]
+    checks = [event for event in events if isinstance(event, Validated)]
+    assert steps[-1].loss < 0.7 * steps[0].loss
+    assert checks[-1].accuracies[0] > checks[0].accuracies[0]
+    assert all(torch.equal(p, before[name]) for name, p in backbone.model.named_parameters())
+
+
+def test_accumulation_equals_one_large_batch(run: Run, backbone: Backbone) -> None:
+    """Two micro-batches of one step give the mean of their gradients; the count of steps follows."""
+    one, two = trainer(run, backbone), trainer(run, backbone, "train.accumulation=3")
+    assert two.steps == -(-len(one.batches) // 3)
+    steps = [event for event in two.events() if isinstance(event, Stepped)]
+    assert sum(event.positions for event in steps) == one.positions == steps[-1].total_positions
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(events, step: int) -> list:
+    seen = []
+    with pytest.raises(Crash):
+        for event in events:
+            seen.append(event)
+            if isinstance(event, Stepped) and event.step == step:
+                raise Crash
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resume_after_a_crash_ends_with_equal_losses_and_weights(
+    run: Run, backbone: Backbone, dtype: str
+) -> None:
+    more = (f"train.dtype={dtype}", "train.accumulation=2")
+    whole = trainer(run, backbone, *more)
+    expected = [e for e in whole.events() if isinstance(e, Stepped)]
+    (run.path / "checkpoint.pt").unlink()
+    first = crash_at(trainer(run, backbone, *more).events(), 6)
+    second = trainer(run, backbone, *more, resume=True)
+    assert second.step == 4  # the last checkpoint; steps 5 and 6 are done again
+    rest = [e for e in second.events() if isinstance(e, Stepped)]
+    losses = [e.loss for e in first if isinstance(e, Stepped)][:4] + [e.loss for e in rest]
+    assert losses == [e.loss for e in expected]
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+
+
+def test_a_request_to_stop_leaves_a_checkpoint(run: Run, backbone: Backbone) -> None:
+    asked: list[int] = []
+    stopped = trainer(run, backbone, stop=lambda: len(asked) > 2)
+    seen = []
+    for event in stopped.events():
+        seen.append(event)
+        asked.append(1)
+    assert isinstance(seen[-1], Stopped) and seen[-1].step == 3
+    assert trainer(run, backbone, resume=True).step == 3
+
+
+def test_resume_refuses_what_changed(run: Run, backbone: Backbone) -> None:
+    with pytest.raises(UserError, match="checkpoint.pt does not exist"):
+        trainer(run, backbone, resume=True)
+    crash_at(trainer(run, backbone).events(), 5)
+    with pytest.raises(UsageError, match="train.lr, train.clip changed"):
+        trainer(run, backbone, "train.lr=0.5", "train.clip=2", resume=True)
+    with pytest.raises(UserError, match="the checkpoint was made for the model"):
+        trainer(run, tiny_backbone("llama", seed=5), resume=True)
+    trainer(run, backbone, "train.validation_every=1", resume=True)
+    write_lines(run.distill_path, [conversation(n) for n in range(9)])
+    with pytest.raises(UserError, match="the training data changed"):
+        trainer(run, backbone, resume=True)
+    (run.path / "checkpoint.pt").write_bytes(b"half a file")
+    with pytest.raises(UserError, match="checkpoint.pt is damaged"):
+        trainer(run, backbone, resume=True)
+
+
+def test_a_loss_that_is_no_number_names_the_conversations(run: Run, backbone: Backbone) -> None:
+    work = trainer(run, backbone, "train.batch_tokens=20")
+    states: Dataset = dataclasses.replace(work.dataset, states=work.dataset.states.clone())
+    victim = work.batches[2][0]
+    states.states[victim.first_row] = float("nan")
+    work.dataset = states
+    with pytest.raises(
+        UserError, match=rf"the loss is nan at step 3 of .* conversations .*\b{victim.id}\b.*lower train.lr"
+    ):
+        list(work.events())
+
+
+def test_the_log_drops_what_a_resume_does_again(tmp_path: Path) -> None:
+    log = TrainLog(tmp_path / "train.jsonl")
+    for step in range(1, 5):
+        log.write(Validated(step, 1.0, [1.0], [0.5], 3, 3 * step))
+    log.close()
+    with log.path.open("a") as out:
+        out.write('{"event": "st')
+    assert len(read_log(log.path)) == 4
+    TrainLog(log.path, resumed_at=2).close()
+    assert [line["step"] for line in read_log(log.path)] == [1, 2]
+    TrainLog(log.path).close()
+    assert read_log(log.path) == []
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> str:
+    backbone = tiny_backbone("llama")
+    folder = tmp_path / "model"
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def medusa(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def train_words(run: Run, model: str, *more: str) -> list[str]:
+    return ["train", *SETTINGS, "--run", str(run.path), "--model", model, "--dtype", "fp32", *more]
+
+
+def test_the_command_trains_and_says_what_it_used(run: Run, model_folder: str) -> None:
+    result = medusa(*train_words(run, model_folder, "--heads", "3", "--json"))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["heads"] == 3 and len(document["validation"]["accuracies"]) == 3
+    assert document["tokens_per_s"] > 0 and document["drafter"] == str(run.drafter_dir)
+    first = result.stderr.splitlines()[0]
+    assert "Training 3 medusa heads" in first and "train.epochs" in first
+    config = json.loads((run.drafter_dir / "config.json").read_text())
+    assert config["provenance"]["backbone"]["id"] == model_folder
+    assert config["provenance"]["recipe"]["train"]["epochs"] == 3
+    assert load_recipe(run.recipe_path).drafter.num_heads == 3
+    assert (run.path / "train.png").read_bytes().startswith(b"\x89PNG")
+    assert {line["event"] for line in read_log(run.path / "train.jsonl")} == {"stepped", "validated", "saved"}
+    assert not list(run.path.glob(".*"))
+    from medusa_cli.backbone import load_backbone
+
+    assert load_drafter(run.drafter_dir, load_backbone(model_folder)).num_heads == 3
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
+    run: Run, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    whole = (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes()
+    steps = [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"]
+    write = TrainLog.write
+
+    def interrupt(self: TrainLog, event) -> None:
+        write(self, event)
+        if isinstance(event, Stepped) and event.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrainLog, "write", interrupt)
+    result = medusa(*train_words(run, model_folder))
+    assert result.exit_code == 130 and "medusa train --resume" in result.stderr
+    monkeypatch.undo()
+    result = medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
+    assert [
+        line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
+    ] == steps
+
+
+def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> None:
+    data = write_lines(tmp_path / "mine.jsonl", [conversation(n) for n in range(12)])
+    run = Run(tmp_path / "fresh")
+    result = medusa(*train_words(run, model_folder, "--data", str(data)))
+    assert result.exit_code == 0, result.output
+    assert "hidden states" in result.stderr and run.drafter_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["--stage", "2"], 2, "--stage 2 is not implemented"),
+        (["train.stage=2"], 2, "train.stage=2 is not implemented"),
+        (["train.lrr=3"], 2, "did you mean 'train.lr'?"),
+        (["drafter=medussa"], 2, "did you mean 'medusa'?"),
+        (["--heads", "0"], 2, "drafter.num_heads=0 is too small"),
+        (
+            ["drafter.draft_vocab_size=900", "drafter.vocabulary=draft"],
+            2,
+            "drafter.draft_vocab_size=900 is larger",
+        ),
+        (["gone.yaml"], 1, "the recipe gone.yaml does not exist"),
+        (["a.yaml", "b.yaml"], 2, "'b.yaml' is a second recipe"),
+        (["--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
+        (["--resume"], 1, "checkpoint.pt does not exist"),
+        (["--run", "nowhere/at/all"], 1, "does not exist"),
+    ],
+)
+def test_bad_words_end_in_one_line(
+    run: Run, model_folder: str, words: list[str], code: int, part: str
+) -> None:
+    result = medusa(*train_words(run, model_folder, "--quiet", *words))
+    assert result.exit_code == code
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and part in errors[0] and "Traceback" not in result.stderr
+    assert not run.drafter_dir.exists()
+
+
+def test_a_run_of_another_model_is_refused(run: Run, model_folder: str) -> None:
+    run.bind(tiny_backbone("qwen3").identity)
+    result = medusa(*train_words(run, model_folder, "--quiet"))
+    assert result.exit_code == 1 and "was made for the model 'tiny-qwen3'" in result.stderr
