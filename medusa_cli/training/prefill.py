@@ -86,7 +86,7 @@ def _prefill(
     path: Path,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Run each conversation once and write, for every span [s, e), its states at s - 1 .. e - 2; all or none."""
+    """Run each conversation once; write, for every span [s, e), its states at s - 1 .. e - 2, all or none."""
     with replacing(path) as part:
         store = StateStore(part, backbone.hidden_size * len(taps))
         for record in records:
