@@ -90,11 +90,15 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json" if kind == "model" else "README.md", repo_type=kind), str):
+        if isinstance(
+            try_to_load_from_cache(name, "config.json" if kind == "model" else "README.md", repo_type=kind), str
+        ):
             return
     except HFValidationError as reason:
         raise UserError(f"{flag} {name!r} is no hub id", "give OWNER/NAME or a local folder") from reason
-    remedy = f"check the name, give a local path, or use the default {DEFAULT_MODEL if kind == 'model' else DEFAULT_SEED!r}"
+    remedy = (
+        f"check the name, give a local path, or use the default {DEFAULT_MODEL if kind == 'model' else DEFAULT_SEED!r}"
+    )
     if HF_HUB_OFFLINE:
         raise UserError(f"{flag} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy)
     import socket
@@ -112,7 +116,9 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
     except HfHubHTTPError as reason:
         raise UserError(f"{flag} {name!r} was not given by the hub: {str(reason).splitlines()[0]}", remedy) from reason
     except Exception as reason:  # the hub client raises whatever its HTTP library does
-        raise UserError(f"{flag} {name!r} is not on this machine and the model hub cannot be reached", remedy) from reason
+        raise UserError(
+            f"{flag} {name!r} is not on this machine and the model hub cannot be reached", remedy
+        ) from reason
 
 
 def _converted(name: str) -> Path:

@@ -62,9 +62,7 @@ def explain(reason: Exception) -> tuple[str, int]:
             return "aborted", 1
         case OSError():
             return _explain_os(reason), 1
-        case _ if "No space left on device" in str(
-            reason
-        ):  # safetensors and torch have their own types for it
+        case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
             return "no disk space left; free some space or choose another --run, then run again", 1
         case MemoryError():
             return "out of memory; use a smaller batch, a smaller model, or --load-in-4bit", 1
@@ -79,9 +77,7 @@ def _explain_os(reason: OSError) -> str:
     place = f" {where}" if where else ""
     match reason.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            return (
-                f"no disk space left to write{place}; free some space or choose another --run, then run again"
-            )
+            return f"no disk space left to write{place}; free some space or choose another --run, then run again"
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return f"no permission to use{place}; change its permissions or give a path that can be written"
         case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if where:

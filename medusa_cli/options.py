@@ -2,11 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+
+if TYPE_CHECKING:
+    from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -46,9 +49,7 @@ Run = Annotated[str, typer.Option("--run", metavar="NAME", help=_RUN)]
 # For the commands that fall back to the drafter that ships when no run is named.
 RunOrShipped = Annotated[
     str | None,
-    typer.Option(
-        "--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False
-    ),
+    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False),
 ]
 # For `tree`, which takes the default run where there is one.
 RunOrDefault = Annotated[
@@ -150,3 +151,29 @@ Temperature = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback when something fails.")]
+
+SamplingMode = Annotated[
+    str | None,
+    typer.Option(
+        "--sampling",
+        metavar="MODE",
+        help="greedy, exact (the model's own distribution) or typical (the paper's looser acceptance). "
+        "[default: greedy, or exact with a --temperature]",
+        show_default=False,
+    ),
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", metavar="P", help="Nucleus: sample from the top mass P; 1 is all of it.")
+]
+TopK = Annotated[int, typer.Option("--top-k", metavar="N", help="Sample from the N likeliest tokens; 0 is all.")]
+
+
+def sampling_of(
+    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
+) -> "Sampling":
+    """The decoding rule the sampling flags ask for; a temperature alone means exact sampling."""
+    from medusa_cli.decoding.sampling import Sampling
+
+    heat = temperature if temperature is not None else (0.7 if mode in ("exact", "typical") else 0.0)
+    kind = mode or ("exact" if heat > 0 else "greedy")
+    return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)

@@ -13,9 +13,7 @@ from typing import Any
 from medusa_cli.errors import UsageError, UserError
 
 
-def _setting(
-    default: Any, *, least: float | None = None, most: float | None = None, among: Sequence[str] = ()
-) -> Any:
+def _setting(default: Any, *, least: float | None = None, most: float | None = None, among: Sequence[str] = ()) -> Any:
     """A field with a default and the values it accepts: at least, at most, or one of a few words."""
     return field(default=default, metadata={"least": least, "most": most, "among": tuple(among)})
 
@@ -59,10 +57,10 @@ class TrainRecipe:
     stage: int = _setting(1, least=1, most=2)
     epochs: int = _setting(2, least=1)
     max_tokens: int | None = _setting(800_000, least=1)
-    lr: float = _setting(1e-3, least=0.0)
+    lr: float = _setting(2e-3, least=0.0)
     min_lr_ratio: float = _setting(0.05, least=0.0, most=1.0)
     warmup_steps: int = _setting(20, least=0)
-    batch_tokens: int = _setting(2048, least=2)
+    batch_tokens: int = _setting(1024, least=2)
     accumulation: int = _setting(1, least=1)
     clip: float = _setting(1.0, least=0.0)
     weight_decay: float = _setting(0.0, least=0.0)
@@ -153,13 +151,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (IsADirectoryError, UnicodeDecodeError) as reason:
         raise UserError(f"the recipe {path} is no text file", "give a YAML file") from reason
     except yaml.YAMLError as reason:
-        raise UserError(
-            f"the recipe {path} is no YAML: {str(reason).splitlines()[0]}", "mend the file"
-        ) from reason
+        raise UserError(f"the recipe {path} is no YAML: {str(reason).splitlines()[0]}", "mend the file") from reason
     if data is None:
-        raise UserError(
-            f"the recipe {path} is empty", "write keys such as `train: {lr: 1e-3}`, or give no recipe"
-        )
+        raise UserError(f"the recipe {path} is empty", "write keys such as `train: {lr: 1e-3}`, or give no recipe")
     if not isinstance(data, dict):
         raise UserError(f"the recipe {path} is no mapping of keys", "write keys such as `train: {lr: 1e-3}`")
     return data
@@ -181,9 +175,7 @@ def _fields() -> dict[str, tuple[Any, Any]]:
             found[section] = (kind, {})
             continue
         hints = typing.get_type_hints(kind)
-        found.update(
-            {f"{section}.{one.name}": (hints[one.name], one.metadata) for one in dataclasses.fields(kind)}
-        )
+        found.update({f"{section}.{one.name}": (hints[one.name], one.metadata) for one in dataclasses.fields(kind)})
     return found
 
 

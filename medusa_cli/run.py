@@ -33,11 +33,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write a whole file under a temporary name, flush it to disk, then rename it."""
-    with replacing(path) as part:
-        with part.open("wb") as out:
-            out.write(data.encode() if isinstance(data, str) else data)
-            out.flush()
-            os.fsync(out.fileno())
+    with replacing(path) as part, part.open("wb") as out:
+        out.write(data.encode() if isinstance(data, str) else data)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def write_json(path: Path, obj: Any) -> None:

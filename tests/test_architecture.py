@@ -105,9 +105,7 @@ def test_no_star_import_and_no_bare_except(path: Path) -> None:
 def test_only_the_screen_prints(path: Path) -> None:
     if parts(path)[0] in SCREEN:
         return
-    calls = [
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
-    ]
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     printed = [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert not printed, f"print() in lines {printed}: return it, or use console"
 
@@ -132,8 +130,6 @@ def test_the_command_line_starts_without_torch() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     silent = [
-        ".".join(parts(path))
-        for path in MODULES
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        ".".join(parts(path)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert [name for name in silent if name != "commands.__init__"] == []

@@ -29,9 +29,7 @@ runner = CliRunner()
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "medusa_cli", *words], capture_output=True, text=True, env=env
-    )
+    return subprocess.run([sys.executable, "-m", "medusa_cli", *words], capture_output=True, text=True, env=env)
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, reason: BaseException) -> None:
@@ -143,9 +141,7 @@ def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_failures_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, said: str
-) -> None:
+def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, said: str) -> None:
     fails(monkeypatch, reason)
     shown = runner.invoke(cli.app, ["assets", "--quiet"])
     assert shown.exit_code == code

@@ -75,7 +75,11 @@ def test_the_order_is_the_same_every_time_and_takes_max_samples() -> None:
 
 @pytest.mark.parametrize(
     ("change", "flag"),
-    [({"temperature": -1.0}, "--temperature"), ({"max_new_tokens": 0}, "--max-new-tokens"), ({"max_turns": 0}, "--max-turns")],
+    [
+        ({"temperature": -1.0}, "--temperature"),
+        ({"max_new_tokens": 0}, "--max-new-tokens"),
+        ({"max_turns": 0}, "--max-turns"),
+    ],
 )
 def test_impossible_settings_are_named(change: dict, flag: str) -> None:
     with pytest.raises(UsageError, match=flag):

@@ -97,9 +97,7 @@ def test_spans_are_the_answers_with_their_end_token(backbone: Backbone) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> None:
     last_only = "(' ' + m['content'] + ' <end> ' if loop.last else ' ')"
-    backbone.tokenizer.chat_template = (
-        f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
-    )
+    backbone.tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
     with pytest.raises(UserError, match="rewrites earlier turns"):
         encode(backbone, conversation(1, turns=2)["messages"])
     backbone.tokenizer.chat_template = None
@@ -253,9 +251,7 @@ def test_linear_cross_entropy_equals_the_plain_one(dtype: torch.dtype) -> None:
         assert ours.dtype == theirs.dtype
         assert torch.allclose(ours.float(), theirs.float(), atol=near * float(theirs.float().abs().max()))
     with torch.no_grad():
-        assert float(linear_cross_entropy(hidden, weight, targets)[0]) == pytest.approx(
-            float(plain.detach()), rel=near
-        )
+        assert float(linear_cross_entropy(hidden, weight, targets)[0]) == pytest.approx(float(plain.detach()), rel=near)
 
 
 @pytest.mark.parametrize("vocabulary", ["draft", "own", "shared"])
@@ -292,9 +288,7 @@ def crash_at(events, step: int) -> list:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_resume_after_a_crash_ends_with_equal_losses_and_weights(
-    run: Run, backbone: Backbone, dtype: str
-) -> None:
+def test_resume_after_a_crash_ends_with_equal_losses_and_weights(run: Run, backbone: Backbone, dtype: str) -> None:
     more = (f"train.dtype={dtype}", "train.accumulation=2")
     whole = trainer(run, backbone, *more)
     expected = [e for e in whole.events() if isinstance(e, Stepped)]
@@ -420,9 +414,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     result = medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert result.exit_code == 0, result.output
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
-    assert [
-        line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
-    ] == steps
+    assert [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"] == steps
 
 
 def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> None:
@@ -453,9 +445,7 @@ def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> 
         (["--run", "nowhere/at/all"], 1, "does not exist"),
     ],
 )
-def test_bad_words_end_in_one_line(
-    run: Run, model_folder: str, words: list[str], code: int, part: str
-) -> None:
+def test_bad_words_end_in_one_line(run: Run, model_folder: str, words: list[str], code: int, part: str) -> None:
     result = medusa(*train_words(run, model_folder, "--quiet", *words))
     assert result.exit_code == code
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -53,9 +53,7 @@ def test_a_budget_searches_draws_and_saves_in_the_run(folder: Path) -> None:
     run = calibrated(folder / "runs" / "mine")
     shown = tree("--run", "mine", "--budget", "10")
     assert shown.exit_code == 0, shown.stderr
-    assert shown.stderr.splitlines()[0].startswith(
-        "10 nodes (--budget 10) for the run runs/mine: 3 heads, top 4"
-    )
+    assert shown.stderr.splitlines()[0].startswith("10 nodes (--budget 10) for the run runs/mine: 3 heads, top 4")
     assert "Nodes per depth" in shown.stdout
     saved = json.loads((run / "tree.json").read_text())
     made = load_tree(run / "tree.json")
@@ -77,9 +75,7 @@ def test_bare_takes_all_nodes_where_there_are_fewer_than_64(folder: Path) -> Non
     assert report()["nodes"] == 7
 
 
-def test_bare_falls_back_to_what_ships_and_leaves_it_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bare_falls_back_to_what_ships_and_leaves_it_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = calibrated(folder / "package")
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, model: cls(shipped)))
     shown = tree()
@@ -104,9 +100,7 @@ def test_a_calibration_file_alone_saves_nothing_but_what_is_asked(folder: Path) 
     found = report("--calibration", str(where / "calibration.json"), "--budget", "5")
     assert found["output"] is None and found["picture"] is None
     assert [path.name for path in where.iterdir()] == ["calibration.json"]
-    report(
-        "--calibration", str(where / "calibration.json"), "--output", "new/t.json", "--picture", "other/t.svg"
-    )
+    report("--calibration", str(where / "calibration.json"), "--output", "new/t.json", "--picture", "other/t.svg")
     assert load_tree(folder / "new" / "t.json").size == 64
     assert "<svg" in (folder / "other" / "t.svg").read_text()
 

@@ -25,7 +25,11 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", clean_up_tokenization_spaces=False
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<start>"]})
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -35,9 +35,7 @@ def grouped_attention(
         query = query.reshape(batch, key.shape[1], groups * rows, dim)
         if attention_mask is not None and rows > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    attended = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return attended.reshape(batch, heads, rows, dim).transpose(1, 2).contiguous(), None
 
 

@@ -26,6 +26,19 @@ def load_backbone(
     device "auto" takes CUDA where there is one; dtype "auto" is bf16. packed lays the weights out for the CPU's
     matrix kernels, after which they can no longer be trained. Raises UserError for what cannot be found or used.
     """
+    network, tokenizer = load_network(
+        model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
+    backbone = Backbone(network, tokenizer, id=model)
+    if packed and not (load_in_4bit or load_in_8bit) and backbone.device.type == "cpu":
+        pack_linears(network)
+    return backbone
+
+
+def load_network(
+    model: str, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False, load_in_8bit: bool = False
+) -> tuple[Any, Any]:
+    """The unmodified transformers model and its tokenizer, on the device; arguments and errors as in load_backbone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = resolve_device(device)
@@ -56,12 +69,8 @@ def load_backbone(
         ) from reason
     if load_in_4bit or load_in_8bit:
         _keep_gradients(network)
-    else:
-        network = network.to(place)
-    backbone = Backbone(network, tokenizer, id=model)
-    if packed and not (load_in_4bit or load_in_8bit) and place == "cpu":
-        pack_linears(network)
-    return backbone
+        return network, tokenizer
+    return network.to(place), tokenizer
 
 
 def resolve_device(device: str) -> str:

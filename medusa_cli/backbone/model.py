@@ -212,7 +212,8 @@ class Backbone:
         """Token ids of a conversation under the model's chat template; UserError where there is none."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                f"the model {self.id!r} has no chat template", "use an instruction-tuned model or add one to its tokenizer"
+                f"the model {self.id!r} has no chat template",
+                "use an instruction-tuned model or add one to its tokenizer",
             )
         return list(
             self.tokenizer.apply_chat_template(

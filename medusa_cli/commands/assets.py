@@ -20,9 +20,7 @@ _FETCH: dict[str, Callable[[], str | Path]] = {
 def assets(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False
-        ),
+        typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
     ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -15,9 +15,7 @@ def calibrate(
     drafter: options.Drafter = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Conversations never trained on, all of them used. [default: the run's held-out ones]"
-        ),
+        typer.Option(help="Conversations never trained on, all of them used. [default: the run's held-out ones]"),
     ] = None,
     top: Annotated[int, typer.Option(help="Guesses of each head to measure.")] = 10,
     max_samples: options.MaxSamples = None,
@@ -46,15 +44,11 @@ def calibrate(
     target = Run.open(run)
     recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
     marker = target.path / "run.json"
-    name = model or (
-        read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model
-    )
+    name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model)
     folder = drafter or target.drafter_dir
     source = data or target.distill_path
     part = "" if data else "the held-out part of "
-    bound = (
-        f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
-    )
+    bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.backbone import load_backbone
@@ -63,9 +57,7 @@ def calibrate(
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
-    backbone = load_backbone(
-        name, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
-    )
+    backbone = load_backbone(name, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
     fraction = 0.0 if data else recipe.train.validation_fraction
@@ -74,9 +66,7 @@ def calibrate(
     with console.progress("calibrating", total=sum(len(one.tokens) for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
     document = {
-        **provenance(
-            backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)
-        ),
+        **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
         "accuracies": found.accuracies,
         "heads": heads.num_heads,
         "top": top,

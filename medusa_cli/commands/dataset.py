@@ -7,9 +7,7 @@ from typing import Any
 from medusa_cli import console
 
 
-def open_dataset(
-    run: Any, backbone: Any, *, data: Path | None, fraction: float, taps: tuple[int, ...]
-) -> Any:
+def open_dataset(run: Any, backbone: Any, *, data: Path | None, fraction: float, taps: tuple[int, ...]) -> Any:
     """The data set of a run (or of the file `data`); a prefill, where one is needed, shows its progress."""
     from medusa_cli.training import load_dataset
 

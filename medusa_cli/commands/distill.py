@@ -22,7 +22,9 @@ def distill(
     ] = None,
     max_samples: options.MaxSamples = None,
     max_new_tokens: options.MaxNewTokens = None,
-    max_turns: Annotated[int | None, typer.Option(help="Human turns answered in each conversation. [default: 2]")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Human turns answered in each conversation. [default: 2]")
+    ] = None,
     temperature: options.Temperature = None,
     random_seed: options.RandomSeed = None,
     context: Annotated[

@@ -31,9 +31,7 @@ def train(
         typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
     ] = None,
     stage: Annotated[int, typer.Option(help="1: train the heads on the frozen model.")] = 1,
-    heads: Annotated[
-        int | None, typer.Option(help="Heads to train, the same as drafter.num_heads=N.")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads to train, the same as drafter.num_heads=N.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
     device: options.Device = "auto",
@@ -61,12 +59,10 @@ def train(
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume)
     if plan.train.stage != 1:
-        raise UsageError(
-            f"train.stage={plan.train.stage} is not implemented in this version", "use train.stage=1"
-        )
+        raise UsageError(f"train.stage={plan.train.stage} is not implemented in this version", "use train.stage=1")
     source = data or target.distill_path
     bound = plan.train.max_tokens
-    length = f" or {bound:,} tokens, at most {bound / RATE / 60:.0f} minutes on two cores" if bound else ""
+    length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
     console.info(
         f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
@@ -82,9 +78,7 @@ def train(
         plan.model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
     target.bind(backbone.identity)
-    dataset = open_dataset(
-        target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps
-    )
+    dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     with _stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop)
@@ -111,9 +105,7 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) 
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
-    path = (
-        Path(files[0]) if files else target.recipe_path if resume and target.recipe_path.is_file() else None
-    )
+    path = Path(files[0]) if files else target.recipe_path if resume and target.recipe_path.is_file() else None
     settings = [word for word in words if word not in files]
     flags = [f"{key}={value}" for key, value in given.items() if value is not None]
     named_model = path is not None or any(one.startswith("model=") for one in settings + flags)

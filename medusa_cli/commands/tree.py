@@ -29,17 +29,13 @@ def tree(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
-            metavar="W1,W2,...", help="All paths over the best W1 guesses of head 1, W2 of head 2, ..."
-        ),
+        typer.Option(metavar="W1,W2,...", help="All paths over the best W1 guesses of head 1, W2 of head 2, ..."),
     ] = None,
     choices: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A tree file or medusa_choices list to draw, judge and save."),
     ] = None,
-    heads: Annotated[
-        int | None, typer.Option(metavar="K", help="Use the first K heads only. [default: all]")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(metavar="K", help="Use the first K heads only. [default: all]")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to save it. [default: the run's tree.json]")
     ] = None,
@@ -109,9 +105,7 @@ def tree(
     length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
     console.result(f"{made.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(str(path) for path in (output, picture) if path is not None)
-    console.result(
-        f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it"
-    )
+    console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
 
 
 def _widths(shape: str) -> list[int]:
@@ -127,9 +121,7 @@ def _widths(shape: str) -> list[int]:
         level *= width
         total += level
         if total > MOST_NODES:
-            raise UsageError(
-                f"--shape {shape!r} makes more than {MOST_NODES:,} nodes", "give fewer or smaller"
-            )
+            raise UsageError(f"--shape {shape!r} makes more than {MOST_NODES:,} nodes", "give fewer or smaller")
     return widths
 
 

@@ -31,7 +31,7 @@ class Sampling:
             raise UsageError(f"--top-p {self.top_p} cannot be", "use a number above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"--top-k {self.top_k} cannot be", "use 0 for no cut, or a positive number")
-        if not 0 < self.epsilon <= 1 or not 0 < self.delta:
+        if not 0 < self.epsilon <= 1 or not self.delta > 0:
             raise UsageError(
                 f"epsilon {self.epsilon} and delta {self.delta} cannot be", "use 0 < epsilon <= 1 and delta > 0"
             )

@@ -22,9 +22,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tup
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, learning: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, learning: bool) -> tuple[Tensor, Tensor]:
         matrix = weight.detach().to(hidden.dtype)
         # First the logits, then, row block by row block, their gradients in the same place.
         with torch.autocast(hidden.device.type, enabled=False):

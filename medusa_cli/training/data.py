@@ -32,9 +32,7 @@ class Dataset:
     report: ReadReport
     digest: str  # names this data: the same conversations in the same order
 
-    def batch(
-        self, answers: Sequence[Answer], device: torch.device, dtype: torch.dtype = torch.bfloat16
-    ) -> Batch:
+    def batch(self, answers: Sequence[Answer], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
         """Answers side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer)."""
         hidden = torch.cat([self.states[a.first_row : a.first_row + len(a.tokens)] for a in answers])
         segment = torch.cat([torch.full((len(a.tokens),), i) for i, a in enumerate(answers)])
@@ -65,9 +63,7 @@ def split(records: Sequence[Record], states: Tensor, report: ReadReport, fractio
         digest.update(json.dumps([record.id, record.tokens, record.spans]).encode())
         for start, end in record.spans:
             if end - start > 1:
-                parts[record.id in held].append(
-                    Answer(record.id, torch.tensor(record.tokens[start:end]), row)
-                )
+                parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row))
             row += end - start
     return Dataset(parts[False], parts[True], states, report, digest.hexdigest()[:16])
 

@@ -62,9 +62,7 @@ class Meter:
         self.counted: Tensor | None = None
         self.batches = self.positions = 0
 
-    def add(
-        self, loss: float, per_head: list[Tensor], correct: Tensor, counted: Tensor, positions: int
-    ) -> None:
+    def add(self, loss: float, per_head: list[Tensor], correct: Tensor, counted: Tensor, positions: int) -> None:
         losses = torch.stack([one.detach().float() for one in per_head]).cpu()
         correct, counted = correct.cpu(), counted.cpu()
         self.loss += loss

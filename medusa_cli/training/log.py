@@ -16,9 +16,7 @@ class TrainLog:
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path
-        kept = (
-            [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
-        )
+        kept = [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
 

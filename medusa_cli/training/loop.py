@@ -53,9 +53,7 @@ class Trainer:
         )
         self.batches = plan(dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
         if not self.batches:
-            raise UserError(
-                "the training data holds no answer of two tokens or more", "distil more conversations"
-            )
+            raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
         self.steps = math.ceil(len(self.batches) / train.accumulation)
         self.validation = _first(pack(dataset.held_out, train.batch_tokens), train.validation_tokens)
         self.step = 0
@@ -92,9 +90,7 @@ class Trainer:
             done += meter.positions
             loss, losses, accuracies = meter.means()
             seconds = time.perf_counter() - start
-            yield Stepped(
-                self.step, self.steps, loss, losses, accuracies, lr, norm, meter.positions, done, seconds
-            )
+            yield Stepped(self.step, self.steps, loss, losses, accuracies, lr, norm, meter.positions, done, seconds)
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
                 yield self.validate(done)

@@ -18,9 +18,7 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         for axis, key in ((left, "head_losses"), (right, "accuracies")):
             # A single batch's accuracy jumps about; the mean of its neighbours shows the trend.
             values = _smooth([line[key][head] for line in steps])
-            axis.plot(
-                [line["total_positions"] for line in steps], values, color=color, alpha=0.4, linewidth=1
-            )
+            axis.plot([line["total_positions"] for line in steps], values, color=color, alpha=0.4, linewidth=1)
             axis.plot(
                 [line["total_positions"] for line in checks],
                 [line[key][head] for line in checks],

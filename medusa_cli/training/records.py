@@ -119,9 +119,7 @@ def _record(raw: Any, backbone: Backbone) -> Record:
     if "tokens" not in raw:
         return _fitted(Record(name, *encode(backbone, messages_of(raw)), None), backbone)
     tokens, spans, rows = raw["tokens"], raw.get("spans"), raw.get("state_rows")
-    if not (
-        isinstance(tokens, list) and all(isinstance(t, int) and 0 <= t < backbone.vocab_size for t in tokens)
-    ):
+    if not (isinstance(tokens, list) and all(isinstance(t, int) and 0 <= t < backbone.vocab_size for t in tokens)):
         raise Malformed("token ids outside the model's vocabulary")
     if not isinstance(spans, list) or not spans:
         raise Malformed("no assistant spans")

@@ -75,9 +75,7 @@ def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int
     return tokens, spans
 
 
-def _extend(
-    backbone: Backbone, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool
-) -> str:
+def _extend(backbone: Backbone, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool) -> str:
     """Append the tokens of what the template adds to `text`; return the longer text."""
     tokenizer = backbone.tokenizer
     longer = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))

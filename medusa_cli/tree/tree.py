@@ -35,7 +35,9 @@ class Tree:
         parents, ranks = [-1], [0]
         for path in paths:
             if path[:-1] not in index:
-                raise UserError(f"the tree's path {list(path)} has no parent {list(path[:-1])}", "add the parent's path")
+                raise UserError(
+                    f"the tree's path {list(path)} has no parent {list(path[:-1])}", "add the parent's path"
+                )
             if path[-1] < 0:
                 raise UserError(f"the tree's path {list(path)} has a negative rank", "ranks count from 0")
             index[path] = len(parents)

@@ -1,0 +1,19 @@
+"""Benchmarks: question sets, decoding methods, interleaved measurement, reports."""
+
+from medusa_cli.benchmarks.measure import Answer, Result, measure
+from medusa_cli.benchmarks.methods import METHODS, Method, build_methods
+from medusa_cli.benchmarks.questions import Question, read_questions, spread
+from medusa_cli.benchmarks.report import summarise
+
+__all__ = [
+    "METHODS",
+    "Answer",
+    "Method",
+    "Question",
+    "Result",
+    "build_methods",
+    "measure",
+    "read_questions",
+    "spread",
+    "summarise",
+]

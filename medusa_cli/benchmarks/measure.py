@@ -1,0 +1,111 @@
+"""Measurement: every method answers every question in turn, on the same prompts, so that drift hits all alike."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.benchmarks.methods import Method
+from medusa_cli.benchmarks.questions import Question
+from medusa_cli.decoding import Stats
+
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a method's tokens leave plain decoding's: turn and position, both tokens, and the margin between their
+    logits in the plain model (near 0: a tie that rounding decided)."""
+
+    turn: int
+    position: int
+    expected: int
+    actual: int
+    margin: float
+
+
+@dataclass
+class Answer:
+    """One method's answers to one question: token ids a turn, seconds in all, step sums (None for hf)."""
+
+    turns: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: Stats | None = None
+    divergence: Divergence | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.turns))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A question with each method's answers."""
+
+    question: Question
+    answers: dict[str, Answer]
+
+
+def reference_of(names: Sequence[str]) -> str:
+    """The method whose answers the others are held against: our plain loop, else hf, else the first."""
+    return next((name for name in ("ar", "hf") if name in names), names[0])
+
+
+def measure(
+    backbone: Backbone,
+    methods: Mapping[str, Method],
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    *,
+    compare: bool = True,
+    watch: Callable[[str, list[int]], None] = lambda name, tokens: None,
+) -> Iterator[Result]:
+    """Answer all turns of every question with every method, yielding question by question after a warm-up.
+
+    All methods get the same prompts: the reference's answer is the history of the next turn. The order of the
+    methods rotates from question to question. compare: look for the first difference to the reference.
+    """
+    reference = reference_of(list(methods))
+    warm = backbone.encode_chat([{"role": "user", "content": questions[0].turns[0]}])
+    for method in methods.values():
+        method(warm, min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
+    names = list(methods)
+    for number, question in enumerate(questions):
+        shift = number % len(names)
+        answers = {name: Answer() for name in names}
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(question.turns):
+            messages.append({"role": "user", "content": text})
+            prompt = backbone.encode_chat(messages)
+            for name in names[shift:] + names[:shift]:
+                tokens, seconds, stats = methods[name](prompt, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
+                answer = answers[name]
+                answer.turns.append(tokens)
+                answer.seconds += seconds
+                if stats is not None:
+                    answer.stats = (answer.stats or Stats()).__iadd__(stats)
+            expected = answers[reference].turns[-1]
+            for name, answer in answers.items():
+                if compare and name != reference and answer.divergence is None:
+                    answer.divergence = diverges(backbone, prompt, expected, answer.turns[-1], turn)
+            messages.append({"role": "assistant", "content": backbone.decode(expected)})
+        yield Result(question, answers)
+
+
+def diverges(
+    backbone: Backbone, prompt: Sequence[int], expected: list[int], actual: list[int], turn: int
+) -> Divergence | None:
+    """The first position at which two answers to a prompt differ, None where they are the same."""
+    if expected == actual:
+        return None
+    same = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), None)
+    if same is None:  # one is the beginning of the other
+        position = min(len(expected), len(actual))
+        return Divergence(turn, position, *(-1, -1), margin=0.0)
+    ids = torch.tensor([*prompt, *expected[:same]])
+    out = backbone.forward(ids, backbone.new_cache(len(ids)), logits="last")
+    assert out.logits is not None
+    scores = out.logits[-1].float()
+    margin = float(scores[expected[same]] - scores[actual[same]])
+    return Divergence(turn, same, expected[same], actual[same], margin)

@@ -1,0 +1,119 @@
+"""The decoding methods a benchmark compares; each continues a prompt of token ids and says what it took."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_plain
+from medusa_cli.drafters import Drafter
+from medusa_cli.errors import UsageError
+from medusa_cli.tree import Tree
+
+METHODS = ("hf", "ar", "medusa")
+Watch = Callable[[list[int]], None]
+
+
+class Method(Protocol):
+    """Continues a prompt; returns the new token ids, the seconds it took, and its steps where it has them."""
+
+    def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
+    ) -> tuple[list[int], float, Stats | None]: ...
+
+
+def parse_methods(text: str) -> list[str]:
+    """The names of --methods hf,ar,medusa in order; UsageError for an unknown one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names:
+        raise UsageError(
+            f"--methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def build_methods(
+    names: Sequence[str], backbone: Backbone, plain: Any, drafter: Drafter | None, tree: Tree | None, sampling: Sampling
+) -> dict[str, Method]:
+    """The named methods; `plain` is the unmodified transformers model that "hf" runs."""
+    methods: dict[str, Method] = {}
+    for name in names:
+        if name == "hf":
+            methods[name] = _Transformers(plain, backbone, sampling)
+        elif name == "ar":
+            methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
+        elif drafter is not None and tree is not None:
+            methods[name] = _Steps(
+                lambda p, n: generate(backbone, drafter, tree, p, max_new_tokens=n, sampling=sampling)
+            )
+    return methods
+
+
+class _Steps:
+    """One of our own loops, timed as its user sees it: everything between asking and the last token."""
+
+    def __init__(self, steps: Callable[[Sequence[int], int], Any]) -> None:
+        self._steps = steps
+
+    def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
+    ) -> tuple[list[int], float, Stats | None]:
+        tokens: list[int] = []
+        stats = Stats()
+        start = time.perf_counter()
+        step: Step
+        for step in self._steps(prompt, max_new_tokens):
+            tokens += step.tokens
+            stats.add(step)
+            watch(step.tokens)
+        return tokens, time.perf_counter() - start, stats
+
+
+class _Transformers:
+    """transformers' generate on the unmodified model."""
+
+    def __init__(self, model: Any, backbone: Backbone, sampling: Sampling) -> None:
+        self._model = model
+        ends = sorted(backbone.eos_ids)
+        self._options: dict[str, Any] = {"eos_token_id": ends, "pad_token_id": ends[0] if ends else 0}
+        if sampling.greedy:
+            self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        else:
+            cuts = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+            self._options |= {"do_sample": True, **cuts}
+
+    def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
+    ) -> tuple[list[int], float, Stats | None]:
+        ids = torch.tensor([list(prompt)], device=self._model.device)
+        streamer = _Watcher(watch)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+                **self._options,
+            )
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize()
+        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start, None
+
+
+class _Watcher:
+    """A transformers streamer that passes new token ids on; the first call carries the prompt."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._prompt_seen = watch, False
+
+    def put(self, ids: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self._watch(ids.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing to flush."""

@@ -1,0 +1,59 @@
+"""Question sets in FastChat's form: MT-Bench, or any file of question_id, category and turns."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_cli.errors import UsageError, UserError
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: its id, its category, and the user's turns in order."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path) -> tuple[list[Question], int]:
+    """The questions of a JSONL file and how many lines were skipped; UserError if none can be used."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--questions {str(path)!r} does not exist", "give a JSONL file in FastChat's form")
+    questions: list[Question] = []
+    skipped = 0
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            turns = record["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+                raise ValueError("turns")
+            name = str(record.get("question_id", number))
+            questions.append(Question(name, str(record.get("category", "all")), tuple(turns)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            skipped += 1
+    if not questions:
+        raise UserError(
+            f"--questions {str(path)!r} holds no usable question ({skipped} lines skipped)",
+            'each line needs {"question_id", "category", "turns": ["..."]}',
+        )
+    return questions, skipped
+
+
+def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """At most `limit` questions, taken from the categories in turn; all of them for None. UsageError below 1."""
+    if limit is None:
+        return list(questions)
+    if limit < 1:
+        raise UsageError(f"--limit {limit} is too small", "use 1 or more")
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(question.category, []).append(question)
+    rounds = max(len(group) for group in groups.values())
+    order = [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
+    chosen = {question.id for question in order[:limit]}
+    return [question for question in questions if question.id in chosen]

@@ -1,0 +1,197 @@
+"""`medusa bench`: plain and drafted decoding over the same questions, measured in one run."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+
+MAX_NEW_TOKENS = 256
+
+
+def bench(
+    mt_bench: Annotated[
+        bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
+    ] = False,
+    questions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Other questions, JSONL in FastChat's form.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="At most N questions, spread over the categories. [default: all]")
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help="Of hf (transformers' generate), ar (our plain loop) and medusa, with commas between."
+        ),
+    ] = "hf,ar,medusa",
+    max_new_tokens: options.MaxNewTokens = None,
+    run: options.RunOrShipped = None,
+    model: options.Model = None,
+    drafter: options.Drafter = None,
+    tree: options.Tree = None,
+    sampling: options.SamplingMode = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    random_seed: options.RandomSeed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_in_4bit: options.LoadIn4bit = False,
+    load_in_8bit: options.LoadIn8bit = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure speedup, acceptance rate and overhead, and check that the output is that of plain decoding.
+
+    Every method answers every question in turn, both turns, on the same prompts. The report goes into the
+    run's bench/ directory (bench/ here for the drafter that ships).
+    """
+    from medusa_cli.errors import UsageError
+
+    console.configure(quiet=quiet, json=json)
+    if mt_bench and questions is not None:
+        raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
+    from medusa_cli.commands.loading import choose
+
+    names = [name.strip() for name in methods.split(",")]
+    choice = choose(model, run, drafter, tree, need_drafter="medusa" in names)
+
+    from medusa_cli.benchmarks.methods import parse_methods
+    from medusa_cli.benchmarks.questions import read_questions, spread
+
+    names = parse_methods(methods)
+    rule = options.sampling_of(sampling, temperature, top_p, top_k, random_seed)
+    source = questions
+    if source is None:
+        from medusa_cli.assets import mt_bench_path
+
+        source = mt_bench_path()
+    found, skipped = read_questions(source)
+    chosen = spread(found, limit)
+    if skipped:
+        console.warn(f"{source}: {skipped} lines are no questions and were skipped")
+    title = "MT-Bench" if questions is None else questions.name
+    tokens = max_new_tokens or MAX_NEW_TOKENS
+    console.info(
+        f"{len(chosen)} of {len(found)} questions of {title}, up to {tokens} new tokens a turn, {', '.join(names)}; "
+        "--limit N takes fewer, --max-new-tokens N makes them shorter"
+    )
+    document = run_bench(
+        choice,
+        names,
+        chosen,
+        tokens,
+        rule,
+        title,
+        device=device,
+        dtype=dtype,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+    )
+    folder = choice.run.bench_dir if choice.run else Path("bench")
+    saved = save(document, folder)
+    if json:
+        console.emit_json(document)
+        return
+    show(document)
+    console.result(f"report: {saved}")
+
+
+def run_bench(
+    choice: Any, names: list[str], chosen: list[Any], tokens: int, rule: Any, title: str, **place: Any
+) -> dict[str, Any]:
+    """Load, measure and summarise; the document that --json prints."""
+    from medusa_cli.benchmarks import build_methods, measure, summarise
+    from medusa_cli.commands.loading import load
+    from medusa_cli.run import provenance
+
+    backbone, heads, shape = load(choice, **place)
+    plain = plain_model(choice.model, place) if "hf" in names else None
+    ways = build_methods(names, backbone, plain, heads, shape, rule)
+    turns = sum(len(question.turns) for question in chosen) * len(names)
+    results = []
+    with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
+        done = 0
+        for number, result in enumerate(
+            measure(backbone, ways, chosen, tokens, compare=rule.greedy, watch=lambda name, new: bar.advance(len(new))),
+            1,
+        ):
+            results.append(result)
+            # Answers end early: what they left of their allowance counts as done.
+            spent = sum(answer.tokens for answer in result.answers.values())
+            done += len(result.question.turns) * len(names) * tokens
+            bar.advance(len(result.question.turns) * len(names) * tokens - spent)
+            bar.describe(f"question {number}/{len(chosen)}")
+    size = shape.size if shape is not None else None
+    facts = [
+        f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {len(chosen)} questions, "
+        f"up to {tokens} new tokens a turn, {rule.mode if not rule.greedy else 'greedy'} decoding"
+        + (f", tree of {size} nodes" if size else "")
+        + "."
+    ]
+    return {
+        "title": title,
+        "facts": facts,
+        **provenance(backbone.identity, drafter=str(choice.drafter), tree=str(choice.tree)),
+        "tree_nodes": size,
+        "max_new_tokens": tokens,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "device": str(backbone.device),
+        "sampling": vars(rule),
+        **summarise(results, compared=rule.greedy),
+    }
+
+
+def plain_model(model: str, place: dict[str, Any]) -> Any:
+    """The unmodified transformers model that `hf` runs, in the same number type and place."""
+    from medusa_cli.backbone.load import load_network
+
+    return load_network(model, **place)[0].eval()
+
+
+def save(document: dict[str, Any], folder: Path) -> Path:
+    """Write the report as JSON and Markdown; return the Markdown's path."""
+    from medusa_cli.benchmarks.report import markdown
+    from medusa_cli.run import write_atomic, write_json
+
+    stem = document["created"].replace(":", "").replace("+0000", "")
+    write_json(folder / f"{stem}.json", document)
+    write_atomic(folder / f"{stem}.md", markdown(document))
+    return folder / f"{stem}.md"
+
+
+def show(document: dict[str, Any]) -> None:
+    """The closing table, the categories, and where outputs part."""
+    from rich.table import Table
+
+    from medusa_cli.benchmarks.report import figures
+
+    rows = figures(document)
+    table = Table(title=document["title"], caption=document["facts"][0])
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.result(table)
+    names = list(document["methods"])
+    categories = document["methods"][names[0]]["per_category"]
+    if len(categories) > 1:
+        table = Table(title=f"Speedup over {document['baseline']} by category")
+        table.add_column("category")
+        for name in names:
+            table.add_column(name, justify="right")
+        for category in categories:
+            cells = (document["methods"][name]["per_category"][category]["speedup"] for name in names)
+            table.add_row(category, *(f"{cell:.2f}" for cell in cells))
+        console.result(table)
+    for name, one in document["methods"].items():
+        for part in one["divergences"][:5]:
+            console.result(
+                f"{name}: question {part['question']}, turn {part['turn'] + 1} first differs at token {part['position']}, "
+                f"logit margin {part['margin']:.4f}"
+            )
+        if len(one["divergences"]) > 5:
+            console.result(f"{name}: {len(one['divergences']) - 5} more in the report")

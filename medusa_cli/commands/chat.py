@@ -1,0 +1,219 @@
+"""`medusa chat`: a streaming session with a model and its drafter."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.errors import UserError
+
+MAX_NEW_TOKENS = 512
+HELP = """/help          this list
+/clear         forget the conversation
+/save FILE     write the conversation as JSON
+/stats         speed and acceptance so far
+/system TEXT   set the system prompt and begin anew
+/exit          leave (or Ctrl-D); Ctrl-C stops an answer"""
+
+
+def chat(
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this once and leave.")] = None,
+    run: options.RunOrShipped = None,
+    model: options.Model = None,
+    drafter: options.Drafter = None,
+    tree: options.Tree = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
+    show_accepted: Annotated[
+        bool, typer.Option("--show-accepted", help="Colour the drafted tokens that were accepted, step by step.")
+    ] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End an answer at this text; may be repeated.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    sampling: options.SamplingMode = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    random_seed: options.RandomSeed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_in_4bit: options.LoadIn4bit = False,
+    load_in_8bit: options.LoadIn8bit = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Chat with a model, its answers streaming as they are verified.
+
+    Typed bare it takes the default model with the drafter that ships. Lines piped in are answered one after
+    another.
+    """
+    from medusa_cli.errors import UsageError
+
+    console.configure(quiet=quiet, json=json)
+    if json and prompt is None:
+        raise UsageError("--json needs --prompt", "give --prompt TEXT")
+    if prompt is not None and not prompt.strip():
+        raise UsageError("--prompt is empty", "give a text")
+    from medusa_cli.commands.loading import choose, load
+
+    choice = choose(model, run, drafter, tree, need_drafter=not baseline)
+    rule = options.sampling_of(sampling, temperature, top_p, top_k, random_seed)
+    backbone, heads, shape = load(
+        choice, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
+    session = Session(
+        backbone, heads, shape, rule, max_new_tokens or MAX_NEW_TOKENS, stop or [], show_accepted, system=system
+    )
+    session.clear()
+    if prompt is not None:
+        text, stats = session.answer(prompt, show=not json)
+        if json:
+            console.emit_json({"prompt": prompt, "answer": text, **figures(stats)})
+        return
+    session.converse()
+
+
+@dataclass
+class Session:
+    """A conversation: its messages, how it decodes, and the sums of all its answers."""
+
+    backbone: Any
+    drafter: Any
+    tree: Any
+    sampling: Any
+    max_new_tokens: int
+    stop: list[str]
+    show_accepted: bool
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    total: Any = None
+
+    def converse(self) -> None:
+        """Read lines until the end of input or /exit, answering each; a mistake costs one line, not the session."""
+        ask = sys.stdin.isatty()
+        if ask:
+            import readline  # noqa: F401  (line editing and history for input())
+
+            console.info("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        while True:
+            try:
+                line = input("> " if ask else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                console.err.print()
+                continue
+            if not line:
+                continue
+            try:
+                if line.startswith("/"):
+                    if not self.command(line):
+                        return
+                else:
+                    self.answer(line)
+            except (UserError, OSError) as reason:
+                console.error(str(reason))
+
+    def command(self, line: str) -> bool:
+        """Obey a /command; False to leave."""
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match word:
+            case "/exit" | "/quit":
+                return False
+            case "/help":
+                console.result(HELP)
+            case "/clear":
+                self.clear()
+                console.info("the conversation is forgotten")
+            case "/system":
+                self.system = rest or None
+                self.clear()
+                console.info("system prompt set; the conversation begins anew" if rest else "system prompt removed")
+            case "/stats":
+                console.result(status(self.total) if self.total else "nothing was answered yet")
+            case "/save":
+                if not rest:
+                    raise UserError("/save needs a file", "write /save FILE")
+                from medusa_cli.run import write_json
+
+                write_json(Path(rest).expanduser(), {"messages": self.messages})
+                console.info(f"saved to {rest}")
+            case _:
+                raise UserError(f"{word} is no command", "/help lists them")
+        return True
+
+    def clear(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, text: str, show: bool = True) -> tuple[str, Any]:
+        """Answer one line, streaming to stdout; Ctrl-C stops it, and what came so far stays in the history."""
+        from medusa_cli.decoding import Stats, generate, generate_plain
+        from medusa_cli.decoding.text import TextStream
+
+        question = {"role": "user", "content": text}
+        prompt = self.backbone.encode_chat([*self.messages, question])
+        rules = {
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": self.sampling,
+            "stop_strings": self.stop,
+        }
+        if self.drafter is None:
+            steps = generate_plain(self.backbone, prompt, **rules)
+        else:
+            steps = generate(self.backbone, self.drafter, self.tree, prompt, **rules)
+        stats, stream, said = Stats(), TextStream(self.backbone), ""
+        try:
+            for step in steps:
+                stats.add(step)
+                pieces = [(stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
+                said += "".join(piece for piece, _ in pieces)
+                if show:
+                    self._write(pieces)
+        except KeyboardInterrupt:
+            console.err.print(" (stopped)", style="dim")
+        rest = stream.rest()
+        said += rest
+        if show:
+            self._write([(rest + "\n", False)])
+            console.info(status(stats))
+        self.messages += [question, {"role": "assistant", "content": said}]
+        self.total = stats if self.total is None else self.total.__iadd__(stats)
+        return said, stats
+
+    def _write(self, pieces: list[tuple[str, bool]]) -> None:
+        """Write pieces of text at once; accepted drafts in colour when asked for."""
+        from rich.text import Text
+
+        if not self.show_accepted:
+            sys.stdout.write("".join(piece for piece, _ in pieces))
+            sys.stdout.flush()
+            return
+        line = Text()
+        for piece, accepted in pieces:
+            line.append(piece, style="bold green" if accepted else "")
+        console.out.print(line, end="", soft_wrap=True)
+
+
+def figures(stats: Any) -> dict[str, Any]:
+    """What --json says of an answer."""
+    return {
+        "tokens": stats.tokens,
+        "seconds": round(stats.seconds, 4),
+        "tokens_per_s": round(stats.tokens_per_s, 2),
+        "steps": stats.steps,
+        "acceptance_rate": round(stats.acceptance_rate, 4),
+    }
+
+
+def status(stats: Any) -> str:
+    """Speed and acceptance in one line."""
+    return (
+        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_rate:.2f} tokens a step "
+        f"({stats.steps} steps of {1e3 * stats.step_s:.0f} ms)"
+    )

@@ -1,0 +1,92 @@
+"""From --model, --run, --drafter and --tree to a backbone, a drafter and a tree that fit together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_cli import console
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run, read_json
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.drafters import Drafter
+    from medusa_cli.tree import Tree
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, and the run."""
+
+    model: str
+    drafter: Path | None
+    tree: Path | None
+    run: Run | None
+
+
+def choose(
+    model: str | None, run: str | None, drafter: Path | None, tree: Path | None, *, need_drafter: bool = True
+) -> Choice:
+    """Explicit flags first, then the run, then what ships for the model; UserError where nothing is to be had."""
+    target = Run.open(run) if run else None
+    marker = target.path / "run.json" if target else None
+    if model is None and marker is not None and marker.is_file():
+        model = read_json(marker, "the run file")["backbone"]["id"]
+    name = model or DEFAULT_MODEL
+    if not need_drafter:
+        return Choice(name, None, None, target)
+    source = target or Run.pretrained(name)
+    folder = drafter or (source.drafter_dir if source else None)
+    if folder is None:
+        raise UserError(
+            f"no drafter ships for the model {name!r}",
+            f"train one with `medusa distill --model {name}` and `medusa train`, then give its --run",
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+    shape = tree or (source.tree_path if source else None)
+    if shape is None or (tree is None and not shape.is_file()):
+        words = f"--run {run}" if run else "--output FILE"
+        raise UserError(f"there is no tree for {folder}", f"make one with `medusa tree {words}`, or give --tree FILE")
+    return Choice(name, folder, shape, target)
+
+
+def load(
+    choice: Choice, *, device: str, dtype: str, load_in_4bit: bool = False, load_in_8bit: bool = False
+) -> "tuple[Backbone, Drafter | None, Tree | None]":
+    """Load what was chosen, saying in one line what it is; UserError where drafter, tree and model do not fit."""
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.drafters import load_drafter
+    from medusa_cli.tree.files import load_tree
+
+    tree = load_tree(choice.tree) if choice.tree else None
+    backbone = load_backbone(
+        choice.model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
+    if choice.run is not None:
+        choice.run.bind(backbone.identity)
+    kind = str(backbone.dtype).removeprefix("torch.")
+    if choice.drafter is None or tree is None:
+        console.info(f"{choice.model} in {kind} on {backbone.device}, plain decoding")
+        return backbone, None, None
+    drafter = load_drafter(choice.drafter, backbone)
+    check_fit(tree, drafter, choice.tree)
+    console.info(
+        f"{choice.model} in {kind} on {backbone.device}, drafter {choice.drafter}, tree of {tree.size} nodes {choice.tree}"
+    )
+    return backbone, drafter, tree
+
+
+def check_fit(tree: "Tree", drafter: Any, name: Path | None) -> None:
+    """UserError for a tree that asks for more heads or guesses than the drafter has."""
+    if tree.max_depth > drafter.num_heads:
+        raise UserError(
+            f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",
+            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another --tree",
+        )
+    vocabulary = len(getattr(drafter, "draft_ids", ())) or None
+    if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
+        raise UserError(
+            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
+        )

@@ -1,0 +1,88 @@
+"""A tree of guesses as a drawing: in the terminal, and as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.run import replacing
+from medusa_cli.tree.search import Accuracies, node_values
+from medusa_cli.tree.tree import Tree
+
+# Chances from here on are drawn in the strongest colour.
+STRONG = 0.3
+
+
+def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
+    """A rich renderable: one line a node with its rank and, with accuracies, its chance of being accepted."""
+    from rich.tree import Tree as Lines
+
+    values = node_values(tree, accuracies) if accuracies else None
+    lines = {0: Lines("root: the token already decided")}
+    for node in range(1, tree.size):
+        chance = "" if values is None else f"  [dim]{values[node]:.1%}[/dim]"
+        label = f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}{chance}"
+        strong = values is not None and values[node] >= STRONG
+        lines[node] = lines[tree.parents[node]].add(f"[bold green]{label}[/bold green]" if strong else label)
+    return lines[0]
+
+
+def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
+    """Write the tree as PNG or SVG, by the path's suffix: depth downwards, the likeliest branch to the left."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    values = node_values(tree, accuracies) if accuracies else [1.0] * tree.size
+    x = _places(tree)
+    width = max(6.0, 0.24 * len(tree.leaves))
+    figure, axes = pyplot.subplots(figsize=(width, 1.4 + 0.95 * tree.max_depth))
+    try:
+        for node in range(1, tree.size):
+            parent = tree.parents[node]
+            axes.plot(
+                [x[parent], x[node]],
+                [-tree.depths[parent], -tree.depths[node]],
+                color="0.6",
+                linewidth=0.6 + 3.0 * values[node],
+                zorder=1,
+            )
+        shades = [min(1.0, 0.15 + value / STRONG * 0.85) for value in values]
+        axes.scatter(x, [-depth for depth in tree.depths], c=shades, cmap="viridis_r", vmin=0, vmax=1, s=95, zorder=2)
+        for node in range(tree.size):
+            text = str(tree.ranks[node] + 1) if node else ""
+            tint = "white" if shades[node] > 0.45 else "black"
+            axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
+        for depth in range(tree.max_depth + 1):
+            count = tree.depths.count(depth)
+            name = "root" if depth == 0 else f"head {depth}: {count} node{'s' if count > 1 else ''}"
+            axes.text(min(x) - 1.2, -depth, name, ha="right", va="center", fontsize=8)
+        axes.margins(x=0.02, y=0.12)
+        axes.axis("off")
+        title = f"{tree.size} nodes, root included; numbers are ranks"
+        if accuracies:
+            title += f"; {sum(values):.2f} tokens a step expected"
+        axes.set_title(title, fontsize=9)
+        with replacing(Path(path)) as part:
+            figure.savefig(part, format=Path(path).suffix.lstrip(".").lower(), dpi=160, bbox_inches="tight")
+    finally:
+        pyplot.close(figure)
+
+
+def _places(tree: Tree) -> list[float]:
+    """The horizontal place of each node: leaves side by side in depth-first order, parents above their children's middle."""
+    x = [0.0] * tree.size
+    order: list[int] = []
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack += reversed(tree.children[node])
+    column = 0
+    for node in order:
+        if not tree.children[node]:
+            x[node] = float(column)
+            column += 1
+    for node in reversed(order):
+        if below := tree.children[node]:
+            x[node] = (x[below[0]] + x[below[-1]]) / 2
+    return x
