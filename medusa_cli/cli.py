@@ -117,7 +117,7 @@ def _root(
         typer.echo(context.get_help())
 
 
-COMMANDS = {
+COMMANDS: dict[Any, str] = {
     distill.distill: "make training data in the model's own words",
     train.train: "train a drafter on it",
     calibrate.calibrate: "measure how often its guesses are right",

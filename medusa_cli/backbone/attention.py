@@ -18,7 +18,7 @@ def grouped_attention(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L]; return [B, n, G*KV, D].
+    """Attend query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
 
     The G query heads that share a key head become G*n rows of one attention call, so a cache of L positions is
     read once instead of being copied G times.

@@ -93,7 +93,7 @@ class KVCache(Cache):
 class _SlotLayer(_Layer):
     """One layer of B sequences, [B, KV, capacity, D]: each row is written at its own length."""
 
-    owner: "SlotCache"  # type: ignore[assignment]
+    owner: "SlotCache"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         shape = (self.owner.slots, key_states.shape[1], self.owner.capacity)
@@ -126,7 +126,7 @@ class SlotCache(Cache):
     """
 
     def __init__(self, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])  # type: ignore[arg-type]
+        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
         self.slots, self.capacity = slots, capacity
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self.rows = torch.arange(slots, device=device)

@@ -1,4 +1,4 @@
-"""A Hugging Face decoder seen as a verifier: forward over a chain or a tree of tokens, hidden states for the drafter."""
+"""A Hugging Face decoder seen as a verifier: forward over a chain or a tree of tokens, states for the drafter."""
 
 import hashlib
 import math
@@ -154,7 +154,7 @@ class Backbone:
 
     @torch.inference_mode()
     def step_slots(self, tokens: Tensor, cache: SlotCache) -> Output:
-        """Run one token per slot, tokens [B]; return logits [B, V] and hidden states [B, H], lengths advanced by one."""
+        """Run one token per slot, tokens [B]; return logits [B, V] and hidden [B, H], lengths advanced by one."""
         cache.longest = int(cache.lengths.max())
         columns = torch.arange(cache.longest + 1, device=self.device)
         positions = cache.lengths[:, None]

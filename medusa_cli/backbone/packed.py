@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-# oneDNN picks the block layout for about this many rows; 16 was as good as any from 1 to 256 rows, and in fp32 the best.
+# oneDNN picks the block layout for about this many rows; 16 was as good as any from 1 to 256 rows, in fp32 the best.
 ROWS_HINT = 16
 
 

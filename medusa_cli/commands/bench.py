@@ -190,7 +190,7 @@ def show(document: dict[str, Any]) -> None:
     for name, one in document["methods"].items():
         for part in one["divergences"][:5]:
             console.result(
-                f"{name}: question {part['question']}, turn {part['turn'] + 1} first differs at token {part['position']}, "
+                f"{name}: question {part['question']}, turn {part['turn'] + 1} differs at token {part['position']}, "
                 f"logit margin {part['margin']:.4f}"
             )
         if len(one["divergences"]) > 5:

@@ -45,9 +45,9 @@ def demo(
     tokens = max_new_tokens or MAX_NEW_TOKENS
     chosen = spread(read_questions(mt_bench_path())[0], limit)
     console.info(
-        f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N and --max-new-tokens N take more"
+        f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
-    place = {"device": device, "dtype": dtype}
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
     backbone, heads, shape = load(choice, **place)
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
@@ -60,8 +60,8 @@ def demo(
     document = {
         "title": "Plain and drafted decoding, greedy",
         "facts": [
-            f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {len(chosen)} questions, "
-            f"tree of {shape.size if shape else 0} nodes. ar: our plain loop, one token a step."
+            f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, "
+            f"{len(chosen)} questions, tree of {shape.size if shape else 0} nodes. ar is our plain loop."
         ],
         **provenance(backbone.identity),
         **summarise(results),
@@ -83,7 +83,8 @@ class _Stage:
         from medusa_cli.decoding.text import TextStream
 
         self._new_stream = lambda: TextStream(backbone)
-        self._show, self._live = show, None
+        self._show = show
+        self._live: Any = None
         self._clear()
 
     def _clear(self) -> None:

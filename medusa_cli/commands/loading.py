@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, and the run."""
+    """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, the run."""
 
     model: str
     drafter: Path | None
@@ -72,9 +72,7 @@ def load(
         return backbone, None, None
     drafter = load_drafter(choice.drafter, backbone)
     check_fit(tree, drafter, choice.tree)
-    console.info(
-        f"{choice.model} in {kind} on {backbone.device}, drafter {choice.drafter}, tree of {tree.size} nodes {choice.tree}"
-    )
+    console.info(f"{choice.model} in {kind} on {backbone.device}, drafter {choice.drafter}, tree of {tree.size} nodes")
     return backbone, drafter, tree
 
 

@@ -23,7 +23,7 @@ class Ending:
             raise UserError("the prompt is empty", "give at least one token")
         if len(prompt) >= backbone.max_positions:
             raise UserError(
-                f"the prompt has {len(prompt):,} tokens, the context of {backbone.id!r} ends at {backbone.max_positions:,}",
+                f"the prompt has {len(prompt):,} tokens, {backbone.id!r} has a context of {backbone.max_positions:,}",
                 "shorten the prompt or clear the history",
             )
         self._stop_ids = backbone.eos_ids if stop_ids is None else frozenset(stop_ids)

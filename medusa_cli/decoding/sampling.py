@@ -12,7 +12,7 @@ MODES = ("greedy", "exact", "typical")
 
 @dataclass(frozen=True)
 class Sampling:
-    """Mode, temperature, nucleus (top_p) and top_k cuts, typical acceptance's epsilon and delta, and the random seed."""
+    """Mode, temperature, nucleus (top_p) and top_k cuts, typical acceptance's epsilon and delta, random seed."""
 
     mode: str = "greedy"
     temperature: float = 0.0

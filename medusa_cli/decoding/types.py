@@ -14,7 +14,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Step:
-    """One round of draft, verify, accept: the tokens it gave the user, nodes drafted and accepted, seconds of each part."""
+    """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part."""
 
     tokens: list[int]
     drafted: int

@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass
 class Distilled:
-    """One finished conversation: messages, its token ids, the assistant spans [start, end), one state row [H] a span token."""
+    """One finished conversation: messages, its token ids, the assistant spans [start, end), a state a span token."""
 
     id: str
     messages: list[dict[str, str]]
@@ -141,7 +141,7 @@ class _Batch:
         return slot
 
     def _ask(self, index: int, slot: _Slot, prompt: list[int], in_cache: int = 0) -> None:
-        """Feed prompt tokens to the slot and take the answer's first token; the first in_cache are in tokens already."""
+        """Feed prompt tokens to the slot and take the answer's first token; in_cache of them are in tokens already."""
         out = self.backbone.prefill_slot(torch.tensor(prompt), self.cache, index)
         slot.tokens += prompt[in_cache:]
         slot.answer_start = len(slot.tokens)
@@ -206,7 +206,7 @@ class _Batch:
         return True
 
     def _bridge(self, earlier: list[dict[str, str]], answer: str, question: dict[str, str]) -> list[int] | None:
-        """Token ids of the template between an answer's text and the next answer; None if it rewrites what went before."""
+        """Token ids of the template between an answer's text and the next answer; None if it rewrites the past."""
         render = self.backbone.tokenizer.apply_chat_template
         before = render(earlier, tokenize=False, add_generation_prompt=True) + answer
         turns = [*earlier, {"role": "assistant", "content": answer}, question]

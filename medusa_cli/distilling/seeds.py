@@ -1,4 +1,4 @@
-"""Seed prompts from ShareGPT, any JSON or JSONL of conversations, or a hub dataset: the human turns of each conversation."""
+"""Seed prompts from ShareGPT, any JSON or JSONL of conversations, or a hub dataset: the human turns."""
 
 import hashlib
 import json

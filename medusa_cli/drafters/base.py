@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Losses:
-    """total: the weighted sum to minimise; per_head: mean loss of each head; correct and counted [K]: top-1 hits and targets."""
+    """total: what to minimise; per_head: each head's mean loss; correct, counted [K]: top-1 hits, targets."""
 
     total: Tensor
     per_head: list[Tensor]
@@ -53,7 +53,7 @@ class Losses:
 
 
 class Drafter(nn.Module, ABC):
-    """Guesses the next tokens of a backbone that is always an argument, so that the state dict holds the drafter alone."""
+    """Guesses the next tokens of a backbone that is always an argument: the state dict holds the drafter alone."""
 
     name: ClassVar[str]
     taps: tuple[int, ...] = (-1,)

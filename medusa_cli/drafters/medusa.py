@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone, KVCache
 from medusa_cli.backbone.packed import pack_linear
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.cross_entropy import linear_cross_entropy
 from medusa_cli.errors import UserError
 from medusa_cli.run import read_json, write_json
 from medusa_cli.tree import Tree
@@ -36,7 +37,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W1 x + b) with W1 and b starting at zero, so that a fresh head is the lm_head (section 3.1.1, corrected)."""
+    """x + SiLU(W1 x + b) with W1 and b starting at zero, so that a fresh head is the lm_head (section 3.1.1)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -48,6 +49,21 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+class Stack(nn.Module):
+    """L residual blocks, each with its own weights."""
+
+    def __init__(self, hidden_size: int, layers: int) -> None:
+        super().__init__()
+        self.layers = [ResidualBlock(hidden_size) for _ in range(layers)]
+        for index, layer in enumerate(self.layers):
+            self.add_module(str(index), layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class MedusaHeads(Drafter):
     """K heads of L residual blocks, each with its own weights, and a vocabulary matrix [M, H] each (none if shared).
 
@@ -55,15 +71,13 @@ class MedusaHeads(Drafter):
     """
 
     name = "medusa"
+    draft_ids: Tensor
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
         self.num_heads = config.num_heads
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
-            for _ in range(config.num_heads)
-        )
+        self.blocks = nn.ModuleList(Stack(config.hidden_size, config.num_layers) for _ in range(config.num_heads))
         rows = {"draft": config.draft_vocab_size or 0, "own": config.vocab_size, "shared": 0}[config.vocabulary]
         self.matrices = nn.ParameterList(
             [nn.Parameter(torch.empty(rows, config.hidden_size)) for _ in range(config.num_heads if rows else 0)]
@@ -100,6 +114,10 @@ class MedusaHeads(Drafter):
         super().train(mode)
         return self
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
     def _matrix(self, backbone: Backbone, head: int) -> Tensor:
         return backbone.lm_head_weight if self.config.vocabulary == "shared" else self.matrices[head]
 
@@ -117,7 +135,7 @@ class MedusaHeads(Drafter):
         """Fill each node with the guess of its head and rank, all from the last confirmed hidden state."""
         tokens = torch.full((tree.size,), confirmed.root, dtype=torch.long, device=backbone.device)
         if tree.max_depth:
-            state = confirmed.hidden[-1].to(self.blocks[0][0].linear.weight.dtype)
+            state = confirmed.hidden[-1].to(self._dtype)
             # Top-k over bf16 is several times slower than over fp32.
             scores = self._scores(backbone, state, tree.max_depth).float()
             best = scores.topk(max(tree.widths), dim=-1).indices  # [heads, widest]
@@ -142,10 +160,15 @@ class MedusaHeads(Drafter):
                 continue
             targets = place[batch.next[rows + k]]
             known = targets >= 0
-            logits = F.linear(self.blocks[k - 1](batch.hidden[rows[known]]), self._matrix(backbone, k - 1))
-            per_head.append(F.cross_entropy(logits.float(), targets[known]) if known.any() else logits.sum() * 0.0)
-            correct.append((logits.detach().float().argmax(-1) == targets[known]).sum())
             counted.append(torch.tensor(len(rows)))
+            if not known.any():
+                per_head.append(batch.hidden.sum() * 0.0)
+                correct.append(torch.zeros((), dtype=torch.long))
+                continue
+            states = self.blocks[k - 1](batch.hidden[rows[known]])
+            loss, hits = linear_cross_entropy(states, self._matrix(backbone, k - 1), targets[known])
+            per_head.append(loss)
+            correct.append(hits)
         total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
         return Losses(total, per_head, torch.stack(correct), torch.stack(counted))
 
@@ -160,20 +183,19 @@ class MedusaHeads(Drafter):
         """Token ids of each head's `top` best guesses at every position, [P, K, top]."""
         found = []
         for k, block in enumerate(self.blocks):
-            hidden = batch.hidden.to(block[0].linear.weight.dtype)
+            hidden = batch.hidden.to(self._dtype)
             matrix = self._matrix(backbone, k).to(hidden.dtype)
             best = F.linear(block(hidden), matrix).float().topk(top, dim=-1).indices
             found.append(self.draft_ids[best])
         return torch.stack(found, dim=1)
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write config.json and the weights in bf16, in the layout that serving engines read where vocabularies are own."""
+        """Write config.json and the weights in bf16, in the layout that serving engines read."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
-            for layer, residual in enumerate(block):
-                tensors[f"{k}.{layer}.linear.weight"] = residual.linear.weight
-                tensors[f"{k}.{layer}.linear.bias"] = residual.linear.bias
+            for name, tensor in block.named_parameters():  # "{layer}.linear.weight", "{layer}.linear.bias"
+                tensors[f"{k}.{name}"] = tensor
             if self.matrices:
                 tensors[f"{k}.{self.config.num_layers}.weight"] = self.matrices[k]
         tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
@@ -210,9 +232,8 @@ class MedusaHeads(Drafter):
             tensors = load_file(folder / WEIGHTS)
             with torch.no_grad():
                 for k, block in enumerate(heads.blocks):
-                    for layer, residual in enumerate(block):
-                        residual.linear.weight.copy_(tensors[f"{k}.{layer}.linear.weight"])
-                        residual.linear.bias.copy_(tensors[f"{k}.{layer}.linear.bias"])
+                    for name, tensor in block.named_parameters():
+                        tensor.copy_(tensors[f"{k}.{name}"])
                     if heads.matrices:
                         heads.matrices[k].copy_(tensors[f"{k}.{config.num_layers}.weight"])
                 if config.vocabulary == "draft":

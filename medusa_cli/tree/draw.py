@@ -69,7 +69,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
 
 
 def _places(tree: Tree) -> list[float]:
-    """The horizontal place of each node: leaves side by side in depth-first order, parents above their children's middle."""
+    """The horizontal place of each node: leaves side by side, depth first, parents above their children's middle."""
     x = [0.0] * tree.size
     order: list[int] = []
     stack = [0]

@@ -14,7 +14,7 @@ def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
 
 
 def load_tree(path: Path) -> Tree:
-    """Read a tree: {"parents", "ranks"}, {"choices": [[...]]}, or a bare list of choices; UserError for anything else."""
+    """Read a tree: {"parents", "ranks"}, {"choices": [[...]]}, or a bare list of choices; else UserError."""
     data = read_json(Path(path), "the tree")
     try:
         if isinstance(data, dict) and "parents" in data:
