@@ -2,14 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
-
-if TYPE_CHECKING:
-    from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -166,14 +163,3 @@ TopP = Annotated[
     float, typer.Option("--top-p", metavar="P", help="Nucleus: sample from the top mass P; 1 is all of it.")
 ]
 TopK = Annotated[int, typer.Option("--top-k", metavar="N", help="Sample from the N likeliest tokens; 0 is all.")]
-
-
-def sampling_of(
-    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
-) -> "Sampling":
-    """The decoding rule the sampling flags ask for; a temperature alone means exact sampling."""
-    from medusa_cli.decoding.sampling import Sampling
-
-    heat = temperature if temperature is not None else (0.7 if mode in ("exact", "typical") else 0.0)
-    kind = mode or ("exact" if heat > 0 else "greedy")
-    return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)

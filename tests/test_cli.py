@@ -5,10 +5,10 @@ import inspect
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +42,14 @@ def fails(monkeypatch: pytest.MonkeyPatch, reason: BaseException) -> None:
 
 
 def test_help_is_instant() -> None:
+    """Under half a second of processor time: unlike the clock, other work does not stretch it."""
     run("--help")
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times) < 0.5
 
 

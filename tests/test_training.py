@@ -273,6 +273,13 @@ def test_accumulation_equals_one_large_batch(run: Run, backbone: Backbone) -> No
     assert sum(event.positions for event in steps) == one.positions == steps[-1].total_positions
 
 
+def test_a_batch_without_any_target_is_passed_over(run: Run, backbone: Backbone) -> None:
+    work = trainer(run, backbone, "train.accumulation=2")
+    first = work.dataset.train[0]
+    work.batches[1] = [Answer(first.id, first.tokens[:1], first.first_row)]
+    assert next(iter(work.events())).step == 1
+
+
 class Crash(Exception):
     pass
 

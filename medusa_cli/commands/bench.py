@@ -54,7 +54,7 @@ def bench(
     console.configure(quiet=quiet, json=json)
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
-    from medusa_cli.commands.loading import choose
+    from medusa_cli.commands.loading import choose, sampling_of
 
     names = [name.strip() for name in methods.split(",")]
     choice = choose(model, run, drafter, tree, need_drafter="medusa" in names)
@@ -63,7 +63,7 @@ def bench(
     from medusa_cli.benchmarks.questions import read_questions, spread
 
     names = parse_methods(methods)
-    rule = options.sampling_of(sampling, temperature, top_p, top_k, random_seed)
+    rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     source = questions
     if source is None:
         from medusa_cli.assets import mt_bench_path

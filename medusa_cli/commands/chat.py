@@ -59,10 +59,10 @@ def chat(
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
-    from medusa_cli.commands.loading import choose, load
+    from medusa_cli.commands.loading import choose, load, sampling_of
 
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
-    rule = options.sampling_of(sampling, temperature, top_p, top_k, random_seed)
+    rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     backbone, heads, shape = load(
         choice, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )

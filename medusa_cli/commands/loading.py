@@ -11,6 +11,7 @@ from medusa_cli.run import Run, read_json
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
+    from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.drafters import Drafter
     from medusa_cli.tree import Tree
 
@@ -88,3 +89,14 @@ def check_fit(tree: "Tree", drafter: Any, name: Path | None) -> None:
         raise UserError(
             f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
         )
+
+
+def sampling_of(
+    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
+) -> "Sampling":
+    """The decoding rule the sampling flags ask for; a temperature alone means exact sampling."""
+    from medusa_cli.decoding.sampling import Sampling
+
+    heat = temperature if temperature is not None else (0.7 if mode in ("exact", "typical") else 0.0)
+    kind = mode or ("exact" if heat > 0 else "greedy")
+    return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)

@@ -161,9 +161,9 @@ def _make(
 def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, said: str) -> str:
     way, value = next(iter(recipe.items()))
     shown = ",".join(map(str, value)) if isinstance(value, list) else value
-    heads = f"{used.count} heads" if used.count is not None else "number of heads unknown"
+    whose = "" if used.count is None else f" for {said}: {used.count} heads"
     measured = f"top {max(map(len, used.accuracies))}" if used.accuracies else "not calibrated"
-    return f"{nodes:,} nodes (--{way} {shown}) for {said}: {heads}, {measured}; --budget N makes another size"
+    return f"{nodes:,} nodes (--{way} {shown}){whose}, {measured}; --budget N makes another size"
 
 
 def _notes(widths: tuple[int, ...], known: Heads) -> list[str]:

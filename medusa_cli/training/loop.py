@@ -103,7 +103,8 @@ class Trainer:
         value = float(losses.total.detach())
         if not math.isfinite(value):
             self._refuse(f"the loss is {value}", answers)
-        (losses.total / share).backward()
+        if losses.total.requires_grad:  # a cut-off end of one token has no target for any head
+            (losses.total / share).backward()
         meter.add(value, losses.per_head, losses.correct, losses.counted, positions)
 
     def _losses(self, answers: list[Answer]) -> tuple[Losses, int]:
