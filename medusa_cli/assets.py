@@ -130,7 +130,9 @@ def _converted(name: str) -> Path:
         gguf = _member(MODELS[name])
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         # Without dequantize=True the weights stay quantised, and such a model cannot be saved.

@@ -39,8 +39,11 @@ def load_network(
     model: str, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False, load_in_8bit: bool = False
 ) -> tuple[Any, Any]:
     """The unmodified transformers model and its tokenizer, on the device; arguments and errors as in load_backbone."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
     place = resolve_device(device)
     kind = resolve_dtype(dtype)
     if load_in_4bit and load_in_8bit:
@@ -60,7 +63,7 @@ def load_network(
     try:
         network = AutoModelForCausalLM.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as reason:
+    except (OSError, ValueError, KeyError, SafetensorError) as reason:
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
         raise UserError(
             f"--model {model!r} could not be loaded: {first}",

@@ -1,6 +1,5 @@
 """Medusa heads: K residual heads on the final hidden state, head k guessing the token k places past the next one."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -150,20 +150,21 @@ class MedusaHeads(Drafter):
         cross-entropy and counts as a miss in the accuracy.
         """
         place = self._places(batch.next.device)
+        none = torch.zeros((), dtype=torch.long, device=batch.next.device)
         per_head, correct, counted = [], [], []
         for k in range(1, self.num_heads + 1):
             rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1) if len(batch.next) > k else None
             if rows is None or not len(rows):
                 per_head.append(batch.hidden.sum() * 0.0)
-                correct.append(torch.zeros((), dtype=torch.long))
-                counted.append(torch.zeros((), dtype=torch.long))
+                correct.append(none)
+                counted.append(none)
                 continue
             targets = place[batch.next[rows + k]]
             known = targets >= 0
-            counted.append(torch.tensor(len(rows)))
+            counted.append(none + len(rows))
             if not known.any():
                 per_head.append(batch.hidden.sum() * 0.0)
-                correct.append(torch.zeros((), dtype=torch.long))
+                correct.append(none)
                 continue
             states = self.blocks[k - 1](batch.hidden[rows[known]])
             loss, hits = linear_cross_entropy(states, self._matrix(backbone, k - 1), targets[known])
@@ -238,7 +239,7 @@ class MedusaHeads(Drafter):
                         heads.matrices[k].copy_(tensors[f"{k}.{config.num_layers}.weight"])
                 if config.vocabulary == "draft":
                     heads.draft_ids.copy_(tensors["draft_ids"])
-        except (KeyError, OSError, RuntimeError, ValueError, json.JSONDecodeError) as reason:
+        except (KeyError, OSError, RuntimeError, ValueError, SafetensorError) as reason:
             raise UserError(
                 f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
                 "train it again, or give another --drafter",

@@ -1,0 +1,147 @@
+"""Acceptance: greedy and typical against brute force over paths, exact sampling against the target distribution."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from medusa_cli.decoding import Sampling, accept
+from medusa_cli.decoding.sampling import target_probs
+from medusa_cli.drafters.base import Draft
+from medusa_cli.errors import UsageError
+from medusa_cli.tree import Tree
+
+VOCAB = 7
+
+
+def random_tree(chance: random.Random, nodes: int) -> Tree:
+    parents = [-1, *(chance.randrange(i) for i in range(1, nodes))]
+    ranks = [0] + [parents[1:i].count(parents[i]) for i in range(1, nodes)]
+    return Tree(tuple(parents), tuple(ranks))
+
+
+def random_case(seed: int, sharpness: float = 2.0) -> tuple[torch.Tensor, Draft]:
+    chance = random.Random(seed)
+    tree = random_tree(chance, 14)
+    tokens = torch.tensor([chance.randrange(VOCAB) for _ in range(tree.size)])
+    logits = sharpness * torch.randn(tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return logits, Draft(tokens, tree)
+
+
+GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_greedy_takes_the_longest_path_of_argmaxes(seed: int) -> None:
+    logits, draft = random_case(seed)
+    best = logits.argmax(-1)
+    verdict = accept(logits, draft, Sampling(), GENERATOR)
+    good = [
+        path
+        for path in (draft.tree.path(node) for node in range(draft.tree.size))
+        if all(draft.tokens[b] == best[a] for a, b in zip(path, path[1:], strict=False))
+    ]
+    assert len(verdict.path) == max(map(len, good))
+    tokens = [int(draft.tokens[node]) for node in verdict.path]
+    assert tokens in [[int(draft.tokens[n]) for n in path] for path in good]
+    assert verdict.bonus == int(best[verdict.path[-1]])
+
+
+def test_token_zero_is_a_token_like_any_other() -> None:
+    tree = Tree.from_choices([[0], [1], [0, 0]])
+    logits = torch.full((4, VOCAB), -5.0)
+    logits[0, 3] = logits[1, 0] = logits[2, 0] = logits[3, 0] = 5.0
+    shallow = Draft(torch.tensor([1, 3, 2, 5]), tree)  # node 1 is followed by 5, the model wants 0
+    verdict = accept(logits, shallow, Sampling(), GENERATOR)
+    assert verdict.path == [0, 1] and verdict.bonus == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_typical_takes_the_longest_plausible_path(seed: int, temperature: float) -> None:
+    logits, draft = random_case(seed, sharpness=1.0)
+    rule = Sampling("typical", temperature, epsilon=0.15, delta=0.5)
+    probs = (logits.double() / temperature).softmax(-1)
+    limit = [min(0.15, 0.5 * math.exp(float((p * p.log()).sum()))) for p in probs]
+    best, key = [0], (1, 0.0)
+    for node in range(draft.tree.size):
+        path = draft.tree.path(node)
+        chances = [float(probs[a, draft.tokens[b]]) for a, b in zip(path, path[1:], strict=False)]
+        if all(chance > limit[a] for chance, a in zip(chances, path, strict=False)):
+            found = (len(path), sum(math.log(chance) for chance in chances))
+            if found > (key[0], key[1] + 1e-6):
+                best, key = path, found
+    verdict = accept(logits, draft, rule, GENERATOR)
+    assert [int(draft.tokens[n]) for n in verdict.path] == [int(draft.tokens[n]) for n in best]
+    assert verdict.bonus == int(logits[verdict.path[-1]].argmax())
+
+
+@pytest.mark.parametrize("mode", ["exact", "typical"])
+def test_temperature_zero_is_greedy_in_every_mode(mode: str) -> None:
+    for seed in range(10):
+        logits, draft = random_case(seed)
+        assert accept(logits, draft, Sampling(mode, 0.0), GENERATOR) == accept(logits, draft, Sampling(), GENERATOR)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 3)])
+def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int) -> None:
+    """The first two tokens that come out through a tree are distributed as two plain draws (chi-square)."""
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+    rule = Sampling("exact", 0.9, top_p, top_k)
+    # The target depends on the last token alone, as a bigram model's would.
+    bigram = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+    draft = Draft(torch.tensor([0, 1, 2, 2, 3, 1, 4]), tree)  # token 2 twice below the root, on purpose
+    logits = bigram[draft.tokens]
+    probs = target_probs(bigram, rule).double()
+    expected = torch.zeros(VOCAB, VOCAB, dtype=torch.double)
+    for first in range(VOCAB):
+        expected[first] = probs[0, first] * probs[first]
+    generator = torch.Generator().manual_seed(7)
+    runs = 20_000
+    seen = torch.zeros(VOCAB, VOCAB, dtype=torch.double)
+    for _ in range(runs):
+        verdict = accept(logits, draft, rule, generator)
+        out = [*(int(draft.tokens[n]) for n in verdict.path[1:]), verdict.bonus]
+        second = out[1] if len(out) > 1 else int(torch.multinomial(probs[out[0]], 1, generator=generator))
+        seen[out[0], second] += 1
+    live = expected > 0
+    assert not seen[~live].any()
+    statistic = float((((seen - runs * expected) ** 2)[live] / (runs * expected[live])).sum())
+    freedom = int(live.sum()) - 1
+    assert statistic < freedom + 4.5 * math.sqrt(2 * freedom)
+
+
+def test_sampling_depends_on_the_seed_alone() -> None:
+    logits, draft = random_case(1)
+    rule = Sampling("exact", 1.0)
+
+    def draws(seed: int) -> list:
+        generator = torch.Generator().manual_seed(seed)
+        return [accept(logits, draft, rule, generator) for _ in range(20)]
+
+    assert draws(1) == draws(1) != draws(2)
+
+
+def test_the_nucleus_and_top_k_cut_what_they_should() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert target_probs(logits, Sampling("exact", 1.0, top_k=2))[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert target_probs(logits, Sampling("exact", 1.0, top_p=0.7))[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert target_probs(logits, Sampling("exact", 1.0, top_p=0.01))[0].tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"mode": "magic"}, "--sampling"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": math.inf}, "--temperature"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"top_p": 1.5}, "--top-p"),
+        ({"top_k": -1}, "--top-k"),
+        ({"epsilon": 0.0}, "epsilon"),
+    ],
+)
+def test_impossible_sampling_is_named(changes: dict, flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
+        Sampling(**changes)

@@ -1,0 +1,165 @@
+"""`medusa bench` and `medusa demo`: figures by hand, identity, reports, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
+from medusa_cli.benchmarks import Result as Measured
+from medusa_cli.cli import app
+from medusa_cli.decoding import Stats, Step
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Tree
+from medusa_cli.tree.files import save_tree
+from tests.runs import save_model, save_questions, save_run
+from tests.tiny import tiny_backbone
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    save_run(folder / "mine", save_model(folder / "model"))
+    save_questions(folder / "q.jsonl")
+    return folder
+
+
+def medusa(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def bench(place: Path, *words: str) -> Result:
+    common = ["--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
+    return medusa("bench", *common, "--max-new-tokens", "20", *words)
+
+
+def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> None:
+    shown = bench(place, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    assert document["baseline"] == "hf" and set(document["methods"]) == {"hf", "ar", "medusa"}
+    for one in document["methods"].values():
+        assert one["identical"] == one["questions"] == 4
+        assert one["tokens"] == document["methods"]["hf"]["tokens"] > 0
+        assert set(one["per_category"]) == {"a", "b"} and one["tokens_per_s"] > 0
+        assert one["divergences"] == []
+    assert document["methods"]["hf"]["speedup"] == pytest.approx(1)
+    assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
+    assert document["methods"]["medusa"]["acceptance_rate"] >= 1 and document["tree_nodes"] == 6
+    reports = list((place / "mine" / "bench").glob("*.md"))
+    assert reports and "| medusa |" in reports[0].read_text()
+
+
+def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> None:
+    shown = bench(place, "--limit", "2", "--methods", "ar,medusa")
+    assert shown.exit_code == 0
+    assert "over ar" in shown.stdout and "reference" in shown.stdout and "2/2" in shown.stdout
+    assert "1 lines are no questions" in shown.stderr
+
+
+def test_sampling_reports_no_identity(place: Path) -> None:
+    shown = bench(place, "--json", "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
+    document = json.loads(shown.stdout)
+    assert document["sampling"]["mode"] == "exact" and document["methods"]["medusa"]["identical"] is None
+
+
+def test_a_difference_is_found_with_its_margin() -> None:
+    backbone = tiny_backbone()
+    good = lambda prompt, count, watch: ([9, 10, 11][:count], 1.0, None)  # noqa: E731
+    odd = lambda prompt, count, watch: ([9, 12, 11][:count], 1.0, None)  # noqa: E731
+    question = Question("q", "c", ("w1",))
+    (result,) = measure(backbone, {"ar": good, "medusa": odd}, [question], 3)
+    found = result.answers["medusa"].divergence
+    assert (found.turn, found.position, found.expected, found.actual) == (0, 1, 10, 12)
+    import torch
+
+    ids = torch.tensor([*backbone.encode_chat([{"role": "user", "content": "w1"}]), 9])
+    scores = backbone.forward(ids, backbone.new_cache()).logits[-1]
+    assert found.margin == pytest.approx(float(scores[10] - scores[12]), abs=1e-4)
+    assert summarise([result])["methods"]["medusa"]["identical"] == 0
+
+
+def test_all_methods_see_the_references_history() -> None:
+    backbone = tiny_backbone()
+    prompts: dict[str, list] = {"ar": [], "medusa": []}
+
+    def method(name: str, answer: list[int]):
+        return lambda prompt, count, watch: prompts[name].append(list(prompt)) or (answer, 1.0, None)
+
+    question = Question("q", "c", ("w1", "w2"))
+    list(measure(backbone, {"medusa": method("medusa", [9]), "ar": method("ar", [10])}, [question], 3))
+    assert prompts["ar"] == prompts["medusa"]
+
+
+def test_figures_follow_from_tokens_and_seconds() -> None:
+    def stats(steps: int, accepted: int, seconds: float) -> Stats:
+        return Stats.of(Step([1] * 2, 5, accepted, 0.0, seconds) for _ in range(steps))
+
+    answers = {
+        "hf": Answer([[1] * 20], 2.0),
+        "ar": Answer([[1] * 20], 1.0, stats(20, 0, 0.05)),
+        "medusa": Answer([[1] * 20], 0.5, stats(10, 1, 0.06)),
+    }
+    methods = summarise([Measured(Question("1", "c", ("x",)), answers)])["methods"]
+    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
+    assert methods["medusa"]["acceptance_rate"] == pytest.approx(2)
+    assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+
+
+def test_limits_are_spread_over_the_categories() -> None:
+    questions = [Question(str(i), "abc"[i // 4], ("x",)) for i in range(12)]
+    assert [q.category for q in spread(questions, 3)] == ["a", "b", "c"]
+    assert len(spread(questions, 5)) == 5 and spread(questions, None) == questions
+    with pytest.raises(UsageError, match="--limit 0"):
+        spread(questions, 0)
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", '{"turns": []}\n', '{"turns": [3]}\n', "[1]\n"])
+def test_files_without_questions_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "q.jsonl").write_text(text)
+    with pytest.raises(UserError, match="no usable question"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["--methods", "hf,magic"], 2, "'magic' is unknown"),
+        (["--mt-bench"], 2, "exclude each other"),
+        (["--limit", "0"], 2, "--limit 0"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--top-p", "2"], 2, "--top-p"),
+        (["--questions", "nowhere.jsonl"], 1, "nowhere.jsonl"),
+        (["--run", "nowhere"], 1, "nowhere"),
+        (["--drafter", "nowhere"], 1, "nowhere"),
+        (["--tree", "nowhere.json"], 1, "nowhere.json"),
+        (["--device", "tpu"], 2, "tpu"),
+    ],
+)
+def test_mistakes_end_in_one_line(place: Path, words: list[str], code: int, part: str) -> None:
+    shown = bench(place, *words)
+    assert shown.exit_code == code and part in shown.stderr and "Traceback" not in shown.stderr
+    assert sum(line.startswith("error:") for line in shown.stderr.splitlines()) == 1
+
+
+def test_a_tree_deeper_than_the_heads_and_another_model_are_refused(place: Path, tmp_path: Path) -> None:
+    save_tree(tmp_path / "deep.json", Tree.chain(5), {})
+    shown = bench(place, "--tree", str(tmp_path / "deep.json"))
+    assert shown.exit_code == 1 and "5 deep, the drafter has 3 heads" in shown.stderr
+    other = save_model(tmp_path / "other", seed=9)
+    shown = bench(place, "--model", other)
+    assert shown.exit_code == 1 and "was made for the model" in shown.stderr
+
+
+def test_a_model_without_a_shipped_drafter_says_what_to_do(place: Path) -> None:
+    shown = medusa("bench", "--model", str(place / "model"))
+    assert shown.exit_code == 1 and "no drafter ships" in shown.stderr and "medusa train" in shown.stderr
+
+
+def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    shown = medusa("demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12")
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.count("--- plain decoding") == shown.stdout.count("--- with drafts") == 2
+    assert "output identical to plain decoding: yes" in shown.stdout and "acceptance rate" in shown.stdout

@@ -1,0 +1,127 @@
+"""`medusa chat`: one shot, a piped session, its commands, interruption, streaming of split characters."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medusa_cli.cli import app
+from medusa_cli.decoding.text import TextStream
+from tests.runs import save_model, save_run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    save_run(folder / "mine", save_model(folder / "model"))
+    return folder
+
+
+def chat(place: Path, *words: str, input: str | None = None) -> Result:
+    common = ["--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "15"]
+    return CliRunner().invoke(app, ["chat", *common, *words], input=input)
+
+
+def test_one_shot_prints_the_answer_alone_on_stdout(place: Path) -> None:
+    drafted, plain = chat(place, "--prompt", "w1 w2"), chat(place, "--prompt", "w1 w2", "--baseline")
+    assert drafted.exit_code == plain.exit_code == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout != ""
+    assert "tokens a step" in drafted.stderr
+
+
+def test_json_holds_answer_and_figures(place: Path) -> None:
+    document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
+    assert document["answer"] and document["acceptance_rate"] >= 1 and document["tokens"] <= 15
+
+
+def test_a_piped_session_answers_line_by_line_with_history(place: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    shown = chat(place, input=f"w1\nw2\n/save {saved}\n/stats\n/help\n/exit\nw3\n")
+    assert shown.exit_code == 0, shown.stderr
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert "tokens/s" in shown.stdout and "/system TEXT" in shown.stdout
+    assert messages[1]["content"] in shown.stdout
+
+
+def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    chat(place, input=f"w1\n/system w5 w6\nw2\n/save {saved}\n")
+    messages = json.loads(saved.read_text())["messages"]
+    assert messages[0] == {"role": "system", "content": "w5 w6"} and len(messages) == 3
+    chat(place, input=f"w1\n/clear\n/save {saved}\n")
+    assert json.loads(saved.read_text())["messages"] == []
+
+
+def test_mistakes_cost_a_line_not_the_session(place: Path) -> None:
+    shown = chat(place, input="/bogus\n/save\n/save /nowhere/at/all/x.json\nw1\n")
+    assert shown.exit_code == 0
+    errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 3 and shown.stdout.strip()
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_session(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import medusa_cli.decoding as decoding
+
+    real = decoding.generate
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        for number, step in enumerate(real(*args, **kwargs)):
+            if len(calls) == 1 and number == 2:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(decoding, "generate", interrupted)
+    saved = tmp_path / "talk.json"
+    shown = chat(place, input=f"w1\nw2\n/save {saved}\n")
+    assert shown.exit_code == 0 and "(stopped)" in shown.stderr
+    messages = json.loads(saved.read_text())["messages"]
+    assert len(messages) == 4 and len(messages[1]["content"]) < len(messages[3]["content"])
+
+
+def test_a_prompt_longer_than_the_context_is_told(place: Path) -> None:
+    shown = chat(place, "--prompt", "w1 " * 600)
+    assert shown.exit_code == 1 and "has a context of 512" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [(["--json"], "--json needs --prompt"), (["--prompt", " "], "--prompt is empty"), (["--top-k", "-1"], "--top-k")],
+)
+def test_usage_mistakes_exit_with_two(place: Path, words: list[str], part: str) -> None:
+    shown = chat(place, *words)
+    assert shown.exit_code == 2 and part in shown.stderr
+
+
+def test_accepted_runs_are_coloured_on_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from medusa_cli import console
+
+    wide = Console(force_terminal=True, color_system="standard", width=200, highlight=False)
+    monkeypatch.setattr(console, "out", wide)
+    with wide.capture() as shown:
+        chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
+    assert "\x1b[1;32m" in shown.get()
+
+
+class Bytes:
+    """A backbone of which only decode is asked: ids are bytes."""
+
+    def decode(self, ids) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_streamed_pieces_join_to_the_text_and_split_no_character(size: int) -> None:
+    text = "Grüße, 世界!\nnext line 🙂 end\n\nlast 漢"
+    data = list(text.encode())
+    stream = TextStream(Bytes())  # type: ignore[arg-type]
+    pieces = [stream.add(data[i : i + size]) for i in range(0, len(data), size)]
+    assert "".join(pieces) + stream.rest() == text
+    assert not any("\ufffd" in piece for piece in pieces)

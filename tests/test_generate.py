@@ -1,0 +1,194 @@
+"""Decoding is lossless whatever is drafted: always right, never right, sometimes right, on every family."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.decoding import Sampling, Stats, generate, generate_plain
+from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Tree
+from tests.tiny import END_ID, FAMILIES, tiny_backbone
+
+PROMPT = [5, 9, 20, 11, 7]
+SPARSE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
+TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
+
+
+class Oracle(Drafter):
+    """A stub that knows the answer and puts right tokens on a share of the nodes."""
+
+    name = "oracle"
+    num_heads = 8
+
+    def __init__(self, answer: Sequence[int], right: float) -> None:
+        super().__init__()
+        self.answer, self.right, self.drafts = list(answer), right, 0
+        self.chance = torch.Generator().manual_seed(0)
+
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+        assert confirmed.start + len(confirmed.tokens) == cache.length
+        assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
+        done = cache.length - len(PROMPT)
+        assert self.answer[done : done + 1] in ([confirmed.root], [])
+        self.drafts += 1
+        tokens = [confirmed.root]
+        for node in range(1, tree.size):
+            ahead = self.answer[done + tree.depths[node] : done + tree.depths[node] + 1]
+            good = float(torch.rand(1, generator=self.chance)) < self.right
+            wrong = int(torch.randint(5, backbone.vocab_size, (1,), generator=self.chance))
+            tokens.append(ahead[0] if good and ahead else wrong)
+        return Draft(torch.tensor(tokens), tree)
+
+    def loss(self, backbone, batch, decay=0.8) -> Losses:
+        raise AssertionError("not trained")
+
+    guesses = save = loss
+
+    @classmethod
+    def load(cls, folder, backbone):
+        raise AssertionError("not saved")
+
+
+def plain(backbone: Backbone, count: int = 90, **rules) -> list[int]:
+    return [t for s in generate_plain(backbone, PROMPT, max_new_tokens=count, stop_ids=(), **rules) for t in s.tokens]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_greedy_is_token_identical(family: str, shape: str, right: float) -> None:
+    backbone = tiny_backbone(family)
+    expected = plain(backbone)
+    assert len(set(expected)) > 3  # a constant answer would prove little
+    oracle = Oracle(expected, right)
+    steps = list(generate(backbone, oracle, TREES[shape], PROMPT, max_new_tokens=90, stop_ids=()))
+    assert [t for s in steps for t in s.tokens] == expected
+    stats = Stats.of(steps)
+    if right == 1.0:
+        # Every step but perhaps the last, which may know too little of the future, accepts a whole path.
+        assert all(step.accepted == TREES[shape].max_depth for step in steps[1:-2])
+    if right == 0.0:
+        assert stats.acceptance_rate < 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_is_the_models_own_greedy_decoding(family: str) -> None:
+    backbone = tiny_backbone(family)
+    ours = plain(backbone, 40)
+    backbone.model.set_attn_implementation("eager")
+    theirs = backbone.model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert theirs[0, len(PROMPT) :].tolist() == ours
+
+
+def medusa(backbone: Backbone, vocabulary: str = "own") -> MedusaHeads:
+    torch.manual_seed(1)
+    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
+    heads = MedusaHeads.create(backbone, 4, 2, vocabulary, ids)
+    for weight in heads.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    return heads.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_medusa_heads_are_lossless(family: str, vocabulary: str) -> None:
+    backbone = tiny_backbone(family)
+    heads = medusa(backbone, vocabulary)
+    steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=60, stop_ids=())
+    assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 17, 30])
+def test_max_new_tokens_is_exact(limit: int) -> None:
+    backbone = tiny_backbone()
+    expected = plain(backbone, limit)
+    oracle = Oracle(plain(backbone, 60), 1.0)
+    steps = generate(backbone, oracle, TREES["dense"], PROMPT, max_new_tokens=limit, stop_ids=())
+    assert [t for s in steps for t in s.tokens] == expected and len(expected) == limit
+
+
+def test_a_stop_token_inside_an_accepted_run_ends_the_answer() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    stop = whole[10]
+    expected = whole[: whole.index(stop) + 1]
+    oracle = Oracle(whole, 1.0)
+    steps = generate(backbone, oracle, TREES["chain"], PROMPT, max_new_tokens=60, stop_ids=(stop,))
+    assert [t for s in steps for t in s.tokens] == expected
+
+
+def test_the_models_end_token_is_the_default_stop() -> None:
+    assert END_ID in tiny_backbone().eos_ids
+
+
+def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    text = backbone.decode(whole[6:8])
+    for loop in ("plain", "drafted"):
+        rules = {"max_new_tokens": 60, "stop_ids": (), "stop_strings": [text]}
+        steps = (
+            generate_plain(backbone, PROMPT, **rules)
+            if loop == "plain"
+            else generate(backbone, Oracle(whole, 1.0), TREES["dense"], PROMPT, **rules)
+        )
+        tokens = [t for s in steps for t in s.tokens]
+        assert tokens == whole[: len(tokens)] and len(tokens) <= 8
+        assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_the_context_limit_ends_the_answer_without_leaving_it(shape: str) -> None:
+    backbone = tiny_backbone(positions=32)
+    seen: list[int] = []
+    inner = backbone.model.base_model.forward
+
+    def spy(*args, **kwargs):
+        seen.append(int(kwargs["position_ids"].max()))
+        return inner(*args, **kwargs)
+
+    backbone.model.base_model.forward = spy
+    expected = plain(backbone, 100)
+    assert len(expected) == 32 - len(PROMPT)
+    steps = generate(backbone, Oracle(expected, 0.6), TREES[shape], PROMPT, max_new_tokens=100, stop_ids=())
+    assert [t for s in steps for t in s.tokens] == expected
+    assert max(seen) < 32
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    backbone = tiny_backbone(positions=32)
+    with pytest.raises(UserError, match="the prompt has 40 tokens"):
+        next(generate_plain(backbone, [5] * 40, max_new_tokens=5))
+    with pytest.raises(UsageError, match="--max-new-tokens 0"):
+        next(generate_plain(backbone, PROMPT, max_new_tokens=0))
+    with pytest.raises(UserError, match="empty"):
+        next(generate_plain(backbone, [], max_new_tokens=5))
+
+
+def test_one_backbone_pass_a_step() -> None:
+    backbone = tiny_backbone()
+    calls = []
+    inner = backbone.model.base_model.forward
+    backbone.model.base_model.forward = lambda *a, **k: calls.append(1) or inner(*a, **k)
+    steps = list(generate(backbone, medusa(backbone), SPARSE, PROMPT, max_new_tokens=40, stop_ids=()))
+    assert len(calls) == len(steps)
+
+
+def test_exact_sampling_is_reproducible_and_typical_accepts_more() -> None:
+    backbone = tiny_backbone()
+    heads = medusa(backbone)
+
+    def run(rule: Sampling) -> list[int]:
+        steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=40, sampling=rule, stop_ids=())
+        return [t for s in steps for t in s.tokens]
+
+    exact = Sampling("exact", 1.0, seed=3)
+    assert run(exact) == run(exact)
+    assert run(exact) != run(Sampling("exact", 1.0, seed=4))
+    assert run(Sampling("typical", 0.0)) == plain(backbone, 40)
+    loose = Sampling("typical", 2.0, epsilon=1e-6, delta=1e-6)
+    stats = Stats.of(generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=40, sampling=loose, stop_ids=()))
+    assert stats.acceptance_rate > 3

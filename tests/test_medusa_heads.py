@@ -1,0 +1,150 @@
+"""Medusa heads: initialisation, guesses by rank, losses by hand, files, and mismatches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from medusa_cli.drafters import Batch, Confirmed, MedusaHeads, load_drafter
+from medusa_cli.errors import UserError
+from medusa_cli.run import provenance
+from medusa_cli.tree import Tree
+from tests.tiny import tiny_backbone
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2]])
+DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
+
+
+def heads_for(backbone, vocabulary: str = "draft", *, moved: bool = True, layers: int = 2) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads.create(backbone, 3, layers, vocabulary, DRAFT_IDS if vocabulary == "draft" else None)
+    if moved:
+        for weight in heads.parameters():
+            weight.data += 0.2 * torch.randn_like(weight)
+    return heads
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_fresh_heads_are_the_lm_head(vocabulary: str) -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone, vocabulary, moved=False)
+    hidden = torch.randn(5, backbone.hidden_size)
+    batch = Batch(hidden, torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
+    rows = backbone.lm_head_weight[heads.draft_ids]
+    expected = heads.draft_ids[(hidden @ rows.T).topk(4).indices]
+    guesses = heads.guesses(backbone, batch, 4)
+    assert guesses.shape == (5, 3, 4)
+    for k in range(3):
+        assert torch.equal(guesses[:, k], expected)
+
+
+def test_every_layer_has_weights_of_its_own() -> None:
+    heads = heads_for(tiny_backbone(), moved=False)
+    tensors = [p for block in heads.blocks for p in block.parameters()]
+    assert len({p.data_ptr() for p in tensors}) == len(tensors) == 3 * 2 * 2
+    assert not any(p.any() for p in tensors)
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_each_node_holds_the_guess_of_its_head_and_rank(vocabulary: str) -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone, vocabulary).eval()
+    hidden = torch.randn(4, backbone.hidden_size)
+    draft = heads.draft(backbone, backbone.new_cache(), Confirmed(torch.arange(4), hidden, 11, 0), TREE)
+    state = Batch(hidden[-1:], torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    guesses = heads.guesses(backbone, state, 4)[0]
+    assert draft.tokens[0] == 11
+    for node in range(1, TREE.size):
+        assert draft.tokens[node] == guesses[TREE.depths[node] - 1, TREE.ranks[node]]
+
+
+def test_drafting_follows_the_weights_when_they_change() -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone).eval()
+    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
+    before = heads.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens
+    heads.train()
+    for matrix in heads.matrices:
+        matrix.data.neg_()
+    after = heads.eval().draft(backbone, backbone.new_cache(), confirmed, TREE).tokens
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_the_loss_is_the_weighted_cross_entropy_of_each_head(vocabulary: str) -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone, vocabulary)
+    positions = 14
+    torch.manual_seed(2)
+    hidden = torch.randn(positions, backbone.hidden_size)
+    known = heads.draft_ids.tolist()
+    following = torch.tensor([known[i % len(known)] if i % 3 else 60 for i in range(positions)])
+    segment = torch.tensor([0] * 5 + [1] * 2 + [2] * 7)
+    losses = heads.loss(backbone, Batch(hidden, following, segment), decay=0.8)
+    total = torch.zeros(())
+    for k in range(1, 4):
+        terms, right, counted = [], 0, 0
+        for p in range(positions - k):
+            if segment[p + k] != segment[p]:
+                continue
+            counted += 1
+            target = int(following[p + k])
+            state = heads.blocks[k - 1](hidden[p])
+            matrix = backbone.lm_head_weight if vocabulary == "shared" else heads.matrices[k - 1]
+            if target in known:
+                scores = matrix @ state
+                terms.append(F.cross_entropy(scores[None], torch.tensor([known.index(target)])))
+                right += int(scores.argmax()) == known.index(target)
+        assert losses.per_head[k - 1].item() == pytest.approx(float(sum(terms) / len(terms)), rel=1e-4)
+        assert (int(losses.correct[k - 1]), int(losses.counted[k - 1])) == (right, counted)
+        total = total + 0.8**k * sum(terms) / len(terms)
+    assert losses.total.item() == pytest.approx(float(total), rel=1e-4)
+    losses.total.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in heads.parameters())
+
+
+def test_the_saved_layout_is_what_serving_engines_read(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone, "own")
+    heads.save(tmp_path, provenance(backbone.identity))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["medusa_num_heads"] == 3 and config["medusa_num_layers"] == 2 and config["medusa_fc_bias"] is True
+    assert config["base_model_name_or_path"] == backbone.id and "architectures" not in config
+    assert (config["hidden_size"], config["vocab_size"]) == (backbone.hidden_size, backbone.vocab_size)
+    names = set(load_file(tmp_path / "medusa_lm_head.safetensors"))
+    assert names == {f"{k}.{rest}" for k in range(3) for rest in
+                     ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")}  # fmt: skip
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, vocabulary: str) -> None:
+    backbone = tiny_backbone()
+    heads = heads_for(backbone, vocabulary)
+    with torch.no_grad():
+        for weight in heads.parameters():  # files hold bf16
+            weight.copy_(weight.to(torch.bfloat16))
+    heads.save(tmp_path, provenance(backbone.identity))
+    loaded = load_drafter(tmp_path, backbone)
+    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
+    ours, theirs = (d.eval().draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    assert torch.equal(ours, theirs)
+
+
+def test_heads_of_another_model_or_width_are_refused(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    heads_for(backbone).save(tmp_path, provenance(backbone.identity))
+    with pytest.raises(UserError, match="was made for the model 'tiny-llama'"):
+        load_drafter(tmp_path, tiny_backbone(seed=5))
+    with pytest.raises(UserError, match="hidden size 32 and vocabulary 64"):
+        load_drafter(tmp_path, tiny_backbone(hidden=64))
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_drafter(tmp_path, backbone)
+    (tmp_path / "config.json").write_text('{"drafter": "oracle"}')
+    with pytest.raises(UserError, match="no known drafter"):
+        load_drafter(tmp_path, backbone)
+    with pytest.raises(UserError, match="does not exist"):
+        load_drafter(tmp_path / "nothing", backbone)
