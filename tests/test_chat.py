@@ -1,12 +1,14 @@
 """`medusa chat`: one shot, a piped session, its commands, interruption, streaming of split characters."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
+from medusa_cli.decoding import Step
 from medusa_cli.decoding.text import TextStream
 from tests.runs import save_model, save_run
 
@@ -54,8 +56,9 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
     assert json.loads(saved.read_text())["messages"] == []
 
 
-def test_mistakes_cost_a_line_not_the_session(place: Path) -> None:
-    shown = chat(place, input="/bogus\n/save\n/save /nowhere/at/all/x.json\nw1\n")
+def test_mistakes_cost_a_line_not_the_session(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\nw1\n")
     assert shown.exit_code == 0
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 3 and shown.stdout.strip()
@@ -105,9 +108,12 @@ def test_accepted_runs_are_coloured_on_request(place: Path, monkeypatch: pytest.
 
     wide = Console(force_terminal=True, color_system="standard", width=200, highlight=False)
     monkeypatch.setattr(console, "out", wide)
+    steps = [Step([9], 0, 0, 0.0, 0.1, prefill=True), Step([10, 11, 12], 5, 2, 0.0, 0.1)]
+    monkeypatch.setattr("medusa_cli.decoding.generate", lambda *args, **rules: iter(steps))
     with wide.capture() as shown:
         chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
-    assert "\x1b[1;32m" in shown.get()
+    coloured = re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", shown.get())
+    assert "".join(coloured).split() == ["w3", "w4"]
 
 
 class Bytes:

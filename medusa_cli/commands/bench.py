@@ -172,7 +172,8 @@ def show(document: dict[str, Any]) -> None:
     rows = figures(document)
     table = Table(title=document["title"], caption=document["facts"][0])
     for column in rows[0]:
-        table.add_column(column, justify="left" if column == "method" else "right")
+        widest = max(map(len, column.split()))  # 80 columns hold the table if no word of a heading is cut
+        table.add_column(column, justify="left" if column == "method" else "right", min_width=widest)
     for row in rows[1:]:
         table.add_row(*row)
     console.result(table)
