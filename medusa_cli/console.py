@@ -89,3 +89,34 @@ def progress(description: str, total: float | None = None, unit: str = "tokens")
 
     with show_bar(err, description, total, unit) as bar:
         yield bar
+
+
+class Footer:
+    """One line at the bottom of the terminal that stays while text streams above it."""
+
+    def __init__(self, live: bool) -> None:
+        self._live = live
+
+    def show(self, text: str) -> None:
+        """Replace the footer's text."""
+        if self._live:
+            rows, columns = err.height, err.width
+            # Save the cursor, go to the last row, clear it, write dimmed, and come back.
+            err.file.write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{text[: columns - 1]}\x1b[0m\x1b8")
+            err.file.flush()
+
+
+@contextmanager
+def footer() -> Iterator[Footer]:
+    """Hold the terminal's last row for a Footer; does nothing when quiet, under --json, or without a terminal."""
+    live = err.is_terminal and out.is_terminal and not _mode.quiet and not _mode.json
+    if live:
+        # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).
+        err.file.write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
+        err.file.flush()
+    try:
+        yield Footer(live)
+    finally:
+        if live:
+            err.file.write(f"\x1b7\x1b[r\x1b[{err.height};1H\x1b[2K\x1b8")
+            err.file.flush()

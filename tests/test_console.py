@@ -82,3 +82,23 @@ def test_the_bar_shows_count_and_unit() -> None:
         bar.describe("done [2/2]")
     text = terminal.export_text()
     assert "1,000/1,000 tokens" in text and "done [2/2]" in text
+
+
+def test_the_footer_holds_the_last_row_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=20, height=10)
+    monkeypatch.setattr(console, "err", terminal)
+    monkeypatch.setattr(console, "out", terminal)
+    console.configure()
+    with console.footer() as footer:
+        footer.show("x" * 50)
+    text = written.getvalue()
+    assert "\x1b[1;9r" in text and "\x1b[10;1H" in text and "x" * 19 in text and "x" * 20 not in text
+    assert text.rindex("\x1b[r") > text.rindex("x")
+    console.configure(quiet=True)
+    before = len(text)
+    with console.footer() as footer:
+        footer.show("hidden")
+    assert len(written.getvalue()) == before

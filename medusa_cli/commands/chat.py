@@ -169,12 +169,14 @@ class Session:
             steps = generate(self.backbone, self.drafter, self.tree, prompt, **rules)
         stats, stream, said = Stats(), TextStream(self.backbone), ""
         try:
-            for step in steps:
-                stats.add(step)
-                pieces = [(stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
-                said += "".join(piece for piece, _ in pieces)
-                if show:
-                    self._write(pieces)
+            with console.footer() as footer:
+                for step in steps:
+                    stats.add(step)
+                    pieces = [(stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
+                    said += "".join(piece for piece, _ in pieces)
+                    if show:
+                        self._write(pieces)
+                        footer.show(status(stats))
         except KeyboardInterrupt:
             console.err.print(" (stopped)", style="dim")
         rest = stream.rest()
