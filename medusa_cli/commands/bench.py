@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.run import RUNS, Run
 
 MAX_NEW_TOKENS = 256
 
@@ -47,7 +48,7 @@ def bench(
     """Measure speedup, acceptance rate and overhead, and check that the output is that of plain decoding.
 
     Every method answers every question in turn, both turns, on the same prompts. The report goes into the
-    run's bench/ directory (bench/ here for the drafter that ships).
+    run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     from medusa_cli.errors import UsageError
 
@@ -91,7 +92,7 @@ def bench(
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
     )
-    folder = choice.run.bench_dir if choice.run else Path("bench")
+    folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
     saved = save(document, folder)
     if json:
         console.emit_json(document)

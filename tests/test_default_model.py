@@ -1,0 +1,63 @@
+"""The default model with the drafter that ships: real weights, real questions."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.cli import app
+from medusa_cli.run import Run, read_json
+from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.search import expected_length
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports go where the test runs."""
+    monkeypatch.chdir(tmp_path)
+
+
+def medusa(*words: str) -> dict:
+    shown = CliRunner().invoke(app, [*words, "--json", "--quiet"])
+    assert shown.exit_code == 0, shown.stderr
+    return json.loads(shown.stdout)
+
+
+def shipped() -> Run:
+    run = Run.pretrained(DEFAULT_MODEL)
+    assert run is not None
+    return run
+
+
+def test_what_ships_is_small_whole_and_says_what_made_it() -> None:
+    run = shipped()
+    assert sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) <= 60_000_000
+    config = read_json(run.drafter_dir / "config.json")
+    made = config["provenance"]
+    assert made["backbone"]["id"] == DEFAULT_MODEL and made["recipe"]["train"]["stage"] == 1
+    calibration = read_json(run.calibration_path)
+    tree = load_tree(run.tree_path)
+    assert tree.max_depth <= config["medusa_num_heads"] == calibration["heads"]
+    assert expected_length(tree, calibration["accuracies"]) > 1.7
+
+
+def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None:
+    words = ["chat", "--dtype", "fp32", "--max-new-tokens", "48", "--prompt", "Name three primary colours and why."]
+    drafted, plain = medusa(*words), medusa(*words, "--baseline")
+    assert drafted["answer"] == plain["answer"] and drafted["tokens"] == plain["tokens"]
+    assert drafted["acceptance_rate"] > 1.3 and plain["acceptance_rate"] == 1
+
+
+def test_bf16_runs_on_real_questions() -> None:
+    document = medusa("bench", "--mt-bench", "--limit", "2", "--max-new-tokens", "32", "--methods", "hf,ar,medusa")
+    methods = document["methods"]
+    assert methods["medusa"]["acceptance_rate"] > 1.3 and methods["medusa"]["overhead"] > 0
+    assert {len(one["per_category"]) for one in methods.values()} == {2}
+
+
+@pytest.mark.slow
+def test_twenty_questions_are_token_identical_in_fp32() -> None:
+    words = ["--limit", "20", "--max-new-tokens", "256", "--methods", "ar,medusa", "--dtype", "fp32"]
+    document = medusa("bench", "--mt-bench", *words)
+    assert document["methods"]["medusa"]["identical"] == 20
