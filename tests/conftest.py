@@ -1,6 +1,11 @@
-"""What all tests share: those marked gpu are skipped where there is no CUDA device."""
+"""What all tests share: one thread, as tiny models lose by more; those marked gpu need a CUDA device."""
+
+import os
 
 import pytest
+
+# Set before torch is imported. Two threads that wait for each other are many times slower on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
