@@ -163,5 +163,7 @@ def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pyt
     assert shown.exit_code == 0, shown.stderr
     assert shown.stdout.count("--- plain decoding") == shown.stdout.count("--- with drafts") == 2
     assert "output identical to plain decoding: yes" in shown.stdout, shown.stdout[-2000:]
+    plain = shown.stdout.split("--- plain decoding")[1].split("--- with drafts")[0]
+    assert "\n\n" in plain.partition("\n")[2].strip()  # the two turns' answers stand apart
     for heading in ("tokens/s", "speedup", "acceptance", "overhead"):
         assert heading in shown.stdout, shown.stdout[-2000:]

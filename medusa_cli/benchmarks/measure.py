@@ -64,7 +64,8 @@ def measure(
     """Answer all turns of every question with every method, yielding question by question after a warm-up.
 
     All methods get the same prompts: the reference's answer is the history of the next turn. The order of the
-    methods rotates from question to question. compare: look for the first difference to the reference.
+    methods rotates from question to question. watch sees new tokens as they come, [] at an answer's end.
+    compare: look for the first difference to the reference.
     """
     reference = reference_of(list(methods))
     warm = backbone.encode_chat([{"role": "user", "content": questions[0].turns[0]}])
@@ -80,6 +81,7 @@ def measure(
             prompt = backbone.encode_chat(messages)
             for name in names[shift:] + names[:shift]:
                 tokens, seconds, stats = methods[name](prompt, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
+                watch(name, [])  # the end of this answer
                 answer = answers[name]
                 answer.turns.append(tokens)
                 answer.seconds += seconds

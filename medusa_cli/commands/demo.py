@@ -104,9 +104,12 @@ class _Stage:
             self._live.stop()
 
     def tokens(self, name: str, new: list[int]) -> None:
-        """Show new tokens of one of the two methods."""
+        """Show new tokens of one of the two methods; [] ends an answer."""
         if name in self._texts:
             self._texts[name] += self._streams[name].add(new)
+            if not new:  # the answer is over: the next turn's begins on a line of its own
+                self._texts[name] += self._streams[name].rest() + "\n\n"
+                self._streams[name] = self._new_stream()
             if self._live is not None:
                 self._live.update(self._panels(tail=True))
 
