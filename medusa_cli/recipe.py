@@ -24,6 +24,8 @@ class DrafterRecipe:
 
     vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
+    matrices: one for "each" head, or "one" for all of them. prefix_layers: Hydra's decoder layers over the answer
+    before its heads (0: Hydra, 1: Hydra++).
     """
 
     name: str = "medusa"
@@ -31,6 +33,8 @@ class DrafterRecipe:
     num_layers: int = _setting(1, least=1)
     vocabulary: str = _setting("auto", among=("auto", "draft", "own", "shared"))
     draft_vocab_size: int = _setting(12288, least=1)
+    matrices: str = _setting("each", among=("each", "one"))
+    prefix_layers: int = _setting(0, least=0, most=4)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class TrainRecipe:
     """How to train: sizes are in positions (answer tokens), intervals in optimiser steps.
 
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
-    all epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1).
+    all epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1). soft is the share
+    of the backbone's own distribution in a target, the rest is the token it emitted: 0 is hard, 1 soft cross-entropy.
     """
 
     stage: int = _setting(1, least=1, most=2)
@@ -67,6 +72,7 @@ class TrainRecipe:
     beta1: float = _setting(0.9, least=0.0, most=1.0)
     beta2: float = _setting(0.95, least=0.0, most=1.0)
     decay: float = _setting(0.8, least=0.0, most=1.0)
+    soft: float = _setting(0.0, least=0.0, most=1.0)
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

@@ -91,6 +91,7 @@ def _of_run(target: Run) -> Heads:
     if not config.is_file():
         return UNKNOWN
     data = read_json(config, "the drafter's config")
-    if not isinstance(data, dict) or not isinstance(data.get("medusa_num_heads"), int):
+    count = data.get("num_heads", data.get("medusa_num_heads")) if isinstance(data, dict) else None
+    if not isinstance(count, int):
         return UNKNOWN
-    return Heads(None, [], data["medusa_num_heads"], data.get("provenance", {}).get("backbone", ""))
+    return Heads(None, [], count, data.get("provenance", {}).get("backbone", ""))

@@ -5,13 +5,15 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.run import check_backbone, read_json
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (MedusaHeads,)}
+DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (MedusaHeads, HydraHeads)}
 
-__all__ = ["DRAFTERS", "Batch", "Confirmed", "Draft", "Drafter", "Losses", "MedusaHeads", "load_drafter"]
+__all__ = ["DRAFTERS", "Batch", "Confirmed", "Draft", "Drafter", "HydraHeads", "Losses", "MedusaHeads", "load_drafter"]
 
 
 def load_drafter(folder: Path, backbone: Backbone) -> Drafter:

@@ -67,8 +67,8 @@ class Drafter(nn.Module, ABC):
         """Guess a token for every node of the tree; the tree is no deeper than num_heads."""
 
     @abstractmethod
-    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8) -> Losses:
-        """Training loss, head k weighted decay^k."""
+    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
+        """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets."""
 
     @abstractmethod
     def guesses(self, backbone: Backbone, batch: Batch, top: int) -> Tensor:

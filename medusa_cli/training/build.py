@@ -7,12 +7,13 @@ from torch import Tensor
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
 from medusa_cli.recipe import DrafterRecipe
 from medusa_cli.training.data import Dataset, frequent_tokens
 
 
-def drafter_class(name: str) -> type[Drafter]:
+def drafter_class(name: str) -> type[HeadDrafter]:
     """The class of a drafter's name; UsageError, with the nearest name, for an unknown one."""
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
@@ -31,6 +32,13 @@ def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone) -> str:
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> tuple[Drafter, float]:
     """An untrained drafter and the share of training tokens its vocabulary holds (1.0 for all of it)."""
     kind = drafter_class(recipe.name)
+    for other in DRAFTERS.values():
+        for key in set(other.settings) - set(kind.settings):
+            if getattr(recipe, key) != getattr(DrafterRecipe(), key):
+                raise UsageError(
+                    f"drafter.{key}={getattr(recipe, key)} says nothing to {kind.name}",
+                    f"leave it out, or use drafter={other.name}",
+                )
     vocabulary = vocabulary_of(recipe, backbone)
     draft_ids: Tensor | None = None
     coverage = 1.0
@@ -41,11 +49,13 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
         draft_ids, coverage = frequent_tokens(dataset.train, recipe.draft_vocab_size, backbone.vocab_size)
-    drafter = kind.create(  # type: ignore[attr-defined]
+    drafter = kind.create(
         backbone,
         num_heads=recipe.num_heads,
         num_layers=recipe.num_layers,
         vocabulary=vocabulary,
         draft_ids=draft_ids,
+        matrices=recipe.matrices,
+        **{key: getattr(recipe, key) for key in kind.settings},
     )
     return drafter, coverage

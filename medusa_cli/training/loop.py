@@ -111,7 +111,8 @@ class Trainer:
         half = self.recipe.train.dtype == "bf16"
         batch = self.dataset.batch(answers, self.backbone.device, torch.bfloat16 if half else torch.float32)
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
-            return self.drafter.loss(self.backbone, batch, self.recipe.train.decay), len(batch.next)
+            losses = self.drafter.loss(self.backbone, batch, self.recipe.train.decay, self.recipe.train.soft)
+        return losses, len(batch.next)
 
     def _update(self, group: list[list[Answer]]) -> tuple[float, float]:
         """Clip, step and clear the gradients; return the rate and the gradients' norm before clipping."""

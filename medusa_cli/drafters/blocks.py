@@ -1,0 +1,120 @@
+"""Layers that drafters are built of: residual blocks, and a decoder layer with a KV cache of its own."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W1 x + b) with W1 and b starting at zero, so that a fresh block changes nothing (Medusa, 3.1.1)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Stack(nn.Module):
+    """L residual blocks, each with its own weights."""
+
+    def __init__(self, hidden_size: int, layers: int) -> None:
+        super().__init__()
+        for index in range(layers):
+            self.add_module(str(index), ResidualBlock(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class LayerCache:
+    """Keys and values [heads, rows, D] of one decoder layer and one sequence; every appended row stays."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [heads, n, D]; return all keys and values so far."""
+        end = self.length + keys.shape[1]
+        if self._keys is None or self._values is None or self._keys.shape[1] < end:
+            grown = keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2])
+            if self._keys is not None and self._values is not None:
+                grown[0, :, : self.length] = self._keys[:, : self.length]
+                grown[1, :, : self.length] = self._values[:, : self.length]
+            self._keys, self._values = grown[0], grown[1]
+        self._keys[:, self.length : end] = keys
+        self._values[:, self.length : end] = values
+        self.length = end
+        return self._keys[:, :end], self._values[:, :end]
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm causal decoder layer: rotary self-attention and a SwiGLU MLP of 8/3 the width.
+
+    Its output projections start at zero, so that a fresh layer passes its input on.
+    """
+
+    def __init__(self, hidden_size: int, head_dim: int = 64, rope_theta: float = 10_000.0) -> None:
+        super().__init__()
+        self.heads = max(1, hidden_size // head_dim)
+        self.rope_theta = rope_theta
+        wide = -(-8 * hidden_size // 3 // 64) * 64
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.gate_up = nn.Linear(hidden_size, 2 * wide, bias=False)
+        self.down = nn.Linear(wide, hidden_size, bias=False)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Sequences x [B, n, H] -> [B, n, H], each from position 0; with a cache B is 1 and x continues it."""
+        past = cache.length if cache is not None else 0
+        rows = x.shape[1]
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        cos, sin = _rotary(past, rows, q.shape[-1], self.rope_theta, x.device)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        mask = None
+        if cache is not None:
+            keys, values = cache.append(k[0], v[0])
+            k, v = keys[None], values[None]
+            if past and rows > 1:
+                mask = torch.ones(rows, past + rows, dtype=torch.bool, device=x.device).tril(past)
+        causal = mask is None and rows > 1
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _rotary(first: int, rows: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [rows, dim] of positions first .. first + rows - 1."""
+    rates = theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
+    angles = torch.arange(first, first + rows, device=device).float()[:, None] * rates
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed rows [P, H] of consecutive segments as padded sequences [S, longest, H], and where each row went [P]."""
+    starts = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()]).nonzero().squeeze(-1)
+    lengths = torch.diff(torch.cat([starts, starts.new_tensor([len(segment)])]))
+    longest = int(lengths.max())
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=x.device), lengths)
+    places = number * longest + torch.arange(len(segment), device=x.device) - starts[number]
+    padded = x.new_zeros(len(lengths) * longest, x.shape[-1]).index_copy(0, places, x)
+    return padded.view(len(lengths), longest, -1), places

@@ -1,0 +1,239 @@
+"""What drafters of K heads share: the vocabulary matrices at their end, the loss, the guesses, the files."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.packed import pack_linear, pack_linears
+from medusa_cli.drafters.base import Batch, Drafter, Losses
+from medusa_cli.drafters.cross_entropy import linear_cross_entropy
+from medusa_cli.errors import UserError
+from medusa_cli.run import read_json, write_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VOCABULARIES = ("draft", "own", "shared")
+MATRICES = ("each", "one")
+# Turns (head, rows of the batch [n]) into the states [n, H] that the head's vocabulary matrix reads.
+Encoded = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    vocabulary: str = "draft"
+    draft_vocab_size: int | None = None
+    matrices: str = "each"
+
+
+class HeadDrafter(Drafter):
+    """K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
+
+    vocabulary "own": M = V; "draft": M most frequent tokens, draft_ids [M] mapping back; "shared": the frozen lm_head.
+    A subclass says how the states are made (`encode`) and how a tree is drafted from them.
+    """
+
+    weights_file: ClassVar[str] = "drafter.safetensors"
+    config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
+    settings: ClassVar[tuple[str, ...]] = ()  # the recipe's drafter keys that this kind alone reads
+    draft_ids: Tensor
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_heads
+        rows = {"draft": config.draft_vocab_size or 0, "own": config.vocab_size, "shared": 0}[config.vocabulary]
+        count = 0 if not rows else 1 if config.matrices == "one" else config.num_heads
+        self.matrices = nn.ParameterList([nn.Parameter(torch.empty(rows, config.hidden_size)) for _ in range(count)])
+        ids = torch.arange(config.vocab_size) if config.vocabulary != "draft" else torch.zeros(rows, dtype=torch.long)
+        self.register_buffer("draft_ids", ids, persistent=False)
+        self._forget_fast()
+
+    @classmethod
+    def create(
+        cls,
+        backbone: Backbone,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        vocabulary: str = "draft",
+        draft_ids: Tensor | None = None,
+        matrices: str = "each",
+        **own: Any,
+    ) -> "Self":
+        """A fresh fp32 drafter, its matrices copied from the backbone's lm_head; draft_ids [M] for "draft"."""
+        if vocabulary not in VOCABULARIES:
+            raise UserError(f"the vocabulary {vocabulary!r} is unknown", f"use one of {', '.join(VOCABULARIES)}")
+        if matrices not in MATRICES:
+            raise UserError(f"the matrices {matrices!r} are unknown", f"use one of {', '.join(MATRICES)}")
+        if vocabulary == "draft" and (draft_ids is None or not len(draft_ids)):
+            raise UserError("a draft vocabulary needs its token ids", "give draft_ids")
+        size = len(draft_ids) if vocabulary == "draft" and draft_ids is not None else None
+        sizes = (num_heads, num_layers, backbone.hidden_size, backbone.vocab_size)
+        drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, **own))
+        if vocabulary == "draft" and draft_ids is not None:
+            drafter.draft_ids.copy_(draft_ids)
+        for matrix in drafter.matrices:
+            matrix.data.copy_(backbone.lm_head_weight[drafter.draft_ids.to(backbone.lm_head_weight.device)])
+        return drafter.to(backbone.device)
+
+    @abstractmethod
+    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+        """Prepare a batch; the result gives head k's states at rows [n], the true tokens before its target known."""
+
+    def train(self, mode: bool = True) -> "Self":
+        self._forget_fast()
+        super().train(mode)
+        return self
+
+    def _forget_fast(self) -> None:
+        """Drop the packed copies: they are stale as soon as a weight may change."""
+        self._fast: dict[str, nn.Module] = {}
+        self._scorers: list[Callable[[Tensor], Tensor]] = []
+
+    def fast(self, name: str) -> Any:
+        """A copy of the submodule `name` with its linear layers packed for drafting."""
+        if name not in self._fast:
+            self._fast[name] = copy.deepcopy(getattr(self, name))
+            pack_linears(self._fast[name])
+        return self._fast[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def matrix(self, backbone: Backbone, head: int) -> Tensor:
+        """The vocabulary matrix [M, H] of a head (from 0)."""
+        if self.config.vocabulary == "shared":
+            return backbone.lm_head_weight
+        return self.matrices[head if len(self.matrices) > 1 else 0]
+
+    def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
+        """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
+        if self.config.vocabulary == "shared":
+            return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
+        if not self._scorers:
+            self._scorers = [pack_linear(matrix.detach()) for matrix in self.matrices]
+        return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
+
+    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
+        """Sum over heads k of decay^k times the mean cross-entropy to the token k places on (equation 1).
+
+        soft is the weight of the backbone's own distribution there in the target, the rest being the token itself.
+        A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
+        cross-entropy and counts as a miss in the accuracy.
+        """
+        place = self._places(batch.next.device)
+        none = torch.zeros((), dtype=torch.long, device=batch.next.device)
+        states_of = self.encode(backbone, batch)
+        teacher = self._teacher(backbone, batch) if soft else None
+        per_head, correct, counted = [], [], []
+        for k in range(1, self.num_heads + 1):
+            rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1) if len(batch.next) > k else None
+            targets = place[batch.next[rows + k]] if rows is not None else none[None][:0]
+            counted.append(none + len(targets))
+            known = targets >= 0
+            if rows is None or not known.any():
+                per_head.append(batch.hidden.sum() * 0.0)
+                correct.append(none)
+                continue
+            rows = rows[known]
+            aim = None if teacher is None else teacher[rows + k]
+            states = states_of(k - 1, rows)
+            loss, hits = linear_cross_entropy(states, self.matrix(backbone, k - 1), targets[known], aim, soft)
+            per_head.append(loss)
+            correct.append(hits)
+        total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
+        return Losses(total, per_head, torch.stack(correct), torch.stack(counted))
+
+    @torch.no_grad()
+    def _teacher(self, backbone: Backbone, batch: Batch) -> Tensor:
+        """The backbone's logits [P, M] over the heads' vocabulary at every position."""
+        final = batch.hidden[:, -self.config.hidden_size :]
+        rows = backbone.lm_head_weight
+        if self.config.vocabulary == "draft":
+            rows = rows[self.draft_ids.to(rows.device)]
+        return F.linear(final, rows.to(final.dtype))
+
+    def _places(self, device: torch.device) -> Tensor:
+        """Token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
+        place = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
+        place[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
+        return place
+
+    @torch.inference_mode()
+    def guesses(self, backbone: Backbone, batch: Batch, top: int) -> Tensor:
+        """Token ids of each head's `top` best guesses at every position, [P, K, top]."""
+        batch = Batch(batch.hidden.to(self.dtype), batch.next, batch.segment)
+        states_of = self.encode(backbone, batch)
+        every = torch.arange(len(batch.next), device=batch.next.device)
+        found = []
+        for head in range(self.num_heads):
+            matrix = self.matrix(backbone, head).to(self.dtype)
+            best = F.linear(states_of(head, every), matrix).float().topk(top, dim=-1).indices
+            found.append(self.draft_ids[best])
+        return torch.stack(found, dim=1)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Every weight under the name it has in the file; the tensors are the parameters themselves."""
+        return dict(self.named_parameters())
+
+    def config_json(self) -> dict[str, Any]:
+        """What config.json says of the architecture."""
+        return asdict(self.config)
+
+    @classmethod
+    def read_config(cls, data: dict[str, Any]) -> HeadsConfig:
+        """The config that config_json wrote; KeyError where a size is missing."""
+        needed = ("num_heads", "num_layers", "hidden_size", "vocab_size")
+        known = {one.name for one in fields(cls.config_class)} - set(needed)
+        return cls.config_class(*(data[key] for key in needed), **{k: data[k] for k in known if k in data})
+
+    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Write config.json and the weights in bf16."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, tensor in self.named_weights().items()
+        }
+        if self.config.vocabulary == "draft":
+            tensors["draft_ids"] = self.draft_ids.to("cpu", torch.int32)
+        save_file(tensors, folder / self.weights_file)
+        owner = provenance.get("backbone", {})
+        base = owner.get("id") if isinstance(owner, dict) else owner
+        config = {"drafter": self.name, "base_model_name_or_path": base, **self.config_json()}
+        write_json(folder / "config.json", {**config, "provenance": provenance})
+
+    @classmethod
+    def load(cls, folder: Path, backbone: Backbone) -> "Self":
+        """Read a drafter in the backbone's dtype, ready to draft."""
+        data = read_json(folder / "config.json", "the drafter's config")
+        try:
+            drafter = cls(cls.read_config(data))
+            tensors = load_file(folder / cls.weights_file)
+            with torch.no_grad():
+                for name, tensor in drafter.named_weights().items():
+                    tensor.copy_(tensors[name])
+                if drafter.config.vocabulary == "draft":
+                    drafter.draft_ids.copy_(tensors["draft_ids"])
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError) as reason:
+            raise UserError(
+                f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
+                "train it again, or give another --drafter",
+            ) from reason
+        return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)

@@ -1,0 +1,137 @@
+"""Hydra heads: head k also sees the tokens drafted before its own, so that guesses along a path fit together."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.drafters.base import Batch, Confirmed, Draft
+from medusa_cli.drafters.blocks import DecoderLayer, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.tree import Tree
+
+
+@dataclass(frozen=True)
+class HydraConfig(HeadsConfig):
+    """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++."""
+
+    prefix_layers: int = 0
+
+
+class HydraHead(nn.Module):
+    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks; a fresh head gives h back."""
+
+    def __init__(self, hidden_size: int, tokens: int, layers: int) -> None:
+        super().__init__()
+        self.skip = nn.Linear((tokens + 1) * hidden_size, hidden_size, bias=False)
+        self.mix = nn.Linear((tokens + 1) * hidden_size, hidden_size)
+        self.stack = Stack(hidden_size, layers - 1)
+        nn.init.zeros_(self.skip.weight)
+        nn.init.eye_(self.skip.weight[:, :hidden_size])
+        nn.init.zeros_(self.mix.weight)
+        nn.init.zeros_(self.mix.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(self.skip(x) + F.silu(self.mix(x)))
+
+
+class HydraHeads(HeadDrafter):
+    """K sequentially dependent heads (Hydra, section 3); with prefix layers over the answer, Hydra++ (section 4).
+
+    The prefix layers see the states from the last prompt token on: training knows the states of answers alone.
+    """
+
+    name = "hydra"
+    config_class = HydraConfig
+    settings = ("prefix_layers",)
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
+        self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
+        self.reset()
+
+    def reset(self) -> None:
+        self._caches = [LayerCache() for _ in self.prefix]
+
+    @torch.inference_mode()
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+        """Draft level by level: a node's children are the best guesses of the next head after the node's path."""
+        tokens = torch.full((tree.size,), confirmed.root, dtype=torch.long, device=backbone.device)
+        state = self._context(confirmed)
+        if tree.max_depth:
+            blocks = self.fast("blocks")
+            paths = torch.cat([state, self._embed(backbone, tokens[:1])], dim=-1)  # [1, 2H]: what head 1 reads
+            for head, level in enumerate(_levels(tree, backbone.device)):
+                best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
+                drafted = self.draft_ids[best[level.rows, level.ranks]]
+                tokens[level.nodes] = drafted
+                if len(level.inner):
+                    embedded = self._embed(backbone, drafted[level.inner])
+                    paths = torch.cat([paths[level.rows[level.inner]], embedded], dim=-1)
+        return Draft(tokens, tree)
+
+    def _context(self, confirmed: Confirmed) -> Tensor:
+        """The state [1, H] that the heads start from."""
+        hidden = confirmed.hidden.to(self.dtype)
+        if not self.prefix:
+            return hidden[-1:]
+        if not self._caches[0].length:  # a prompt: only its last state has a counterpart in training
+            hidden = hidden[-1:]
+        x = hidden[None]
+        for layer, cache in zip(self.fast("prefix"), self._caches, strict=True):
+            x = layer(x, cache)
+        return x[0, -1:]
+
+    def _embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        """Embeddings [n, H] scaled to unit root mean square: raw ones are far smaller than states."""
+        embedded = backbone.embedding(tokens).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
+    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+        embedded = self._embed(backbone, batch.next).to(batch.hidden.dtype)
+        context = batch.hidden
+        if self.prefix:
+            x, places = by_sequence(context, batch.segment)
+            for layer in self.prefix:
+                x = layer(x)
+            context = x.flatten(0, 1)[places].to(batch.hidden.dtype)
+        last = len(batch.next) - 1
+
+        def states(head: int, rows: Tensor) -> Tensor:
+            # Rows too near the end have no target for this head: what they read does not matter.
+            before = [embedded[(rows + i).clamp(max=last)] for i in range(head + 1)]
+            return self.blocks[head](torch.cat([context[rows], *before], dim=-1))
+
+        return states
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of one depth: their ids, the rows of their parents' paths, ranks [n], and those with children."""
+
+    nodes: Tensor
+    rows: Tensor
+    ranks: Tensor
+    inner: Tensor
+    width: int
+
+
+@lru_cache(maxsize=64)
+def _levels(tree: Tree, device: torch.device) -> list[_Level]:
+    levels = []
+    row = {0: 0}  # nodes of the level above that have children -> row of their path
+    for depth in range(1, tree.max_depth + 1):
+        nodes = [node for node in range(tree.size) if tree.depths[node] == depth]
+        inner = [i for i, node in enumerate(nodes) if tree.children[node]]
+        rows = torch.tensor([row[tree.parents[node]] for node in nodes], device=device)
+        ranks = torch.tensor([tree.ranks[node] for node in nodes], device=device)
+        inside = torch.tensor(inner, dtype=torch.long, device=device)
+        levels.append(_Level(torch.tensor(nodes, device=device), rows, ranks, inside, tree.widths[depth - 1]))
+        row = {nodes[i]: place for place, i in enumerate(inner)}
+    return levels
