@@ -11,6 +11,7 @@ from medusa_cli.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
+ENGINES = ("auto", "eager", "fast")
 
 
 def _device(value: str) -> str:
@@ -23,6 +24,12 @@ def _device(value: str) -> str:
 def _dtype(value: str) -> str:
     if value not in DTYPES:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(DTYPES)}")
+    return value
+
+
+def _engine(value: str) -> str:
+    if value not in ENGINES:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(ENGINES)}")
     return value
 
 
@@ -87,6 +94,15 @@ Dtype = Annotated[
         metavar="TYPE",
         callback=_dtype,
         help="Number type of the backbone: auto (bf16), bf16, fp16, fp32.",
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        callback=_engine,
+        help="How the backbone runs: fast (lean layers over packed weights, CPU), eager (transformers' own), or auto.",
     ),
 ]
 LoadIn4bit = Annotated[

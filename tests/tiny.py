@@ -80,8 +80,15 @@ def tiny_model(
 
 
 def tiny_backbone(
-    family: str = "llama", *, vocab: int = 64, hidden: int = 32, layers: int = 2, positions: int = 512, seed: int = 0
+    family: str = "llama",
+    *,
+    vocab: int = 64,
+    hidden: int = 32,
+    layers: int = 2,
+    positions: int = 512,
+    seed: int = 0,
+    engine: str = "eager",
 ) -> Backbone:
     """A backbone over tiny_model, in fp32."""
     model = tiny_model(family, vocab=vocab, hidden=hidden, layers=layers, positions=positions, seed=seed)
-    return Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}")
+    return Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}", engine=engine)

@@ -1,6 +1,7 @@
 """Preallocated KV caches: one row that keeps any accepted path of a tree, and many slots for batched decoding."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,41 +9,27 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, [1, KV, capacity, D], of which the first `owner.length` rows count."""
+    """One layer's share of its owner's buffer, as transformers' attention sees it."""
 
     is_sliding = False
 
-    def __init__(self, owner: "KVCache") -> None:
+    def __init__(self, owner: "KVCache", index: int) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.index = owner, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = (*key_states.shape[:2], self.owner.capacity)
-        self.keys = key_states.new_empty(*shape, key_states.shape[-1])
-        self.values = value_states.new_empty(*shape, value_states.shape[-1])
+        self.owner.allocate(key_states)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        start = self.owner.length
-        end = start + key_states.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        if self.keys.shape[-2] < self.owner.capacity:
-            self._grow(start)
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, used: int) -> None:
-        assert self.keys is not None and self.values is not None
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(*old.shape[:2], self.owner.capacity, old.shape[-1])
-            new[:, :, :used] = old[:, :, :used]
-            setattr(self, name, new)
+        if self.owner.buffer is None:
+            self.owner.allocate(key_states)
+        views, index = self.owner.views, self.index
+        views.new_keys[index].copy_(key_states)
+        views.new_values[index].copy_(value_states)
+        return views.keys[index], views.values[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.length + query_length, 0
@@ -54,21 +41,61 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-class KVCache(Cache):
-    """The cache of one sequence: it doubles when full, so nothing is copied in an ordinary step.
+@dataclass(frozen=True)
+class _Views:
+    """Every layer's parts of the buffer for one forward pass: the rows it writes, [1, KV, n, D], and all it reads."""
 
-    Rows beyond `length` are free. A forward pass over n tokens writes n rows; `keep` then says which of them stay.
+    new_keys: tuple[Tensor, ...]
+    new_values: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+class KVCache(Cache):
+    """The cache of one sequence: one buffer [layers, 2, KV, capacity, D] that doubles when full.
+
+    Rows beyond `length` are free. A forward pass over n tokens begins with `extend(n)` and writes n rows; `keep` then
+    says which of them stay. The layers' views are made once a pass, not once a layer.
     """
 
+    views: _Views
+
     def __init__(self, num_layers: int, capacity: int = 256) -> None:
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.length = 0
         self.capacity = max(1, capacity)
+        self.buffer: Tensor | None = None
+        self._end = 0
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` rows in all."""
-        while self.capacity < length:
+    def allocate(self, keys: Tensor) -> None:
+        """Make the buffer once the first keys [1, KV, n, D] show what it must hold."""
+        shape = (len(self.layers), 2, keys.shape[1], self.capacity, keys.shape[-1])
+        self.buffer = keys.new_empty(*shape)
+        self._slice()
+
+    def extend(self, rows: int) -> None:
+        """Make room for `rows` more rows and hand their views to the layers."""
+        self._end = self.length + rows
+        while self.capacity < self._end:
             self.capacity *= 2
+        if self.buffer is None:
+            return
+        if self.buffer.shape[3] < self.capacity:
+            grown = self.buffer.new_empty(*self.buffer.shape[:3], self.capacity, self.buffer.shape[4])
+            grown[:, :, :, : self.length] = self.buffer[:, :, :, : self.length]
+            self.buffer = grown
+        self._slice()
+
+    def _slice(self) -> None:
+        assert self.buffer is not None
+        keys, values = self.buffer[:, 0, None], self.buffer[:, 1, None]
+        new = slice(self.length, self._end)
+        self.views = _Views(
+            keys[:, :, :, new].unbind(0),
+            values[:, :, :, new].unbind(0),
+            keys[:, :, :, : self._end].unbind(0),
+            values[:, :, :, : self._end].unbind(0),
+        )
 
     @torch.inference_mode()
     def keep(self, start: int, path: Tensor | Sequence[int]) -> None:
@@ -77,12 +104,11 @@ class KVCache(Cache):
         settled = 0
         while settled < len(rows) and rows[settled] == settled:
             settled += 1
-        if settled < len(rows):
-            source = torch.tensor(rows[settled:], device=self.layers[0].keys.device) + start
-            for layer in self.layers:
-                for buffer in (layer.keys, layer.values):
-                    # index_select copies first, so overlapping source and target rows are safe.
-                    buffer[:, :, start + settled : start + len(rows)] = buffer.index_select(2, source)
+        if settled < len(rows) and self.buffer is not None:
+            source = torch.tensor(rows[settled:], device=self.buffer.device) + start
+            # index_select copies first, so overlapping source and target rows are safe.
+            moved = self.buffer.index_select(3, source)
+            self.buffer[:, :, :, start + settled : start + len(rows)] = moved
         self.length = start + len(rows)
 
     def truncate(self, length: int) -> None:
@@ -90,10 +116,14 @@ class KVCache(Cache):
         self.length = min(self.length, length)
 
 
-class _SlotLayer(_Layer):
+class _SlotLayer(CacheLayerMixin):
     """One layer of B sequences, [B, KV, capacity, D]: each row is written at its own length."""
 
-    owner: "SlotCache"
+    is_sliding = False
+
+    def __init__(self, owner: "SlotCache") -> None:
+        super().__init__()
+        self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         shape = (self.owner.slots, key_states.shape[1], self.owner.capacity)
@@ -117,6 +147,15 @@ class _SlotLayer(_Layer):
         self.keys[rows, :, lengths] = key_states[:, :, 0]
         self.values[rows, :, lengths] = value_states[:, :, 0]
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.longest
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
 
 
 class SlotCache(Cache):

@@ -9,6 +9,7 @@ from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
 from medusa_cli.errors import UsageError, UserError
 
+ENGINES = ("auto", "eager", "fast")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -19,18 +20,21 @@ def load_backbone(
     dtype: str = "auto",
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
-    packed: bool = True,
+    engine: str = "auto",
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding.
 
-    device "auto" takes CUDA where there is one; dtype "auto" is bf16. packed lays the weights out for the CPU's
-    matrix kernels, after which they can no longer be trained. Raises UserError for what cannot be found or used.
+    device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over packed and
+    fused weights (CPU), "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
+    "auto" is the fastest that can run the model. Raises UserError for what cannot be found or used.
     """
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
     network, tokenizer = load_network(
         model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
-    backbone = Backbone(network, tokenizer, id=model)
-    if packed and not (load_in_4bit or load_in_8bit) and backbone.device.type == "cpu":
+    backbone = Backbone(network, tokenizer, id=model, engine=engine)
+    if backbone.engine == "eager" and not (load_in_4bit or load_in_8bit) and backbone.device.type == "cpu":
         pack_linears(network)
     return backbone
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
 from medusa_cli.backbone.cache import KVCache, SlotCache
-from medusa_cli.errors import UserError
+from medusa_cli.backbone.lean import LeanDecoder, Unsupported, release_linears
+from medusa_cli.errors import UsageError, UserError
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
 PREFILL_ROWS = 512
+# Rows of fp32 logits kept for the steps of decoding.
+SCRATCH_ROWS = 64
 
 
 class TreeShape(Protocol):
@@ -30,7 +33,10 @@ class TreeShape(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """Logits [n, V] (or [1, V], or None) and the tapped hidden states [n, H * taps] of one forward pass."""
+    """fp32 logits [n, V] (or [1, V], or None) and the tapped hidden states [n, H * taps] of one forward pass.
+
+    The logits of a step on a CPU are overwritten by the next pass: copy them to keep them.
+    """
 
     logits: Tensor | None
     hidden: Tensor
@@ -39,10 +45,12 @@ class Output:
 class Backbone:
     """A frozen causal LM with one token sequence at a time; unmodified but for its attention function.
 
-    Raises UserError for models whose attention a tree mask cannot express.
+    With engine "fast" its layers run through LeanDecoder, with "auto" where that knows the model. The network's own
+    linear layers are then given up. Raises UserError for models whose attention a tree mask cannot express, and
+    UsageError where "fast" is asked for and cannot be had.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, id: str = "model") -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, id: str = "model", engine: str = "eager") -> None:
         refuse_unsupported(model.config)
         attention.register()
         model.set_attn_implementation(attention.NAME)
@@ -59,7 +67,31 @@ class Backbone:
         self.dtype: torch.dtype = self.embedding.weight.dtype
         # Read before the linear layers are packed, which keeps no plain weight.
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
-        self._lm_head = model.get_output_embeddings
+        self._lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        self._scratch: Tensor | None = None
+        self._lean: LeanDecoder | None = None
+        if engine != "eager":
+            self._lean = self._make_lean(engine)
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: "fast" or "eager"."""
+        return "eager" if self._lean is None else "fast"
+
+    def _make_lean(self, engine: str) -> LeanDecoder | None:
+        """The lean decoder, once it has agreed with the network itself; None where "auto" must do without it."""
+        try:
+            lean = LeanDecoder(self.model)
+            check_agreement(self, lean)
+        except Unsupported as reason:
+            if engine == "auto":
+                return None
+            raise UsageError(
+                f"--engine fast cannot run the model {self.id!r}: {reason}", "use --engine auto or eager"
+            ) from reason
+        self._lm_head = lean.lm_head
+        release_linears(self.model)
+        return lean
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -117,7 +149,7 @@ class Backbone:
         if tree is None and len(tokens) > PREFILL_ROWS:
             return self._prefill(tokens, cache, taps, logits)
         start, rows = cache.length, len(tokens)
-        cache.reserve(start + rows)
+        cache.extend(rows)
         depth = torch.arange(rows, device=self.device) if tree is None else tree.depth.to(self.device)
         past = torch.ones(rows, start, dtype=torch.bool, device=self.device)
         among = (depth[:, None] >= depth) if tree is None else tree.mask.to(self.device)
@@ -129,7 +161,7 @@ class Backbone:
         return Output(self._logits(states, logits), states)
 
     def _prefill(self, tokens: Tensor, cache: KVCache, taps: Sequence[int], logits: str) -> Output:
-        cache.reserve(cache.length + len(tokens))
+        cache.extend(len(tokens))  # room for all pieces at once
         pieces = tokens.split(PREFILL_ROWS)
         wanted = ["none" if logits == "last" else logits] * (len(pieces) - 1) + [logits]
         outputs = [self.forward(p, cache, taps=taps, logits=w) for p, w in zip(pieces, wanted, strict=True)]
@@ -161,7 +193,7 @@ class Backbone:
         mask = self._masks((columns <= positions)[:, None], positions, columns)
         states = self._run(tokens[:, None].to(self.device), cache, mask, positions, (-1,))[:, 0]
         cache.lengths += 1
-        return Output(self._lm_head()(states), states)
+        return Output(self._lm_head(states), states)
 
     def _masks(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, n, L] per attention kind from visible [(B,) n, L]; sliding windows count positions."""
@@ -189,6 +221,8 @@ class Backbone:
     def _run(
         self, tokens: Tensor, cache: Any, mask: Tensor | dict[str, Tensor], positions: Tensor, taps: Sequence[int]
     ) -> Tensor:
+        if self._lean is not None:
+            return self._lean(tokens, cache, mask, positions, taps)
         out = self.model.base_model(
             input_ids=tokens,
             attention_mask=mask,
@@ -206,7 +240,18 @@ class Backbone:
         if which == "none":
             return None
         final = states[..., -self.hidden_size :] if states.shape[-1] != self.hidden_size else states
-        return self._lm_head()(final if which == "all" else final[-1:])
+        return self._widen(self._lm_head(final if which == "all" else final[-1:]))
+
+    def _widen(self, scores: Tensor) -> Tensor:
+        """Logits in fp32, those of a step in a buffer that the next step overwrites.
+
+        Fresh megabytes every step cost more than the cast itself: the system hands out and zeroes each page anew.
+        """
+        if scores.dtype == torch.float32 or len(scores) > SCRATCH_ROWS or scores.device.type != "cpu":
+            return scores.float()
+        if self._scratch is None:
+            self._scratch = torch.empty(SCRATCH_ROWS, scores.shape[-1])
+        return self._scratch[: len(scores)].copy_(scores)
 
     def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation under the model's chat template; UserError where there is none."""
@@ -224,6 +269,23 @@ class Backbone:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@torch.inference_mode()
+def check_agreement(backbone: Backbone, lean: LeanDecoder) -> None:
+    """Raise Unsupported unless the lean decoder gives the network's states for a few tokens, rounding apart."""
+    ids = torch.arange(12, device=backbone.device) * 37 % backbone.vocab_size
+    expected = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
+    backbone._lean = lean
+    try:
+        found = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
+    except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
+        raise Unsupported(str(reason).splitlines()[0]) from reason
+    finally:
+        backbone._lean = None
+    error = float((found - expected).norm() / expected.norm())
+    if error > (0.1 if backbone.dtype == torch.bfloat16 else 1e-3):
+        raise Unsupported(f"its states differ from the network's own by {error:.1%}")
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -39,6 +39,7 @@ def bench(
     random_seed: options.RandomSeed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = False,
     load_in_8bit: options.LoadIn8bit = False,
     json: options.Json = False,
@@ -89,6 +90,7 @@ def bench(
         title,
         device=device,
         dtype=dtype,
+        engine=engine,
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
     )
@@ -128,10 +130,9 @@ def run_bench(
             bar.describe(f"question {number}/{len(chosen)}")
     size = shape.size if shape is not None else None
     facts = [
-        f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {len(chosen)} questions, "
-        f"up to {tokens} new tokens a turn, {rule.mode if not rule.greedy else 'greedy'} decoding"
-        + (f", tree of {size} nodes" if size else "")
-        + "."
+        f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {backbone.engine} engine, "
+        f"{len(chosen)} questions, up to {tokens} new tokens a turn, "
+        f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", tree of {size} nodes" if size else "") + "."
     ]
     return {
         "title": title,
@@ -140,6 +141,7 @@ def run_bench(
         "tree_nodes": size,
         "max_new_tokens": tokens,
         "dtype": str(backbone.dtype).removeprefix("torch."),
+        "engine": backbone.engine,
         "device": str(backbone.device),
         "sampling": vars(rule),
         **summarise(results, compared=rule.greedy),
@@ -150,7 +152,7 @@ def plain_model(model: str, place: dict[str, Any]) -> Any:
     """The unmodified transformers model that `hf` runs, in the same number type and place."""
     from medusa_cli.backbone.load import load_network
 
-    return load_network(model, **place)[0].eval()
+    return load_network(model, **{key: value for key, value in place.items() if key != "engine"})[0].eval()
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:

@@ -21,6 +21,7 @@ def calibrate(
     max_samples: options.MaxSamples = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = False,
     load_in_8bit: options.LoadIn8bit = False,
     json: options.Json = False,
@@ -57,7 +58,9 @@ def calibrate(
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
-    backbone = load_backbone(name, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    backbone = load_backbone(
+        name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
     fraction = 0.0 if data else recipe.train.validation_fraction

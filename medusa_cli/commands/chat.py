@@ -41,6 +41,7 @@ def chat(
     random_seed: options.RandomSeed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = False,
     load_in_8bit: options.LoadIn8bit = False,
     json: options.Json = False,
@@ -64,7 +65,7 @@ def chat(
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     backbone, heads, shape = load(
-        choice, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
     session = Session(
         backbone, heads, shape, rule, max_new_tokens or MAX_NEW_TOKENS, stop or [], show_accepted, system=system

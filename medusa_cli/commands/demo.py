@@ -23,6 +23,7 @@ def demo(
     tree: options.Tree = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -47,7 +48,7 @@ def demo(
     console.info(
         f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
-    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
     backbone, heads, shape = load(choice, **place)
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]

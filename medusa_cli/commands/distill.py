@@ -33,6 +33,7 @@ def distill(
     batch_size: Annotated[int, typer.Option(help="Conversations generated side by side.")] = 64,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = False,
     load_in_8bit: options.LoadIn8bit = False,
     json: options.Json = False,
@@ -75,7 +76,9 @@ def distill(
         "--max-samples N takes more"
     )
     console.info(str(report))
-    backbone = load_backbone(name, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    backbone = load_backbone(
+        name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    )
     target.bind(backbone.identity)
     writer = RecordWriter(target, backbone.hidden_size, provenance(backbone.identity, **_header(wanted)))
     todo = [one for one in chosen if one.id not in writer.done]

@@ -54,7 +54,13 @@ def choose(
 
 
 def load(
-    choice: Choice, *, device: str, dtype: str, load_in_4bit: bool = False, load_in_8bit: bool = False
+    choice: Choice,
+    *,
+    device: str,
+    dtype: str,
+    engine: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
 ) -> "tuple[Backbone, Drafter | None, Tree | None]":
     """Load what was chosen, saying in one line what it is; UserError where drafter, tree and model do not fit."""
     from medusa_cli.backbone import load_backbone
@@ -63,7 +69,7 @@ def load(
 
     tree = load_tree(choice.tree) if choice.tree else None
     backbone = load_backbone(
-        choice.model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        choice.model, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
     if choice.run is not None:
         choice.run.bind(backbone.identity)

@@ -36,6 +36,7 @@ def train(
     random_seed: options.RandomSeed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = False,
     load_in_8bit: options.LoadIn8bit = False,
     json: options.Json = False,
@@ -75,7 +76,7 @@ def train(
 
     kind = drafter_class(plan.drafter.name)
     backbone = load_backbone(
-        plan.model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        plan.model, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
     target.bind(backbone.identity)
     dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)

@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         """Sequences x [B, n, H] -> [B, n, H], each from position 0; with a cache B is 1 and x continues it."""
         past = cache.length if cache is not None else 0
         rows = x.shape[1]
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(_norm(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         cos, sin = _rotary(past, rows, q.shape[-1], self.rope_theta, x.device)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         mask = None
@@ -91,8 +91,13 @@ class DecoderLayer(nn.Module):
         causal = mask is None and rows > 1
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         x = x + self.out(seen.transpose(1, 2).flatten(-2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        gate, up = self.gate_up(_norm(self.mlp_norm, x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
+
+
+def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalised in the weight's own type: under autocast the two differ, which torch warns of."""
+    return norm(x.to(norm.weight.dtype))
 
 
 def _rotary(first: int, rows: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of hidden [n, H] @ weight [M, H]^T against targets [n], and how many argmaxes hit.
 
-    With teacher logits [n, M] the target is the mixture (1 - soft) * one-hot + soft * softmax(teacher). The same as
+    With a teacher's probabilities [n, M] the target is the mixture (1 - soft) * one-hot + soft * teacher. The same as
     F.cross_entropy over F.linear(hidden, weight).float(), with the products in hidden's dtype and the gradients
     (the weight's in its own dtype) made on the way forward. n is at least 1.
     """
@@ -49,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scores = scores.log_softmax(-1)
                 total -= (1.0 - soft) * scores.gather(1, wanted[:, None]).sum()
                 if soft and teacher is not None:
-                    aim = teacher[first : first + ROWS].float().softmax(-1)
+                    aim = teacher[first : first + ROWS].float()
                     total -= soft * torch.dot(aim.view(-1), scores.view(-1))
                     scores.exp_().sub_(aim, alpha=soft)
                 else:

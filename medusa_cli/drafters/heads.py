@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.packed import pack_linear, pack_linears
 from medusa_cli.drafters.base import Batch, Drafter, Losses
-from medusa_cli.drafters.cross_entropy import linear_cross_entropy
+from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.errors import UserError
 from medusa_cli.run import read_json, write_json
 
@@ -163,12 +163,15 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def _teacher(self, backbone: Backbone, batch: Batch) -> Tensor:
-        """The backbone's logits [P, M] over the heads' vocabulary at every position."""
+        """The backbone's probabilities [P, M] over the heads' vocabulary at every position."""
         final = batch.hidden[:, -self.config.hidden_size :]
         rows = backbone.lm_head_weight
         if self.config.vocabulary == "draft":
             rows = rows[self.draft_ids.to(rows.device)]
-        return F.linear(final, rows.to(final.dtype))
+        probabilities = F.linear(final, rows.to(final.dtype))
+        for block in probabilities.split(ROWS):
+            block.copy_(block.float().softmax(-1))
+        return probabilities
 
     def _places(self, device: torch.device) -> Tensor:
         """Token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""

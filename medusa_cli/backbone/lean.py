@@ -1,0 +1,198 @@
+"""The fast CPU engine: a decoder's layers written out over packed, fused weights, with little between the matrices.
+
+It computes what the transformers model computes. What it knows are the parts most decoders are made of (RMS norms,
+rotary self-attention with or without norms on queries and keys, a gated MLP); any other model is `Unsupported` and
+keeps the eager engine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.backbone.packed import can_pack
+
+# oneDNN picks the block layout for about this many rows; 16 was as good as any from 1 to 256 rows, in fp32 the best.
+ROWS_HINT = 16
+
+
+class Unsupported(Exception):
+    """Why this engine cannot run a model."""
+
+
+class Linear:
+    """One or more nn.Linear on the same input as one packed product, with what follows it done on the way out."""
+
+    def __init__(self, *linears: Any) -> None:
+        for linear in linears:
+            if type(linear) is not nn.Linear or not can_pack(linear.weight):
+                raise Unsupported(f"a layer is {type(linear).__name__} without a packed kernel")
+        weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias for linear in linears]
+        if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+            raise Unsupported("only some of its fused layers have a bias")
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), ROWS_HINT)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """W x + b + other."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+
+
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer's parts; the norms after attention and MLP exist in Gemma alone."""
+
+    kind: str  # "full_attention" or "sliding_attention"
+    attention_norm: Norm
+    qkv: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    out: Linear
+    out_norm: Norm | None
+    mlp_norm: Norm
+    gate_up: Linear
+    activation: Callable[[Tensor], Tensor]
+    down: Linear
+    down_norm: Norm | None
+
+
+class LeanDecoder:
+    """The layers of a transformers decoder; raises Unsupported where its parts are not those this engine knows."""
+
+    def __init__(self, model: Any) -> None:
+        base, config = model.base_model, model.config.get_text_config()
+        self._base = base
+        if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
+            raise Unsupported("its parts are not named as in Llama")
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
+        self._rotary_by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
+        self._layers = [_layer(layer, kind) for layer, kind in zip(base.layers, kinds, strict=True)]
+        self._kinds = sorted(set(kinds))
+        self._scale: float = base.layers[0].self_attn.scaling
+        self._norm = rms_norm(base.norm)
+        self.lm_head = Linear(model.get_output_embeddings())
+
+    def __call__(
+        self, tokens: Tensor, cache: Any, mask: Tensor | dict[str, Tensor], positions: Tensor, taps: Sequence[int]
+    ) -> Tensor:
+        """States [B, n, H * taps] of tokens [B, n] at positions [B, n]; keys and values go into the cache."""
+        x = self._base.embed_tokens(tokens)
+        tables = {kind: self._rotary(x, positions, kind) for kind in self._kinds}
+        masks = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
+        if tokens.shape[1] > 1:  # once a pass, not once a layer: query heads that share keys are rows of one product
+            masks = {kind: masks[kind].repeat(1, 1, self.heads // self.kv_heads, 1) for kind in self._kinds}
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            x = self._attend(layer, x, tables[layer.kind], cache.layers[index], masks[layer.kind])
+            x = self._mlp(layer, x)
+            if index in taps:
+                tapped[index] = x
+        tapped[-1] = self._norm(x)
+        return tapped[-1] if tuple(taps) == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1)
+
+    def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, n, 1, D]; the first half of the sines negated, as rotating halves needs them."""
+        rotary = self._base.rotary_emb
+        cos, sin = rotary(x, positions, kind) if self._rotary_by_kind else rotary(x, positions)
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        return cos[:, :, None], signed[:, :, None]
+
+    def _attend(self, layer: _Layer, x: Tensor, table: tuple[Tensor, Tensor], cache: Any, mask: Tensor) -> Tensor:
+        batch, rows = x.shape[:2]
+        found = layer.qkv(layer.attention_norm(x)).view(batch, rows, -1, self.head_dim)
+        query_key, value = found.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = query_key.split([self.heads, self.kv_heads], dim=2)
+            query_key = torch.cat([layer.query_norm(query), layer.key_norm(key)], dim=2)
+        cos, sin = table
+        query_key = torch.addcmul(query_key * cos, query_key.roll(self.head_dim // 2, -1), sin)
+        query, key = query_key.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
+        keys, values = cache.update(key, value.transpose(1, 2))
+        query = query.reshape(batch, self.kv_heads, -1, self.head_dim)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self._scale)
+        attended = attended.view(batch, self.heads, rows, -1).transpose(1, 2).reshape(batch, rows, -1)
+        if layer.out_norm is not None:
+            return x + layer.out_norm(layer.out(attended))
+        return layer.out.plus(attended, x)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+        inner = layer.activation(gate).mul_(up)
+        if layer.down_norm is not None:
+            return x + layer.down_norm(layer.down(inner))
+        return layer.down.plus(inner, x)
+
+
+def _layer(layer: Any, kind: str) -> _Layer:
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
+    if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
+        hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
+    ):
+        raise Unsupported("its layers are not self-attention and a gated MLP")
+    after = hasattr(layer, "post_feedforward_layernorm")
+    if after != hasattr(layer, "pre_feedforward_layernorm"):
+        raise Unsupported("its norms are placed in a way not known here")
+    return _Layer(
+        kind=kind,
+        attention_norm=rms_norm(layer.input_layernorm),
+        qkv=Linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=rms_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=rms_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        out=Linear(attention.o_proj),
+        out_norm=rms_norm(layer.post_attention_layernorm) if after else None,
+        mlp_norm=rms_norm(layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm),
+        gate_up=Linear(mlp.gate_proj, mlp.up_proj),
+        activation=mlp.act_fn,
+        down=Linear(mlp.down_proj),
+        down_norm=rms_norm(layer.post_feedforward_layernorm) if after else None,
+    )
+
+
+def rms_norm(module: Any) -> Norm:
+    """The same norm in fewer operations; Unsupported if it is no RMS norm with gain w (Llama) or 1 + w (Gemma)."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if eps is None or weight is None or weight.dim() != 1:
+        raise Unsupported(f"{type(module).__name__} is no RMS norm")
+    probe = torch.linspace(-2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
+    expected = module(probe).float()
+    for gain in (weight.detach().float(), 1 + weight.detach().float()):
+        norm = _RMSNorm(gain, eps)
+        if torch.allclose(norm(probe).float(), expected, rtol=2e-2, atol=1e-3):
+            return norm
+    raise Unsupported(f"{type(module).__name__} computes something other than an RMS norm")
+
+
+class _RMSNorm:
+    """x / rms(x) * gain over the last dimension, computed in fp32."""
+
+    def __init__(self, gain: Tensor, eps: float) -> None:
+        self._gain, self._share = gain, 1.0 / len(gain)
+        self._eps = gain.new_tensor([eps])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
+        return (x * scale).mul_(self._gain).to(x.dtype)
+
+
+def release_linears(model: nn.Module) -> None:
+    """Free the weights of a network's linear layers, which the packed ones replace."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.weight = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,0 +1,129 @@
+"""Hydra heads: guesses that follow the path, the loss by hand, the prefix layer's cache, files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding import generate, generate_plain
+from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
+from medusa_cli.run import provenance
+from medusa_cli.tree import Tree
+from tests.tiny import FAMILIES, tiny_backbone
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
+DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
+KINDS = [("own", "each", 0), ("draft", "one", 0), ("shared", "each", 0), ("draft", "each", 1), ("own", "one", 2)]
+
+
+def hydra(backbone: Backbone, vocabulary: str = "draft", matrices: str = "one", prefix: int = 0) -> HydraHeads:
+    torch.manual_seed(0)
+    ids = DRAFT_IDS if vocabulary == "draft" else None
+    heads = HydraHeads.create(backbone, 3, 2, vocabulary, ids, matrices, prefix_layers=prefix)
+    with torch.no_grad():
+        for weight in heads.parameters():  # files hold bf16
+            weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
+    return heads.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, int]) -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, *kind)
+    hidden = torch.randn(1, backbone.hidden_size)
+    heads.reset()
+    draft = heads.draft(backbone, backbone.new_cache(), Confirmed(torch.arange(1), hidden, 11, 0), TREE)
+    assert draft.tokens[0] == 11
+    for node in range(1, TREE.size):
+        # Teacher forcing with the path as the truth: the head's guesses must be the same.
+        path = draft.tokens[TREE.path(node)]
+        states = torch.cat([hidden, torch.zeros(len(path) - 1, backbone.hidden_size)])
+        truth = Batch(states, path, torch.zeros(len(path), dtype=torch.long))
+        expected = heads.guesses(backbone, truth, 4)[0, TREE.depths[node] - 1, TREE.ranks[node]]
+        assert draft.tokens[node] == expected, f"node {node}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hydra_heads_are_lossless(family: str, kind: tuple[str, str, int]) -> None:
+    backbone = tiny_backbone(family)
+    prompt = [5, 9, 20, 11, 7]
+    drafted = generate(backbone, hydra(backbone, *kind), TREE, prompt, max_new_tokens=50, stop_ids=())
+    plain = generate_plain(backbone, prompt, max_new_tokens=50, stop_ids=())
+    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, prefix=2)
+    hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (9,))
+    heads.reset()
+    # A prompt of four states, of which the last alone counts, then runs of three and two.
+    for first, last in ((0, 4), (4, 7), (7, 9)):
+        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
+        state = heads._context(confirmed)
+    batch = Batch(hidden[3:], tokens[3:], torch.zeros(6, dtype=torch.long))
+    states = heads.encode(backbone, batch)(0, torch.tensor([5]))
+    embedded = heads._embed(backbone, tokens[8:9])
+    assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
+    heads.reset()
+    again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))
+    alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
+    assert torch.allclose(again, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_segments_do_not_see_one_another(prefix: int) -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, prefix=prefix)
+    hidden, tokens = torch.randn(12, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (12,))]
+    segment = torch.tensor([0] * 5 + [1] * 7)
+    guesses = heads.guesses(backbone, Batch(hidden, tokens, segment), 3)
+    alone = heads.guesses(backbone, Batch(hidden[5:], tokens[5:], segment[5:]), 3)
+    assert torch.equal(guesses[5:], alone)
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float, prefix: int) -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, prefix=prefix)
+    count = 7
+    hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
+    heads.train()
+    losses = heads.loss(backbone, Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)), 0.8, soft)
+    context = hidden[None]
+    for layer in heads.prefix:
+        context = layer(context)
+    embedded = F.rms_norm(backbone.embedding(tokens), (backbone.hidden_size,))
+    total = 0.0
+    for k in range(1, 4):
+        terms = []
+        for p in range(count - k):
+            state = heads.blocks[k - 1](torch.cat([context[0, p], *embedded[p : p + k]]))
+            scores = (heads.matrices[0] @ state).log_softmax(-1)
+            place = DRAFT_IDS.tolist().index(int(tokens[p + k]))
+            aim = (backbone.lm_head_weight[DRAFT_IDS] @ hidden[p + k]).softmax(-1)
+            terms.append(-(1 - soft) * scores[place] - soft * (aim * scores).sum())
+        total = total + 0.8**k * sum(terms) / len(terms)
+        assert float(losses.per_head[k - 1].detach()) == pytest.approx(
+            float(sum(terms).detach()) / len(terms), rel=1e-4
+        )
+    given = torch.autograd.grad(losses.total, list(heads.parameters()))
+    expected = torch.autograd.grad(total, list(heads.parameters()))
+    for ours, theirs in zip(given, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str, str, int]) -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, *kind)
+    heads.save(tmp_path, provenance(backbone.identity))
+    loaded = load_drafter(tmp_path, backbone)
+    assert isinstance(loaded, HydraHeads) and loaded.config == heads.config
+    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
+    ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    assert torch.equal(ours, theirs)
