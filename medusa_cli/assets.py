@@ -63,6 +63,11 @@ def mt_bench_path() -> Path:
     return _member(MT_BENCH)
 
 
+def gguf_path(name: str) -> Path | None:
+    """The quantised file that a named model was made from, fetched where it is not there; None for other models."""
+    return _member(MODELS[name]) if name in MODELS else None
+
+
 def model_dir(name: str) -> str:
     """What from_pretrained can load for a model's name: a named model's folder, a local folder as it is, or a hub id.
 

@@ -70,11 +70,12 @@ Drafter = Annotated[
     ),
 ]
 Tree = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--tree",
-        metavar="FILE",
-        help="A tree from `medusa tree`, or a medusa_choices list. [default: the run's tree.json]",
+        metavar="static|dynamic[:N]|FILE",
+        help="static: the run's tree.json; dynamic: a tree grown for every step, of as many nodes or N; or a file "
+        "from `medusa tree` or medusa_choices list. [default: static]",
         show_default=False,
     ),
 ]

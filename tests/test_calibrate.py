@@ -1,6 +1,7 @@
 """Calibration: shares counted as they are, on what was held out, and the command's files."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,16 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.offsets = offsets
 
-    def guesses(self, backbone: Backbone, batch, top: int) -> Tensor:
-        heads = [batch.next.roll(-k) - offset for k, offset in enumerate(self.offsets, 1)]
-        return torch.stack([head[:, None] + torch.arange(top) for head in heads], dim=1)
+        self.draft_ids = torch.arange(64)
+
+    def places(self, device: torch.device) -> Tensor:
+        return torch.arange(64)
+
+    def logits(self, backbone: Backbone, batch) -> Iterator[Tensor]:
+        for k, offset in enumerate(self.offsets, 1):
+            first = batch.next.roll(-k) - offset
+            # Scores fall by one from guess to guess, round the whole vocabulary.
+            yield -((self.draft_ids - first[:, None]) % 64).float()
 
 
 def dataset_of(*answers: list[int]) -> Dataset:
@@ -59,6 +67,33 @@ def test_the_rank_that_is_right_is_counted_within_each_answer_alone() -> None:
     assert found.accuracies == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     assert found.counted == [4 + 2, 3 + 1]
     assert (found.positions, found.answers) == (8, 2)
+
+
+class Unsure(Oracle):
+    """Logits that are too sure by a factor: the tokens are drawn from their softmax at the temperature `heat`."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__((0,))
+        self.num_heads, self.scores = 1, scores
+
+    def logits(self, backbone: Backbone, batch) -> Iterator[Tensor]:
+        yield self.scores[batch.hidden[:, 0].float().long()]
+
+
+@pytest.mark.parametrize("heat", [0.7, 1.0, 1.6])
+def test_the_temperature_that_fits_is_found(heat: float) -> None:
+    torch.manual_seed(0)
+    count = 255
+    scores = 2 * torch.randn(count, 64)
+    tokens = torch.multinomial((scores / heat).softmax(-1), 16, replacement=True)  # [count, 16]
+    # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
+    answers = [
+        Answer(f"{i}.{j}", torch.stack([tokens[i, j], tokens[i, j]]), 2 * i) for i in range(count) for j in range(16)
+    ]
+    states = torch.arange(count).repeat_interleave(2)[:, None].expand(-1, 32).bfloat16()
+    dataset = Dataset([], answers, states, ReadReport(), "")
+    found = calibrate(tiny_backbone(), Unsure(scores), dataset, top=1)  # type: ignore[arg-type]
+    assert found.temperatures[0] == pytest.approx(heat, abs=0.101)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -45,7 +45,7 @@ class Oracle(Drafter):
     def loss(self, backbone, batch, decay=0.8) -> Losses:
         raise AssertionError("not trained")
 
-    guesses = save = loss
+    logits = save = loss
 
     @classmethod
     def load(cls, folder, backbone):

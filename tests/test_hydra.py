@@ -11,7 +11,7 @@ from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
 from medusa_cli.run import provenance
 from medusa_cli.tree import Tree
-from tests.tiny import FAMILIES, tiny_backbone
+from tests.tiny import FAMILIES, guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
@@ -41,7 +41,7 @@ def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, i
         path = draft.tokens[TREE.path(node)]
         states = torch.cat([hidden, torch.zeros(len(path) - 1, backbone.hidden_size)])
         truth = Batch(states, path, torch.zeros(len(path), dtype=torch.long))
-        expected = heads.guesses(backbone, truth, 4)[0, TREE.depths[node] - 1, TREE.ranks[node]]
+        expected = guesses(heads, backbone, truth, 4)[0, TREE.depths[node] - 1, TREE.ranks[node]]
         assert draft.tokens[node] == expected, f"node {node}"
 
 
@@ -80,9 +80,9 @@ def test_segments_do_not_see_one_another(prefix: int) -> None:
     heads = hydra(backbone, prefix=prefix)
     hidden, tokens = torch.randn(12, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (12,))]
     segment = torch.tensor([0] * 5 + [1] * 7)
-    guesses = heads.guesses(backbone, Batch(hidden, tokens, segment), 3)
-    alone = heads.guesses(backbone, Batch(hidden[5:], tokens[5:], segment[5:]), 3)
-    assert torch.equal(guesses[5:], alone)
+    found = guesses(heads, backbone, Batch(hidden, tokens, segment), 3)
+    alone = guesses(heads, backbone, Batch(hidden[5:], tokens[5:], segment[5:]), 3)
+    assert torch.equal(found[5:], alone)
 
 
 @pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])

@@ -12,7 +12,7 @@ from medusa_cli.drafters import Batch, Confirmed, MedusaHeads, load_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.run import provenance
 from medusa_cli.tree import Tree
-from tests.tiny import tiny_backbone
+from tests.tiny import guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
@@ -35,10 +35,10 @@ def test_fresh_heads_are_the_lm_head(vocabulary: str) -> None:
     batch = Batch(hidden, torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
     rows = backbone.lm_head_weight[heads.draft_ids]
     expected = heads.draft_ids[(hidden @ rows.T).topk(4).indices]
-    guesses = heads.guesses(backbone, batch, 4)
-    assert guesses.shape == (5, 3, 4)
+    found = guesses(heads, backbone, batch, 4)
+    assert found.shape == (5, 3, 4)
     for k in range(3):
-        assert torch.equal(guesses[:, k], expected)
+        assert torch.equal(found[:, k], expected)
 
 
 def test_every_layer_has_weights_of_its_own() -> None:
@@ -55,10 +55,10 @@ def test_each_node_holds_the_guess_of_its_head_and_rank(vocabulary: str) -> None
     hidden = torch.randn(4, backbone.hidden_size)
     draft = heads.draft(backbone, backbone.new_cache(), Confirmed(torch.arange(4), hidden, 11, 0), TREE)
     state = Batch(hidden[-1:], torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
-    guesses = heads.guesses(backbone, state, 4)[0]
+    found = guesses(heads, backbone, state, 4)[0]
     assert draft.tokens[0] == 11
     for node in range(1, TREE.size):
-        assert draft.tokens[node] == guesses[TREE.depths[node] - 1, TREE.ranks[node]]
+        assert draft.tokens[node] == found[TREE.depths[node] - 1, TREE.ranks[node]]
 
 
 def test_drafting_follows_the_weights_when_they_change() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.heads import HeadDrafter
 
 FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
 CHAT_TEMPLATE = (
@@ -92,3 +94,8 @@ def tiny_backbone(
     """A backbone over tiny_model, in fp32."""
     model = tiny_model(family, vocab=vocab, hidden=hidden, layers=layers, positions=positions, seed=seed)
     return Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}", engine=engine)
+
+
+def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:
+    """Token ids of each head's best guesses, best first, [P, K, top]."""
+    return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)

@@ -1,7 +1,8 @@
 """The decoding methods a benchmark compares; each continues a prompt of token ids and says what it took."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -10,9 +11,10 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_plain
 from medusa_cli.drafters import Drafter
 from medusa_cli.errors import UsageError
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 
-METHODS = ("hf", "ar", "medusa")
+METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp")
+LOOKUP_TOKENS = 10
 Watch = Callable[[list[int]], None]
 
 
@@ -36,20 +38,34 @@ def parse_methods(text: str) -> list[str]:
 
 
 def build_methods(
-    names: Sequence[str], backbone: Backbone, plain: Any, drafter: Drafter | None, tree: Tree | None, sampling: Sampling
+    names: Sequence[str],
+    backbone: Backbone,
+    plain: Any,
+    drafter: Drafter | None,
+    trees: Mapping[str, Tree | Growth],
+    sampling: Sampling,
+    gguf: Path | None = None,
 ) -> dict[str, Method]:
-    """The named methods; `plain` is the unmodified transformers model that "hf" runs."""
+    """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
+
+    trees: what each drafting method drafts over; gguf: the file that "llama.cpp" reads. UsageError where a method
+    lacks what it needs.
+    """
     methods: dict[str, Method] = {}
     for name in names:
-        if name == "hf":
-            methods[name] = _Transformers(plain, backbone, sampling)
+        if name.startswith("hf"):
+            methods[name] = _Transformers(plain, backbone, sampling, lookup=name == "hf-lookup")
         elif name == "ar":
             methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
-        elif drafter is not None and tree is not None:
-            methods[name] = _Steps(
-                lambda p, n: generate(backbone, drafter, tree, p, max_new_tokens=n, sampling=sampling)
-            )
+        elif name == "llama.cpp":
+            methods[name] = _LlamaCpp(gguf, backbone, sampling)
+        elif drafter is not None:
+            methods[name] = _drafted(backbone, drafter, trees[name], sampling)
     return methods
+
+
+def _drafted(backbone: Backbone, drafter: Drafter, tree: Tree | Growth, sampling: Sampling) -> Method:
+    return _Steps(lambda p, n: generate(backbone, drafter, tree, p, max_new_tokens=n, sampling=sampling))
 
 
 class _Steps:
@@ -73,12 +89,14 @@ class _Steps:
 
 
 class _Transformers:
-    """transformers' generate on the unmodified model."""
+    """transformers' generate on the unmodified model, with its prompt lookup on request."""
 
-    def __init__(self, model: Any, backbone: Backbone, sampling: Sampling) -> None:
+    def __init__(self, model: Any, backbone: Backbone, sampling: Sampling, lookup: bool = False) -> None:
         self._model = model
         ends = sorted(backbone.eos_ids)
         self._options: dict[str, Any] = {"eos_token_id": ends, "pad_token_id": ends[0] if ends else 0}
+        if lookup:
+            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         if sampling.greedy:
             self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         else:
@@ -102,6 +120,41 @@ class _Transformers:
         if ids.device.type == "cuda":
             torch.cuda.synchronize()
         return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start, None
+
+
+class _LlamaCpp:
+    """llama.cpp on a GGUF file of the same model, with as many threads as torch has; greedy alone."""
+
+    def __init__(self, gguf: Path | None, backbone: Backbone, sampling: Sampling) -> None:
+        try:
+            from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as reason:
+            raise UsageError(
+                "--methods llama.cpp: the package llama-cpp-python is not installed",
+                "install it (it is compiled for minutes), or leave the method out",
+            ) from reason
+        if gguf is None:
+            raise UsageError(f"--methods llama.cpp: no GGUF file of {backbone.id!r} is known", "give --gguf FILE")
+        if not sampling.greedy:
+            raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
+        threads = torch.get_num_threads()
+        self._model: Any = Llama(
+            str(gguf), n_ctx=backbone.max_positions, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+        self._ends = backbone.eos_ids
+
+    def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
+    ) -> tuple[list[int], float, Stats | None]:
+        tokens: list[int] = []
+        self._model.reset()  # no method may keep a prompt from the turn before
+        start = time.perf_counter()
+        for token in self._model.generate(list(prompt), temp=0.0, top_k=1):
+            tokens.append(int(token))
+            watch(tokens[-1:])
+            if len(tokens) == max_new_tokens or tokens[-1] in self._ends:
+                break
+        return tokens, time.perf_counter() - start, None
 
 
 class _Watcher:

@@ -24,9 +24,15 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="LIST", help="Of hf (transformers' generate), ar (our plain loop) and medusa, with commas between."
+            metavar="LIST",
+            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), ar (our plain loop), medusa (the "
+            "drafter, over --tree), medusa-dynamic (over dynamic trees) and llama.cpp (if llama-cpp-python is "
+            "installed), with commas between.",
         ),
     ] = "hf,ar,medusa",
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What llama.cpp reads. [default: the default model's own]")
+    ] = None,
     max_new_tokens: options.MaxNewTokens = None,
     run: options.RunOrShipped = None,
     model: options.Model = None,
@@ -59,7 +65,7 @@ def bench(
     from medusa_cli.commands.loading import choose, sampling_of
 
     names = [name.strip() for name in methods.split(",")]
-    choice = choose(model, run, drafter, tree, need_drafter="medusa" in names)
+    choice = choose(model, run, drafter, tree, need_drafter=any(name.startswith("medusa") for name in names))
 
     from medusa_cli.benchmarks.methods import parse_methods
     from medusa_cli.benchmarks.questions import read_questions, spread
@@ -88,6 +94,7 @@ def bench(
         tokens,
         rule,
         title,
+        gguf,
         device=device,
         dtype=dtype,
         engine=engine,
@@ -104,16 +111,28 @@ def bench(
 
 
 def run_bench(
-    choice: Any, names: list[str], chosen: list[Any], tokens: int, rule: Any, title: str, **place: Any
+    choice: Any,
+    names: list[str],
+    chosen: list[Any],
+    tokens: int,
+    rule: Any,
+    title: str,
+    gguf: Path | None = None,
+    **place: Any,
 ) -> dict[str, Any]:
     """Load, measure and summarise; the document that --json prints."""
+    from medusa_cli.assets import gguf_path
     from medusa_cli.benchmarks import build_methods, measure, summarise
-    from medusa_cli.commands.loading import load
+    from medusa_cli.commands.loading import describe, growth_of, load
     from medusa_cli.run import provenance
 
     backbone, heads, shape = load(choice, **place)
-    plain = plain_model(choice.model, place) if "hf" in names else None
-    ways = build_methods(names, backbone, plain, heads, shape, rule)
+    plain = plain_model(choice.model, place) if any(name.startswith("hf") for name in names) else None
+    trees = {}
+    if heads is not None and shape is not None:
+        trees = {"medusa": shape, "medusa-dynamic": growth_of(choice, shape, heads)}
+    file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
+    ways = build_methods(names, backbone, plain, heads, trees, rule, file)
     turns = sum(len(question.turns) for question in chosen) * len(names)
     results = []
     with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
@@ -132,7 +151,7 @@ def run_bench(
     facts = [
         f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {backbone.engine} engine, "
         f"{len(chosen)} questions, up to {tokens} new tokens a turn, "
-        f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", tree of {size} nodes" if size else "") + "."
+        f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", {describe(shape)}" if shape else "") + "."
     ]
     return {
         "title": title,

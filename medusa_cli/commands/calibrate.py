@@ -71,6 +71,7 @@ def calibrate(
     document = {
         **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
         "accuracies": found.accuracies,
+        "temperatures": found.temperatures,
         "heads": heads.num_heads,
         "top": top,
         "positions": found.positions,
@@ -97,11 +98,17 @@ def _table(found: Any) -> Any:
     from rich.table import Table
 
     top = len(found.accuracies[0])
-    table = Table(title=f"Accuracy of each head's i-th guess, {found.positions:,} held-out tokens, %")
+    table = Table(title=f"Accuracy (%) of each head's top {top} guesses on {found.positions:,} held-out tokens; T: temperature")
     table.add_column("head", justify="right")
     for guess in range(top):
         table.add_column(str(guess + 1), justify="right")
-    table.add_column(f"top {top}", justify="right")
+    table.add_column("sum", justify="right")
+    table.add_column("T", justify="right")
     for head, row in enumerate(found.accuracies):
-        table.add_row(str(head + 1), *(f"{100 * value:.1f}" for value in row), f"{100 * sum(row):.1f}")
+        table.add_row(
+            str(head + 1),
+            *(f"{100 * value:.1f}" for value in row),
+            f"{100 * sum(row):.1f}",
+            f"{found.temperatures[head]:.2f}",
+        )
     return table

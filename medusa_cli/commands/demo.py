@@ -33,7 +33,7 @@ def demo(
     Greedy decoding; the closing table is that of `medusa bench`. Under five minutes on two cores.
     """
     console.configure(quiet=quiet, json=json)
-    from medusa_cli.commands.loading import choose, load
+    from medusa_cli.commands.loading import choose, describe, load
 
     choice = choose(model, run, drafter, tree)
 
@@ -52,7 +52,8 @@ def demo(
     backbone, heads, shape = load(choice, **place)
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
-    methods = build_methods(names, backbone, plain_model(choice.model, place), heads, shape, rule)
+    assert shape is not None
+    methods = build_methods(names, backbone, plain_model(choice.model, place), heads, {"medusa": shape}, rule)
     results: list[Any] = []
     with _Stage(backbone, show=not (json or quiet)) as stage:
         for result in measure(backbone, methods, chosen, tokens, watch=stage.tokens):
@@ -62,7 +63,7 @@ def demo(
         "title": "Plain and drafted decoding, greedy",
         "facts": [
             f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, "
-            f"{len(chosen)} questions, tree of {shape.size if shape else 0} nodes. ar is our plain loop."
+            f"{len(chosen)} questions, {describe(shape)}. ar is our plain loop."
         ],
         **provenance(backbone.identity),
         **summarise(results),

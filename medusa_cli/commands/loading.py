@@ -6,28 +6,38 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import Run, read_json
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.drafters import Drafter
-    from medusa_cli.tree import Tree
+    from medusa_cli.tree import Growth, Tree
+
+
+# A step verifies all nodes at once; far fewer than this pay anywhere.
+MOST_GROWN = 256
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, the run."""
+    """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, the run.
+
+    dynamic: the nodes of a tree grown for every step, 0 for as many as the static tree has, None for the static one.
+    calibration: where the temperatures of the heads' confidences are, if anywhere.
+    """
 
     model: str
     drafter: Path | None
     tree: Path | None
     run: Run | None
+    dynamic: int | None = None
+    calibration: Path | None = None
 
 
 def choose(
-    model: str | None, run: str | None, drafter: Path | None, tree: Path | None, *, need_drafter: bool = True
+    model: str | None, run: str | None, drafter: Path | None, tree: str | None, *, need_drafter: bool = True
 ) -> Choice:
     """Explicit flags first, then the run, then what ships for the model; UserError where nothing is to be had."""
     target = Run.open(run) if run else None
@@ -35,6 +45,7 @@ def choose(
     if model is None and marker is not None and marker.is_file():
         model = read_json(marker, "the run file")["backbone"]["id"]
     name = model or DEFAULT_MODEL
+    file, dynamic = _tree_words(tree)
     if not need_drafter:
         return Choice(name, None, None, target)
     source = target or Run.pretrained(name)
@@ -46,11 +57,25 @@ def choose(
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
-    shape = tree or (source.tree_path if source else None)
-    if shape is None or (tree is None and not shape.is_file()):
+    shape = file or (source.tree_path if source else None)
+    if shape is None or (file is None and not shape.is_file()):
         words = f"--run {run}" if run else "--output FILE"
         raise UserError(f"there is no tree for {folder}", f"make one with `medusa tree {words}`, or give --tree FILE")
-    return Choice(name, folder, shape, target)
+    return Choice(name, folder, shape, target, dynamic, source.calibration_path if source else None)
+
+
+def _tree_words(tree: str | None) -> tuple[Path | None, int | None]:
+    """What --tree says: a file, and the nodes of dynamic trees (None: static); UsageError for a bad number."""
+    word, colon, number = (tree or "static").partition(":")
+    if word == "static" and not colon:
+        return None, None
+    if word != "dynamic":
+        return Path(str(tree)), None
+    if not colon:
+        return None, 0
+    if not number.isdigit() or not 1 <= int(number) <= MOST_GROWN:
+        raise UsageError(f"--tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
+    return None, int(number)
 
 
 def load(
@@ -61,7 +86,7 @@ def load(
     engine: str = "auto",
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
-) -> "tuple[Backbone, Drafter | None, Tree | None]":
+) -> "tuple[Backbone, Drafter | None, Tree | Growth | None]":
     """Load what was chosen, saying in one line what it is; UserError where drafter, tree and model do not fit."""
     from medusa_cli.backbone import load_backbone
     from medusa_cli.drafters import load_drafter
@@ -79,8 +104,29 @@ def load(
         return backbone, None, None
     drafter = load_drafter(choice.drafter, backbone)
     check_fit(tree, drafter, choice.tree)
-    console.info(f"{choice.model} in {kind} on {backbone.device}, drafter {choice.drafter}, tree of {tree.size} nodes")
-    return backbone, drafter, tree
+    shape = tree if choice.dynamic is None else growth_of(choice, tree, drafter)
+    what = f"{drafter.name} drafter {choice.drafter}, {describe(shape)}"
+    console.info(f"{choice.model} in {kind} on {backbone.device}, {backbone.engine} engine, {what}")
+    return backbone, drafter, shape
+
+
+def growth_of(choice: Choice, tree: "Tree | Growth", drafter: "Drafter") -> "Growth":
+    """Dynamic trees of as many nodes as --tree says, or as the static tree has, at the calibrated temperatures."""
+    from medusa_cli.tree import Growth
+
+    heat: list[float] = []
+    if choice.calibration is not None and choice.calibration.is_file():
+        heat = read_json(choice.calibration, "the calibration").get("temperatures", [])
+    return Growth(choice.dynamic or tree.size, drafter.num_heads, tuple(heat))
+
+
+def describe(shape: "Tree | Growth | None") -> str:
+    """A tree in a few words."""
+    from medusa_cli.tree import Growth
+
+    if shape is None:
+        return "no tree"
+    return f"dynamic trees of {shape.size} nodes" if isinstance(shape, Growth) else f"tree of {shape.size} nodes"
 
 
 def check_fit(tree: "Tree", drafter: Any, name: Path | None) -> None:

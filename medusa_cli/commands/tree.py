@@ -24,8 +24,12 @@ def tree(
         typer.Option(metavar="FILE", help="From `medusa calibrate`. [default: the run's calibration.json]"),
     ] = None,
     budget: Annotated[
-        int | None,
-        typer.Option(metavar="N", help=f"Nodes of the tree, the root included. [default: {BUDGET}]"),
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help=f"Nodes of the tree, the root included; auto times steps here and takes the size that is expected "
+            f"to give most tokens a second. [default: {BUDGET}]",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -43,14 +47,21 @@ def tree(
         Path | None,
         typer.Option(metavar="FILE", help="Where to draw it, .png or .svg. [default: beside the tree]"),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")
+    ] = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.
 
-    With --budget, the best tree of that many nodes for the accuracies `medusa calibrate` measured. Typed bare
-    it takes those of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
+    With --budget, the best tree of that many nodes for the accuracies `medusa calibrate` measured; with --budget
+    auto the size, too, is found, from the time that steps take on this machine. Typed bare it takes the accuracies
+    of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     console.configure(quiet=quiet, json=json)
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
@@ -62,7 +73,15 @@ def tree(
     widths = _widths(shape) if shape is not None else None
     target, known, said = find_heads(run, calibration)
     used = known.first(heads)
-    made, recipe = _make(used, budget, widths, choices, said, run)
+    if budget == "auto":
+        from medusa_cli.commands.budget import find_budget
+
+        place = {"device": device, "dtype": dtype, "engine": engine}
+        found = find_budget(target, used, calibration, measure, place)
+        made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
+    else:
+        found = None
+        made, recipe = _make(used, _nodes(budget), widths, choices, said, run)
     if heads is not None and made.max_depth > heads:
         made = made.cut(heads)
     console.info(_first_line(made.size, recipe, used, said))
@@ -95,6 +114,8 @@ def tree(
             "picture": str(picture) if picture else None,
             "warnings": notes,
         }
+        if found is not None:
+            report["budgets"] = found.rows()
         console.emit_json({**report, **made.to_json(), "choices": made.choices})
         return
     if made.size <= DRAWN_NODES:
@@ -102,10 +123,22 @@ def tree(
     else:
         console.info(f"{made.size:,} nodes are too many to draw here; see the picture")
     console.result(_table(per_depth, made.widths))
+    if found is not None:
+        console.result(found.table())
     length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
     console.result(f"{made.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(str(path) for path in (output, picture) if path is not None)
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
+
+
+def _nodes(budget: str | None) -> int | None:
+    """The number of --budget; UsageError where it is neither one nor auto."""
+    if budget is None:
+        return None
+    try:
+        return int(budget)
+    except ValueError as reason:
+        raise UsageError(f"--budget {budget!r} is no number of nodes", "give a whole number, or auto") from reason
 
 
 def _widths(shape: str) -> list[int]:

@@ -11,13 +11,13 @@ from medusa_cli.decoding.ending import Ending
 from medusa_cli.decoding.sampling import Sampling, choose
 from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Confirmed, Drafter
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 
 
 def generate(
     backbone: Backbone,
     drafter: Drafter,
-    tree: Tree,
+    tree: Tree | Growth,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -27,6 +27,7 @@ def generate(
 ) -> Iterator[Step]:
     """Continue a prompt of token ids with drafts, step by step; the tokens of all steps together are the answer.
 
+    Every step drafts the same static tree, or grows one of its own.
     Greedy and exact sampling give what generate_plain gives (the same tokens, the same distribution).
     Raises UserError for a prompt longer than the context.
     """
@@ -59,8 +60,8 @@ def generate(
         yield Step(fresh, draft.tree.size - 1, len(verdict.path) - 1, draft_s, clock.lap())
 
 
-def fitting(tree: Tree, positions: int) -> Tree:
-    """The tree, or its part that needs no more than this many positions."""
+def fitting(tree: Tree | Growth, positions: int) -> Tree | Growth:
+    """The tree (or growth), or its part that needs no more than this many positions."""
     return tree if tree.max_depth < positions else tree.cut(max(positions - 1, 0))
 
 

@@ -16,7 +16,7 @@ DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (
 __all__ = ["DRAFTERS", "Batch", "Confirmed", "Draft", "Drafter", "HydraHeads", "Losses", "MedusaHeads", "load_drafter"]
 
 
-def load_drafter(folder: Path, backbone: Backbone) -> Drafter:
+def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
     config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
     name = config.get("drafter")

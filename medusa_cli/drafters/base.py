@@ -1,6 +1,7 @@
 """What a drafter is: confirmed state in, a tree of guessed tokens out; packed positions in, losses out."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone, KVCache
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,16 @@ class Drafter(nn.Module, ABC):
         """Forget the sequence; called before each prefill."""
 
     @abstractmethod
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
-        """Guess a token for every node of the tree; the tree is no deeper than num_heads."""
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
+        """Guess a token for every node of the tree, or of one grown for this step; it is no deeper than num_heads."""
 
     @abstractmethod
     def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
         """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets."""
 
     @abstractmethod
-    def guesses(self, backbone: Backbone, batch: Batch, top: int) -> Tensor:
-        """The ids of each head's best guesses, best first, [P, K, top]."""
+    def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
 
     @abstractmethod
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +19,7 @@ from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.errors import UserError
 from medusa_cli.run import read_json, write_json
+from medusa_cli.tree import Growth
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,6 +132,13 @@ class HeadDrafter(Drafter):
             self._scorers = [pack_linear(matrix.detach()) for matrix in self.matrices]
         return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
 
+    def confidences(self, head: int, scores: Tensor, growth: Growth) -> tuple[list[list[float]], list[list[int]]]:
+        """Log confidences and token ids of the best guesses, best first, for a head's scores [n, M]."""
+        scaled = scores / growth.temperature(head)
+        best = scaled.topk(min(growth.width, scaled.shape[-1]), dim=-1)
+        log_p = best.values - scaled.logsumexp(-1, keepdim=True)
+        return log_p.tolist(), self.draft_ids[best.indices].tolist()
+
     def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
         """Sum over heads k of decay^k times the mean cross-entropy to the token k places on (equation 1).
 
@@ -138,7 +146,7 @@ class HeadDrafter(Drafter):
         A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
         cross-entropy and counts as a miss in the accuracy.
         """
-        place = self._places(batch.next.device)
+        place = self.places(batch.next.device)
         none = torch.zeros((), dtype=torch.long, device=batch.next.device)
         states_of = self.encode(backbone, batch)
         teacher = self._teacher(backbone, batch) if soft else None
@@ -173,24 +181,20 @@ class HeadDrafter(Drafter):
             block.copy_(block.float().softmax(-1))
         return probabilities
 
-    def _places(self, device: torch.device) -> Tensor:
+    def places(self, device: torch.device) -> Tensor:
         """Token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
         place = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
         place[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return place
 
     @torch.inference_mode()
-    def guesses(self, backbone: Backbone, batch: Batch, top: int) -> Tensor:
-        """Token ids of each head's `top` best guesses at every position, [P, K, top]."""
+    def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
         batch = Batch(batch.hidden.to(self.dtype), batch.next, batch.segment)
         states_of = self.encode(backbone, batch)
         every = torch.arange(len(batch.next), device=batch.next.device)
-        found = []
         for head in range(self.num_heads):
-            matrix = self.matrix(backbone, head).to(self.dtype)
-            best = F.linear(states_of(head, every), matrix).float().topk(top, dim=-1).indices
-            found.append(self.draft_ids[best])
-        return torch.stack(found, dim=1)
+            yield F.linear(states_of(head, every), self.matrix(backbone, head).to(self.dtype)).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""

@@ -11,7 +11,7 @@ from medusa_cli.backbone import Backbone, KVCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft
 from medusa_cli.drafters.blocks import DecoderLayer, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growing, Growth, Tree
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,39 @@ class HydraHeads(HeadDrafter):
         self._caches = [LayerCache() for _ in self.prefix]
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Draft level by level: a node's children are the best guesses of the next head after the node's path."""
-        tokens = torch.full((tree.size,), confirmed.root, dtype=torch.long, device=backbone.device)
         state = self._context(confirmed)
-        if tree.max_depth:
-            blocks = self.fast("blocks")
-            paths = torch.cat([state, self._embed(backbone, tokens[:1])], dim=-1)  # [1, 2H]: what head 1 reads
-            for head, level in enumerate(_levels(tree, backbone.device)):
-                best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
-                drafted = self.draft_ids[best[level.rows, level.ranks]]
-                tokens[level.nodes] = drafted
-                if len(level.inner):
-                    embedded = self._embed(backbone, drafted[level.inner])
-                    paths = torch.cat([paths[level.rows[level.inner]], embedded], dim=-1)
+        root = torch.tensor([confirmed.root], device=backbone.device)
+        if not tree.max_depth:
+            return Draft(root, Tree.root_only())
+        paths = torch.cat([state, self._embed(backbone, root)], dim=-1)  # [1, 2H]: what head 1 reads
+        if isinstance(tree, Growth):
+            return self._grow(backbone, paths, tree, confirmed.root)
+        blocks, tokens = self.fast("blocks"), root.repeat(tree.size)
+        for head, level in enumerate(_levels(tree, backbone.device)):
+            best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
+            drafted = self.draft_ids[best[level.rows, level.ranks]]
+            tokens[level.nodes] = drafted
+            if len(level.inner):
+                embedded = self._embed(backbone, drafted[level.inner])
+                paths = torch.cat([paths[level.rows[level.inner]], embedded], dim=-1)
         return Draft(tokens, tree)
+
+    def _grow(self, backbone: Backbone, paths: Tensor, growth: Growth, root: int) -> Draft:
+        blocks, growing, nodes = self.fast("blocks"), Growing(growth, root), [0]
+        for head in range(growth.max_depth):
+            log_p, tokens = self.confidences(head, self.score(backbone, head, blocks[head](paths)), growth)
+            row = {node: place for place, node in enumerate(nodes)}
+            nodes = growing.extend(nodes, log_p, tokens)
+            if not nodes:
+                break
+            if head + 1 < growth.max_depth:
+                above = torch.tensor([row[growing.parents[node]] for node in nodes], device=paths.device)
+                drafted = torch.tensor([growing.tokens[node] for node in nodes], device=paths.device)
+                paths = torch.cat([paths[above], self._embed(backbone, drafted)], dim=-1)
+        tree, chosen = growing.tree()
+        return Draft(torch.tensor(chosen, device=paths.device), tree)
 
     def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""

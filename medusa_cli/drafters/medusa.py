@@ -11,7 +11,7 @@ from medusa_cli.backbone import Backbone, KVCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft
 from medusa_cli.drafters.blocks import Stack
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growing, Growth, Tree
 
 
 class MedusaHeads(HeadDrafter):
@@ -25,17 +25,27 @@ class MedusaHeads(HeadDrafter):
         self.blocks = nn.ModuleList(Stack(config.hidden_size, config.num_layers) for _ in range(config.num_heads))
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Fill each node with the guess of its head and rank, all from the last confirmed hidden state."""
-        tokens = torch.full((tree.size,), confirmed.root, dtype=torch.long, device=backbone.device)
-        if tree.max_depth:
-            state = confirmed.hidden[-1:].to(self.dtype)
-            blocks = self.fast("blocks")
-            scores = torch.cat([self.score(backbone, k, blocks[k](state)) for k in range(tree.max_depth)])
-            best = scores.topk(max(tree.widths), dim=-1).indices  # [heads, widest]
-            nodes = _lookup(tree, backbone.device)
-            tokens[1:] = self.draft_ids[best[nodes[0], nodes[1]]]
-        return Draft(tokens, tree)
+        root = torch.tensor([confirmed.root], device=backbone.device)
+        if not tree.max_depth:
+            return Draft(root, Tree.root_only())
+        state = confirmed.hidden[-1:].to(self.dtype)
+        blocks = self.fast("blocks")
+        scores = torch.cat([self.score(backbone, k, blocks[k](state)) for k in range(tree.max_depth)])
+        if isinstance(tree, Growth):
+            return self._grow(scores, tree, confirmed.root)
+        best = scores.topk(max(tree.widths), dim=-1).indices  # [heads, widest]
+        nodes = _lookup(tree, backbone.device)
+        return Draft(torch.cat([root, self.draft_ids[best[nodes[0], nodes[1]]]]), tree)
+
+    def _grow(self, scores: Tensor, growth: Growth, root: int) -> Draft:
+        growing, nodes = Growing(growth, root), [0]
+        for head in range(growth.max_depth):
+            log_p, tokens = self.confidences(head, scores[head : head + 1], growth)
+            nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
+        tree, drafted = growing.tree()
+        return Draft(torch.tensor(drafted, device=scores.device), tree)
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         return lambda head, rows: self.blocks[head](batch.hidden[rows])

@@ -6,19 +6,26 @@ from dataclasses import dataclass
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.training.data import Answer, Dataset, pack
 
-# A batch's scores of all heads [P, K, M] are held at once.
+# A batch's scores of one head [P, M] are held at once.
 POSITIONS = 512
+# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
+TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
+FIT_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """accuracies[k][i]: share of `counted[k]` positions where guess i of head k was the token."""
+    """accuracies[k][i]: share of `counted[k]` positions where guess i of head k was the token.
+
+    temperatures[k] is what head k's softmax must be taken at for its confidences to fit (least log loss).
+    """
 
     accuracies: list[list[float]]
+    temperatures: list[float]
     counted: list[int]
     positions: int
     answers: int
@@ -26,7 +33,7 @@ class Calibration:
 
 def calibrate(
     backbone: Backbone,
-    drafter: Drafter,
+    drafter: HeadDrafter,
     dataset: Dataset,
     *,
     top: int = 10,
@@ -40,7 +47,7 @@ def calibrate(
     """
     if top < 1:
         raise UsageError(f"--top {top} is too small", "use 1 or more")
-    vocabulary = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size
+    vocabulary = len(drafter.draft_ids)
     if top > vocabulary:
         raise UsageError(
             f"--top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less"
@@ -52,19 +59,22 @@ def calibrate(
     heads = drafter.num_heads
     hits = torch.zeros(heads, top, dtype=torch.long)
     counted = torch.zeros(heads, dtype=torch.long)
+    log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
+    places = drafter.places(backbone.device)
     positions = 0
     for piece in pack(chosen, POSITIONS):
         batch = dataset.batch(piece, backbone.device, backbone.dtype)
-        with torch.inference_mode():
-            guesses = drafter.guesses(backbone, batch, top)  # [P, K, top]
-        for head in range(heads):
+        for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
-            if len(batch.next) <= ahead:
+            rows = torch.nonzero(batch.segment[ahead:] == batch.segment[:-ahead]).squeeze(-1)
+            if not len(rows):
                 continue
-            same = batch.segment[ahead:] == batch.segment[:-ahead]
-            right = guesses[:-ahead, head] == batch.next[ahead:, None]  # [P - ahead, top]
-            hits[head] += right[same].sum(0).cpu()
-            counted[head] += same.sum().cpu()
+            scores, targets = scores[rows], batch.next[rows + ahead]
+            right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
+            hits[head] += right.sum(0).cpu()
+            counted[head] += len(rows)
+            if positions < FIT_POSITIONS:
+                log_loss[head] += _log_losses(scores, places[targets])
         positions += len(batch.next)
         on_progress(len(batch.next))
     if not counted.all():
@@ -72,4 +82,14 @@ def calibrate(
             f"the held-out answers are too short to calibrate {heads} heads", "distil longer or more answers"
         )
     shares = hits.double() / counted[:, None]
-    return Calibration(shares.tolist(), counted.tolist(), positions, len(chosen))
+    temperatures = [TEMPERATURES[int(row.argmin())] for row in log_loss]
+    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, len(chosen))
+
+
+def _log_losses(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Sum of the log losses of targets at `places` in scores [n, M] at each temperature; -1 is no target."""
+    known = places >= 0
+    scores, wanted = scores[known], places[known]
+    picked = scores.gather(1, wanted[:, None]).squeeze(1)
+    sums = [(scores / heat).logsumexp(-1).sum() - picked.sum() / heat for heat in TEMPERATURES]
+    return torch.stack(sums).double().cpu()

@@ -1,5 +1,6 @@
-"""Trees of guesses: their shape, the search for the best one, files and pictures."""
+"""Trees of guesses: what they are, the best static one, dynamic ones, files and drawings."""
 
+from medusa_cli.tree.dynamic import Growing, Growth
 from medusa_cli.tree.tree import Tree
 
-__all__ = ["Tree"]
+__all__ = ["Growing", "Growth", "Tree"]

@@ -98,9 +98,9 @@ class Tree:
     def mask(self) -> Tensor:
         """Who sees whom, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
         mask = torch.eye(self.size, dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
+        parents = torch.tensor(self.parents[1:], dtype=torch.long)
+        for _ in range(self.max_depth):  # each pass hands every node the ancestors of its parent found so far
+            mask[1:] |= mask[parents]
         return mask
 
     @cached_property

@@ -1,0 +1,125 @@
+"""`medusa tree --budget auto`: measure what steps cost here, once a run, and find the tree that pays best."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_cli import console
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.heads import Heads
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run, provenance, read_json, write_json
+
+if TYPE_CHECKING:
+    from medusa_cli.tree.budget import Budget
+
+COSTS = "step_cost.json"
+# Shown beside the choice: a plain step, and the sizes that are fixed elsewhere.
+BESIDE = (1, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The budget chosen and those shown beside it."""
+
+    chosen: "Budget"
+    beside: "list[Budget]"
+
+    def rows(self) -> list[dict[str, float]]:
+        """Nodes, expected tokens a step, milliseconds a step and tokens a second of each, the chosen one first."""
+        return [
+            {
+                "nodes": one.tree.size,
+                "depth": one.tree.max_depth,
+                "expected_acceptance_length": one.expected,
+                "step_ms": 1e3 * one.seconds,
+                "tokens_per_s": one.tokens_per_s,
+            }
+            for one in (self.chosen, *self.beside)
+        ]
+
+    def table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title="What sizes are expected to give on this machine")
+        for column in ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s"):
+            table.add_column(column, justify="right")
+        for number, row in enumerate(self.rows()):
+            cells = (f"{row['nodes']}", f"{row['depth']}", f"{row['expected_acceptance_length']:.2f}")
+            more = (f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:.1f}")
+            table.add_row(*cells, *more, style="bold green" if number == 0 else None)
+        return table
+
+
+def find_budget(
+    target: Run | None, heads: Heads, calibration: Path | None, again: bool, place: dict[str, Any]
+) -> Found:
+    """The best budget for the heads of a run (None: those that ship), steps timed unless the run has their times.
+
+    UserError without accuracies or without a drafter to time.
+    """
+    from medusa_cli.tree.budget import best_budget, judge
+    from medusa_cli.tree.search import largest
+
+    source = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
+    if source is None or not (source.drafter_dir / "config.json").is_file():
+        raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
+    if not heads.accuracies:
+        raise UserError(f"the run {source.path} has no calibration.json", "run `medusa calibrate` first")
+    costs = None if again or target is None else _cached(target, place)
+    if costs is None:
+        costs = _measure(source, target, heads, place)
+    chosen = best_budget(heads.accuracies, costs)
+    sizes = [n for n in BESIDE if n <= min(costs[-1].nodes, largest(heads.accuracies))]
+    found = Found(chosen, [judge(heads.accuracies, nodes, costs) for nodes in sizes])
+    if target is not None:
+        from medusa_cli.benchmarks.step_cost import draw_costs
+
+        curve = [judge(heads.accuracies, one.nodes, costs) for one in costs if one.nodes <= largest(heads.accuracies)]
+        draw_costs(costs, curve, chosen, target.path / "step_cost.png")
+    return found
+
+
+def _cached(target: Run, place: dict[str, Any]) -> Any:
+    """The run's step times, if they were taken for this drafter in this place."""
+    from medusa_cli.tree.budget import StepCost
+
+    path = target.path / COSTS
+    if not path.is_file():
+        return None
+    data = read_json(path, "the step times")
+    if data.get("asked") != place or data.get("drafter") != _stamp(target):
+        return None
+    console.info(f"step times from {path}; --measure takes them again")
+    return [StepCost(**one) for one in data["costs"]]
+
+
+def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any]) -> Any:
+    """Load model and drafter and time a step of every size; kept in the run where there is one."""
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.benchmarks.step_cost import CONTEXT, ROUNDS, SIZES, measure_costs
+    from medusa_cli.drafters import load_drafter
+    from medusa_cli.tree.search import largest, search
+
+    config = read_json(source.drafter_dir / "config.json", "the drafter's config")
+    model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
+    backbone = load_backbone(model, **place)
+    drafter = load_drafter(source.drafter_dir, backbone)
+    kind = str(backbone.dtype).removeprefix("torch.")
+    console.info(
+        f"timing steps of {model} in {kind} on {backbone.device}, {backbone.engine} engine, {CONTEXT} tokens in"
+    )
+    trees = [search(heads.accuracies, nodes) for nodes in SIZES if nodes <= largest(heads.accuracies)]
+    with console.progress("timing", total=(ROUNDS + 2) * len(trees), unit="steps") as bar:
+        costs = measure_costs(backbone, drafter, trees, on_progress=bar.advance)
+    if target is not None:
+        facts = {"device": str(backbone.device), "dtype": kind, "engine": backbone.engine, "context": CONTEXT}
+        document = {"asked": place, "drafter": _stamp(target), **facts, "costs": [asdict(one) for one in costs]}
+        write_json(target.path / COSTS, {**provenance(backbone.identity), **document})
+    return costs
+
+
+def _stamp(target: Run) -> str:
+    """When the run's drafter was made: its times are no other drafter's."""
+    config = read_json(target.drafter_dir / "config.json", "the drafter's config")
+    return str(config.get("provenance", {}).get("created"))
