@@ -24,8 +24,9 @@ class DrafterRecipe:
 
     vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
-    matrices: one for "each" head, or "one" for all of them. prefix_layers: Hydra's decoder layers over the answer
-    before its heads (0: Hydra, 1: Hydra++).
+    matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
+    prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++). attention_layers:
+    Amphista's self-attention layers over its heads (1; 2 is its alpha variant).
     """
 
     name: str = "medusa"
@@ -34,7 +35,9 @@ class DrafterRecipe:
     vocabulary: str = _setting("auto", among=("auto", "draft", "own", "shared"))
     draft_vocab_size: int = _setting(12288, least=1)
     matrices: str = _setting("each", among=("each", "one"))
+    rank: int | None = _setting(None, least=1)
     prefix_layers: int = _setting(0, least=0, most=4)
+    attention_layers: int = _setting(1, least=0, most=4)
 
 
 @dataclass(frozen=True)

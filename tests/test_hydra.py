@@ -66,7 +66,7 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
         state = heads._context(confirmed)
     batch = Batch(hidden[3:], tokens[3:], torch.zeros(6, dtype=torch.long))
     states = heads.encode(backbone, batch)(0, torch.tensor([5]))
-    embedded = heads._embed(backbone, tokens[8:9])
+    embedded = heads.embed(backbone, tokens[8:9])
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
     heads.reset()
     again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))

@@ -98,7 +98,9 @@ def _table(found: Any) -> Any:
     from rich.table import Table
 
     top = len(found.accuracies[0])
-    table = Table(title=f"Accuracy (%) of each head's top {top} guesses on {found.positions:,} held-out tokens; T: temperature")
+    table = Table(
+        title=f"Accuracy (%) of each head's top {top} guesses on {found.positions:,} held-out tokens; T: temperature"
+    )
     table.add_column("head", justify="right")
     for guess in range(top):
         table.add_column(str(guess + 1), justify="right")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
@@ -11,9 +12,20 @@ from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.run import check_backbone, read_json
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (MedusaHeads, HydraHeads)}
+DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (MedusaHeads, HydraHeads, Amphista)}
 
-__all__ = ["DRAFTERS", "Batch", "Confirmed", "Draft", "Drafter", "HydraHeads", "Losses", "MedusaHeads", "load_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "Amphista",
+    "Batch",
+    "Confirmed",
+    "Draft",
+    "Drafter",
+    "HydraHeads",
+    "Losses",
+    "MedusaHeads",
+    "load_drafter",
+]
 
 
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:

@@ -123,3 +123,24 @@ def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
     places = number * longest + torch.arange(len(segment), device=x.device) - starts[number]
     padded = x.new_zeros(len(lengths) * longest, x.shape[-1]).index_copy(0, places, x)
     return padded.view(len(lengths), longest, -1), places
+
+
+class HeadAttention(nn.Module):
+    """Bi-directional self-attention over the K heads of one position, added to them; at first it adds nothing.
+
+    Amphista's auto-embedding (section 3.2).
+    """
+
+    def __init__(self, hidden_size: int, head_dim: int = 64) -> None:
+        super().__init__()
+        self.heads = max(1, hidden_size // head_dim)
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States [P, K, H] -> [P, K, H]."""
+        q, k, v = self.qkv(_norm(self.norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(seen.transpose(1, 2).flatten(-2))

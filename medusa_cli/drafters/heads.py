@@ -32,7 +32,10 @@ Encoded = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all."""
+    """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all.
+
+    rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones.
+    """
 
     num_heads: int
     num_layers: int
@@ -41,6 +44,7 @@ class HeadsConfig:
     vocabulary: str = "draft"
     draft_vocab_size: int | None = None
     matrices: str = "each"
+    rank: int | None = None
 
 
 class HeadDrafter(Drafter):
@@ -61,7 +65,12 @@ class HeadDrafter(Drafter):
         self.num_heads = config.num_heads
         rows = {"draft": config.draft_vocab_size or 0, "own": config.vocab_size, "shared": 0}[config.vocabulary]
         count = 0 if not rows else 1 if config.matrices == "one" else config.num_heads
-        self.matrices = nn.ParameterList([nn.Parameter(torch.empty(rows, config.hidden_size)) for _ in range(count)])
+        inner = config.rank or config.hidden_size
+        self.matrices = nn.ParameterList([nn.Parameter(torch.empty(rows, inner)) for _ in range(count)])
+        # The inner factors of matrices of low rank; without a rank there are none.
+        self.factors = nn.ParameterList(
+            [nn.Parameter(torch.empty(inner, config.hidden_size)) for _ in range(count if config.rank else 0)]
+        )
         ids = torch.arange(config.vocab_size) if config.vocabulary != "draft" else torch.zeros(rows, dtype=torch.long)
         self.register_buffer("draft_ids", ids, persistent=False)
         self._forget_fast()
@@ -75,9 +84,13 @@ class HeadDrafter(Drafter):
         vocabulary: str = "draft",
         draft_ids: Tensor | None = None,
         matrices: str = "each",
+        rank: int | None = None,
         **own: Any,
     ) -> "Self":
-        """A fresh fp32 drafter, its matrices copied from the backbone's lm_head; draft_ids [M] for "draft"."""
+        """A fresh fp32 drafter, its matrices copied from the backbone's lm_head; draft_ids [M] for "draft".
+
+        Matrices of low rank start as the best approximation of that rank.
+        """
         if vocabulary not in VOCABULARIES:
             raise UserError(f"the vocabulary {vocabulary!r} is unknown", f"use one of {', '.join(VOCABULARIES)}")
         if matrices not in MATRICES:
@@ -86,11 +99,22 @@ class HeadDrafter(Drafter):
             raise UserError("a draft vocabulary needs its token ids", "give draft_ids")
         size = len(draft_ids) if vocabulary == "draft" and draft_ids is not None else None
         sizes = (num_heads, num_layers, backbone.hidden_size, backbone.vocab_size)
-        drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, **own))
+        if rank is not None and (vocabulary == "shared" or not 1 <= rank < backbone.hidden_size):
+            raise UserError(
+                f"vocabulary matrices of rank {rank} cannot be",
+                f"use a rank below {backbone.hidden_size}, and the vocabulary draft or own",
+            )
+        drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, rank, **own))
         if vocabulary == "draft" and draft_ids is not None:
             drafter.draft_ids.copy_(draft_ids)
+        rows = backbone.lm_head_weight[drafter.draft_ids.to(backbone.lm_head_weight.device)]
+        if rank is not None:
+            left, scales, right = torch.linalg.svd(rows.float(), full_matrices=False)
+            rows = left[:, :rank] * scales[:rank].sqrt()
+            for factor in drafter.factors:
+                factor.data.copy_(scales[:rank, None].sqrt() * right[:rank])
         for matrix in drafter.matrices:
-            matrix.data.copy_(backbone.lm_head_weight[drafter.draft_ids.to(backbone.lm_head_weight.device)])
+            matrix.data.copy_(rows)
         return drafter.to(backbone.device)
 
     @abstractmethod
@@ -118,14 +142,24 @@ class HeadDrafter(Drafter):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        """The backbone's embeddings [n, H] scaled to unit root mean square: raw ones are far smaller than states."""
+        embedded = backbone.embedding(tokens).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
-        """The vocabulary matrix [M, H] of a head (from 0)."""
+        """The vocabulary matrix [M, H] (or [M, r]) of a head (from 0)."""
         if self.config.vocabulary == "shared":
             return backbone.lm_head_weight
         return self.matrices[head if len(self.matrices) > 1 else 0]
 
+    def inner(self, head: int, states: Tensor) -> Tensor:
+        """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
+        return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
+
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
+        states = self.inner(head, states)
         if self.config.vocabulary == "shared":
             return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
         if not self._scorers:
@@ -162,7 +196,7 @@ class HeadDrafter(Drafter):
                 continue
             rows = rows[known]
             aim = None if teacher is None else teacher[rows + k]
-            states = states_of(k - 1, rows)
+            states = self.inner(k - 1, states_of(k - 1, rows))
             loss, hits = linear_cross_entropy(states, self.matrix(backbone, k - 1), targets[known], aim, soft)
             per_head.append(loss)
             correct.append(hits)
@@ -194,7 +228,7 @@ class HeadDrafter(Drafter):
         states_of = self.encode(backbone, batch)
         every = torch.arange(len(batch.next), device=batch.next.device)
         for head in range(self.num_heads):
-            yield F.linear(states_of(head, every), self.matrix(backbone, head).to(self.dtype)).float()
+            yield F.linear(self.inner(head, states_of(head, every)), self.matrix(backbone, head).to(self.dtype)).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""

@@ -66,7 +66,7 @@ class HydraHeads(HeadDrafter):
         root = torch.tensor([confirmed.root], device=backbone.device)
         if not tree.max_depth:
             return Draft(root, Tree.root_only())
-        paths = torch.cat([state, self._embed(backbone, root)], dim=-1)  # [1, 2H]: what head 1 reads
+        paths = torch.cat([state, self.embed(backbone, root)], dim=-1)  # [1, 2H]: what head 1 reads
         if isinstance(tree, Growth):
             return self._grow(backbone, paths, tree, confirmed.root)
         blocks, tokens = self.fast("blocks"), root.repeat(tree.size)
@@ -75,7 +75,7 @@ class HydraHeads(HeadDrafter):
             drafted = self.draft_ids[best[level.rows, level.ranks]]
             tokens[level.nodes] = drafted
             if len(level.inner):
-                embedded = self._embed(backbone, drafted[level.inner])
+                embedded = self.embed(backbone, drafted[level.inner])
                 paths = torch.cat([paths[level.rows[level.inner]], embedded], dim=-1)
         return Draft(tokens, tree)
 
@@ -90,7 +90,7 @@ class HydraHeads(HeadDrafter):
             if head + 1 < growth.max_depth:
                 above = torch.tensor([row[growing.parents[node]] for node in nodes], device=paths.device)
                 drafted = torch.tensor([growing.tokens[node] for node in nodes], device=paths.device)
-                paths = torch.cat([paths[above], self._embed(backbone, drafted)], dim=-1)
+                paths = torch.cat([paths[above], self.embed(backbone, drafted)], dim=-1)
         tree, chosen = growing.tree()
         return Draft(torch.tensor(chosen, device=paths.device), tree)
 
@@ -106,13 +106,8 @@ class HydraHeads(HeadDrafter):
             x = layer(x, cache)
         return x[0, -1:]
 
-    def _embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Embeddings [n, H] scaled to unit root mean square: raw ones are far smaller than states."""
-        embedded = backbone.embedding(tokens).to(self.dtype)
-        return F.rms_norm(embedded, embedded.shape[-1:])
-
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        embedded = self._embed(backbone, batch.next).to(batch.hidden.dtype)
+        embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         context = batch.hidden
         if self.prefix:
             x, places = by_sequence(context, batch.segment)

@@ -1,7 +1,6 @@
 """Medusa heads: K residual heads on the final hidden state, head k guessing the token k places past the next one."""
 
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from medusa_cli.backbone import Backbone, KVCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft
 from medusa_cli.drafters.blocks import Stack
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.tree import Growing, Growth, Tree
+from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.tree import Growth, Tree
 
 
 class MedusaHeads(HeadDrafter):
@@ -27,25 +27,10 @@ class MedusaHeads(HeadDrafter):
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Fill each node with the guess of its head and rank, all from the last confirmed hidden state."""
-        root = torch.tensor([confirmed.root], device=backbone.device)
-        if not tree.max_depth:
-            return Draft(root, Tree.root_only())
         state = confirmed.hidden[-1:].to(self.dtype)
         blocks = self.fast("blocks")
-        scores = torch.cat([self.score(backbone, k, blocks[k](state)) for k in range(tree.max_depth)])
-        if isinstance(tree, Growth):
-            return self._grow(scores, tree, confirmed.root)
-        best = scores.topk(max(tree.widths), dim=-1).indices  # [heads, widest]
-        nodes = _lookup(tree, backbone.device)
-        return Draft(torch.cat([root, self.draft_ids[best[nodes[0], nodes[1]]]]), tree)
-
-    def _grow(self, scores: Tensor, growth: Growth, root: int) -> Draft:
-        growing, nodes = Growing(growth, root), [0]
-        for head in range(growth.max_depth):
-            log_p, tokens = self.confidences(head, scores[head : head + 1], growth)
-            nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
-        tree, drafted = growing.tree()
-        return Draft(torch.tensor(drafted, device=scores.device), tree)
+        scores = [self.score(backbone, head, blocks[head](state)) for head in range(tree.max_depth)]
+        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         return lambda head, rows: self.blocks[head](batch.hidden[rows])
@@ -55,7 +40,8 @@ class MedusaHeads(HeadDrafter):
         weights: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
             weights |= {f"{k}.{name}": tensor for name, tensor in block.named_parameters()}
-        return weights | {f"{k}.{self.config.num_layers}.weight": matrix for k, matrix in enumerate(self.matrices)}
+        weights |= {f"{k}.{self.config.num_layers}.weight": matrix for k, matrix in enumerate(self.matrices)}
+        return weights | {f"{k}.{self.config.num_layers}.factor": factor for k, factor in enumerate(self.factors)}
 
     def config_json(self) -> dict[str, Any]:
         shared = {k: v for k, v in asdict(self.config).items() if k not in ("num_heads", "num_layers")}
@@ -72,10 +58,3 @@ class MedusaHeads(HeadDrafter):
         counts = {"num_heads": data["medusa_num_heads"], "num_layers": data["medusa_num_layers"]}
         # Checkpoints of other tools name no vocabulary: their heads score all of it.
         return super().read_config({"vocabulary": "own", **data, **counts})
-
-
-@lru_cache(maxsize=64)
-def _lookup(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Head index and rank of every node but the root, [N-1] each."""
-    heads = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=device)
-    return heads, torch.tensor(tree.ranks[1:], device=device)

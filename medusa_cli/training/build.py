@@ -56,6 +56,7 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
         vocabulary=vocabulary,
         draft_ids=draft_ids,
         matrices=recipe.matrices,
+        rank=recipe.rank,
         **{key: getattr(recipe, key) for key in kind.settings},
     )
     return drafter, coverage

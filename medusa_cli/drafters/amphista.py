@@ -1,0 +1,96 @@
+"""Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.drafters.base import Batch, Confirmed, Draft
+from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.tree import Growth, Tree
+
+
+@dataclass(frozen=True)
+class AmphistaConfig(HeadsConfig):
+    """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3)."""
+
+    attention_layers: int = 1
+
+
+class AdaptationLayer(nn.Module):
+    """fc([h; e]) and a causal decoder layer (section 3.1); a fresh one passes h on."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * hidden_size, hidden_size)
+        self.layer = DecoderLayer(hidden_size)
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight[:, :hidden_size])
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
+        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache)
+
+
+class Amphista(HeadDrafter):
+    """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3).
+
+    The adaptation layers see the states from the last prompt token on: training knows the states of answers alone.
+    """
+
+    name = "amphista"
+    config_class = AmphistaConfig
+    settings = ("attention_layers",)
+    config: AmphistaConfig
+
+    def __init__(self, config: AmphistaConfig) -> None:
+        super().__init__(config)
+        size, heads = config.hidden_size, config.num_heads
+        self.stages = nn.ModuleList(AdaptationLayer(size) for _ in range(2))
+        self.blocks = nn.ModuleList(Stack(size, config.num_layers) for _ in range(heads))
+        self.position = nn.Parameter(torch.zeros(heads, size))
+        self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
+        self.reset()
+
+    def reset(self) -> None:
+        self._caches = [LayerCache() for _ in self.stages]
+
+    @torch.inference_mode()
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
+        """Adapt the confirmed states, let the heads see one another, and fill every node from their guesses."""
+        following = torch.cat([confirmed.tokens[1:], confirmed.tokens.new_tensor([confirmed.root])])
+        hidden = confirmed.hidden.to(self.dtype)
+        if not self._caches[0].length:  # a prompt: only its last state has a counterpart in training
+            hidden, following = hidden[-1:], following[-1:]
+        embedded = self.embed(backbone, following)[None]
+        stages, adapted, x = self.fast("stages"), [], hidden[None]
+        for stage, one in zip(stages, self._caches, strict=True):
+            x = stage(x, embedded, one)
+            adapted.append(x[0, -1:])
+        states = self._together(adapted, self.fast("blocks"), self.fast("attention"))[0]  # [K, H]
+        depth = tree.max_depth
+        scores = [self.score(backbone, head, states[head : head + 1]) for head in range(depth)]
+        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+
+    def _together(self, adapted: list[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
+        """The heads' states [P, K, H] from those of the two stages, [P, H] each."""
+        half = self.num_heads // 2
+        apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
+        x = torch.stack(apart, dim=1) + self.position
+        for layer in attention:
+            x = layer(x)
+        return x
+
+    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+        hidden, places = by_sequence(batch.hidden, batch.segment)
+        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.segment)
+        adapted, x = [], hidden
+        for stage in self.stages:
+            x = stage(x, embedded)
+            adapted.append(x.flatten(0, 1)[places])
+        states = self._together(adapted, self.blocks, self.attention)
+        return lambda head, rows: states[rows, head].to(batch.hidden.dtype)

@@ -1,0 +1,43 @@
+"""Drafting for heads whose guesses do not depend on one another's: one row of scores a head fills any tree."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from medusa_cli.drafters.base import Draft
+from medusa_cli.tree import Growing, Growth, Tree
+
+if TYPE_CHECKING:
+    from medusa_cli.drafters.heads import HeadDrafter
+
+
+def draft_at_once(
+    drafter: "HeadDrafter", scores: Sequence[Tensor], tree: Tree | Growth, root: int, device: torch.device
+) -> Draft:
+    """Fill each node with the guess of its head and rank, or grow a tree over the heads' confidences.
+
+    scores: one row [1, M] for each head the tree needs.
+    """
+    first = torch.tensor([root], device=device)
+    if not tree.max_depth:
+        return Draft(first, Tree.root_only())
+    if isinstance(tree, Growth):
+        growing, nodes = Growing(tree, root), [0]
+        for head, row in enumerate(scores):
+            log_p, tokens = drafter.confidences(head, row, tree)
+            nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
+        grown, drafted = growing.tree()
+        return Draft(torch.tensor(drafted, device=device), grown)
+    best = torch.cat(list(scores)).topk(max(tree.widths), dim=-1).indices  # [heads, widest]
+    heads, ranks = _lookup(tree, device)
+    return Draft(torch.cat([first, drafter.draft_ids[best[heads, ranks]]]), tree)
+
+
+@lru_cache(maxsize=64)
+def _lookup(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Head index and rank of every node but the root, [N-1] each."""
+    heads = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=device)
+    return heads, torch.tensor(tree.ranks[1:], device=device)

@@ -1,0 +1,130 @@
+"""Amphista: what its heads read, caches that follow acceptance, losslessness, files, low-rank matrices."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding import generate, generate_plain
+from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, Draft, load_drafter
+from medusa_cli.errors import UserError
+from medusa_cli.run import provenance
+from medusa_cli.tree import Growth, Tree
+from tests.tiny import FAMILIES, guesses, tiny_backbone
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [0, 0, 2, 1]])
+PROMPT = [5, 9, 20, 11, 7]
+
+
+def amphista(backbone: Backbone, attention: int = 1, rank: int | None = None) -> Amphista:
+    torch.manual_seed(0)
+    heads = Amphista.create(backbone, 4, 1, "own", None, "each", rank, attention_layers=attention)
+    with torch.no_grad():
+        for weight in heads.parameters():  # files hold bf16
+            weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
+    return heads.eval()
+
+
+class Watched(Amphista):
+    """Keeps what it was told and what it drafted."""
+
+    seen: list[tuple[Confirmed, Draft]]
+
+    def draft(self, backbone, cache, confirmed, tree) -> Draft:
+        draft = super().draft(backbone, cache, confirmed, tree)
+        self.seen.append((confirmed, draft))
+        return draft
+
+
+@pytest.mark.parametrize("attention", [0, 1, 2])
+def test_cached_drafting_equals_recomputing_the_whole_answer(attention: int) -> None:
+    backbone = tiny_backbone()
+    heads = amphista(backbone, attention)
+    heads.__class__ = Watched
+    heads.seen = []
+    list(generate(backbone, heads, TREE, PROMPT, max_new_tokens=40, stop_ids=()))
+    assert len(heads.seen) > 5
+    assert any(len(confirmed.tokens) > 1 for confirmed, _ in heads.seen[1:])  # acceptance did happen
+    hidden = heads.seen[0][0].hidden[-1:]
+    following: list[int] = []
+    for number, (confirmed, draft) in enumerate(heads.seen):
+        if number:
+            hidden = torch.cat([hidden, confirmed.hidden])
+            following += confirmed.tokens[1:].tolist()
+        following.append(confirmed.root)
+        batch = Batch(hidden, torch.tensor(following), torch.zeros(len(following), dtype=torch.long))
+        found = guesses(heads, backbone, batch, 4)[-1]
+        for node in range(1, TREE.size):
+            assert draft.tokens[node] == found[TREE.depths[node] - 1, TREE.ranks[node]], (number, node)
+
+
+def test_the_halves_read_the_stages_in_turn() -> None:
+    backbone = tiny_backbone()
+    heads = amphista(backbone, attention=0)
+    batch = Batch(torch.randn(1, 32), torch.tensor([9]), torch.zeros(1, dtype=torch.long))
+    before = guesses(heads, backbone, batch, 8)[0]
+    with torch.no_grad():
+        heads.stages[1].fc.weight.neg_()
+    after = guesses(heads, backbone, batch, 8)[0]
+    assert torch.equal(before[:2], after[:2]) and not torch.equal(before[2:], after[2:])
+
+
+def test_with_attention_every_head_sees_every_other() -> None:
+    backbone = tiny_backbone()
+    heads = amphista(backbone)
+    batch = Batch(torch.randn(1, 32), torch.tensor([9]), torch.zeros(1, dtype=torch.long))
+    before = list(heads.logits(backbone, batch))
+    with torch.no_grad():
+        heads.blocks[3].get_submodule("0").linear.bias.add_(1.0)
+    assert all(not torch.equal(one, two) for one, two in zip(before, heads.logits(backbone, batch), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [TREE, Growth(9, 4)])
+def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
+    backbone = tiny_backbone(family)
+    drafted = generate(backbone, amphista(backbone), shape, PROMPT, max_new_tokens=50, stop_ids=())
+    plain = generate_plain(backbone, PROMPT, max_new_tokens=50, stop_ids=())
+    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+def test_segments_do_not_see_one_another_and_every_weight_learns() -> None:
+    backbone = tiny_backbone()
+    heads = amphista(backbone, rank=8)
+    hidden, tokens = torch.randn(14, 32), torch.randint(5, 60, (14,))
+    segment = torch.tensor([0] * 6 + [1] * 8)
+    found = guesses(heads, backbone, Batch(hidden, tokens, segment), 3)
+    assert torch.equal(found[6:], guesses(heads, backbone, Batch(hidden[6:], tokens[6:], segment[6:]), 3))
+    heads.train()
+    heads.loss(backbone, Batch(hidden, tokens, segment), soft=0.5).total.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters())
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_loaded_drafters_draft_what_saved_ones_did(tmp_path: Path, name: str, rank: int | None) -> None:
+    backbone = tiny_backbone()
+    torch.manual_seed(0)
+    heads = DRAFTERS[name].create(backbone, 4, 1, "own", rank=rank)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
+    heads.eval().save(tmp_path, provenance(backbone.identity))
+    loaded = load_drafter(tmp_path, backbone)
+    assert loaded.config == heads.config and loaded.name == name
+    confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
+    ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    assert torch.equal(ours, theirs)
+
+
+def test_low_rank_matrices_start_as_the_best_approximation() -> None:
+    backbone = tiny_backbone()
+    heads = DRAFTERS["medusa"].create(backbone, 2, 1, "own", rank=31)
+    product = heads.matrices[0] @ heads.factors[0]
+    left, scales, right = torch.linalg.svd(backbone.lm_head_weight)
+    best = left[:, :31] @ torch.diag(scales[:31]) @ right[:31]
+    assert torch.allclose(product, best, atol=1e-4)
+    for rank, vocabulary in ((0, "own"), (32, "own"), (8, "shared")):
+        with pytest.raises(UserError, match=f"rank {rank} cannot be"):
+            DRAFTERS["medusa"].create(backbone, 2, 1, vocabulary, rank=rank)
