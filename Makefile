@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow clean
+.PHONY: help install demo style check test test-slow bench-decode clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -38,6 +38,10 @@ test: $(READY) ## the tests, offline once the model and the data are fetched
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+
+bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
+	$(BIN)/medusa bench --steps
+	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 --methods hf,hf-lookup,ar,medusa,medusa-dynamic
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -65,6 +65,10 @@ class Backbone:
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         self.dtype: torch.dtype = self.embedding.weight.dtype
+        # What a step reads: all weights but an embedding table that is not also the lm_head.
+        tied = model.get_output_embeddings().weight is self.embedding.weight
+        every = sum(one.numel() * one.element_size() for one in model.parameters())
+        self.weight_bytes: int = every - (0 if tied else self.embedding.weight.numel() * self.dtype.itemsize)
         # Read before the linear layers are packed, which keeps no plain weight.
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
         self._lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()

@@ -33,6 +33,10 @@ def bench(
     gguf: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What llama.cpp reads. [default: the default model's own]")
     ] = None,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="Time forward passes by rows and engine instead of answering questions.")
+    ] = False,
+    context: Annotated[int, typer.Option(metavar="N", min=1, help="With --steps: tokens in the cache.")] = 384,
     max_new_tokens: options.MaxNewTokens = None,
     run: options.RunOrShipped = None,
     model: options.Model = None,
@@ -60,6 +64,12 @@ def bench(
     from medusa_cli.errors import UsageError
 
     console.configure(quiet=quiet, json=json)
+    if steps:
+        from medusa_cli.commands.steps import bench_steps
+
+        place = {"device": device, "dtype": dtype, "engine": engine}
+        bench_steps(model, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}, context, json)
+        return
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.commands.loading import choose, sampling_of
