@@ -60,9 +60,25 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1). soft is the share
     of the backbone's own distribution in a target, the rest is the token it emitted: 0 is hard, 1 soft cross-entropy.
+
+    Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
+    KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
+    (heads alone for the share heads_first of the steps, then rising to the end) or sine. backbone_lr: null is a quarter
+    of lr. max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
     """
 
     stage: int = _setting(1, least=1, most=2)
+    tuning: str = _setting("lora", among=("lora", "qlora", "full"))
+    lora_rank: int = _setting(32, least=1)
+    lora_alpha: float = _setting(16.0, least=0.0)
+    lora_dropout: float = _setting(0.05, least=0.0, most=1.0)
+    objective: str = _setting("kl", among=("kl", "ce"))
+    lambda_0: float = _setting(0.2, least=0.0)
+    schedule: str = _setting("warmup", among=("constant", "warmup", "sine"))
+    heads_first: float = _setting(0.1, least=0.0, most=0.9)
+    backbone_lr: float | None = _setting(None, least=0.0)
+    max_length: int = _setting(1024, least=16)
+    optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
     epochs: int = _setting(2, least=1)
     max_tokens: int | None = _setting(800_000, least=1)
     lr: float = _setting(2e-3, least=0.0)

@@ -95,6 +95,11 @@ class Run:
             raise UserError(f"--run {name!r}: {path} does not exist", "run `medusa distill` and `medusa train` first")
         return cls(path)
 
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the run's adapter, where joint training left one."""
+        return self.adapter_dir if (self.adapter_dir / "adapter_config.json").is_file() else None
+
     @classmethod
     def pretrained(cls, model: str) -> "Run | None":
         """The drafter that ships for a model, laid out like a run; None where none ships."""

@@ -32,13 +32,13 @@ def medusa_tree(*words: str) -> Result:
 
 
 def test_cost_lies_on_the_line_between_measured_sizes() -> None:
-    costs = [StepCost(1, 0.010), StepCost(9, 0.018), StepCost(17, 0.050)]
+    costs = [StepCost(3, 1, 0.010), StepCost(3, 9, 0.018), StepCost(3, 17, 0.050)]
     assert [cost_of(n, costs) for n in (1, 5, 9, 13, 17, 40)] == pytest.approx([0.010, 0.014, 0.018, 0.034, 0.05, 0.05])
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.0003, 0.002, 0.2])
 def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
-    costs = [StepCost(n, 0.01 + slope * (n - 1)) for n in (1, 8, 20, 30)]
+    costs = [StepCost(3, n, 0.01 + slope * (n - 1)) for n in (1, 8, 20, 30)]
     chosen = best_budget(ACCURACIES, costs)
     rates = [expected_length(search(ACCURACIES, n), ACCURACIES) / cost_of(n, costs) for n in range(1, 31)]
     assert chosen.tokens_per_s == pytest.approx(max(rates))
@@ -46,15 +46,26 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
         assert chosen.tree.size == 30
     if slope == 0.2:
         assert chosen.tree.size == 1
-    assert judge(ACCURACIES, 8, costs).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
+    assert judge(ACCURACIES, 8, costs, 3).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
+
+
+def test_depth_is_left_where_it_costs_more_than_it_gives() -> None:
+    def costs(each_head: float) -> list[StepCost]:
+        return [StepCost(k, n, 0.01 + each_head * k) for k in (1, 2, 3) for n in (1, 4, 5, 20) if k > 1 or n < 20]
+
+    assert best_budget(ACCURACIES, costs(0.0)).tree.max_depth == 3
+    dear = best_budget(ACCURACIES, costs(0.01))
+    assert dear.heads == 1 and dear.tree.max_depth == 1 and dear.tree.size == 5
 
 
 def test_measured_costs_come_by_size_and_leave_out_the_warm_up() -> None:
     backbone = tiny_backbone()
     steps: list[int] = []
-    trees = [Tree.root_only(), Tree.chain(3), Tree.dense([3, 2])]
+    trees = {(1, 1): Tree.root_only(), (3, 4): Tree.chain(3), (2, 10): Tree.dense([3, 2])}
     costs = measure_costs(backbone, medusa(backbone), trees, context=20, rounds=3, on_progress=steps.append)
-    assert [one.nodes for one in costs] == [1, 4, 10] and all(one.seconds > 0 for one in costs)
+    assert [(one.heads, one.nodes) for one in costs] == [(1, 1), (2, 10), (3, 4)] and all(
+        one.seconds > 0 for one in costs
+    )
     assert len(steps) == 5 * 3
 
 

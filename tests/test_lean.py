@@ -13,7 +13,7 @@ from medusa_cli.tree import Tree
 from tests.test_generate import SPARSE, medusa
 from tests.tiny import FAMILIES, tiny_backbone, tiny_model
 
-TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))  # more rows than FEW
 
 
 def both(family: str = "llama") -> tuple[Backbone, Backbone]:

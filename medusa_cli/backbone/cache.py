@@ -29,7 +29,14 @@ class _Layer(CacheLayerMixin):
         views, index = self.owner.views, self.index
         views.new_keys[index].copy_(key_states)
         views.new_values[index].copy_(value_states)
+        if views.new_turned:
+            views.new_turned[index].copy_(key_states[0].transpose(1, 2))
         return views.keys[index], views.values[index]
+
+    @property
+    def turned(self) -> Tensor | None:
+        """All keys so far with their last two dimensions exchanged, [KV, D, L], where the cache keeps them."""
+        return self.owner.views.turned[self.index] if self.owner.views.turned else None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.length + query_length, 0
@@ -49,28 +56,35 @@ class _Views:
     new_values: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    new_turned: tuple[Tensor, ...] = ()
+    turned: tuple[Tensor, ...] = ()
 
 
 class KVCache(Cache):
     """The cache of one sequence: one buffer [layers, 2, KV, capacity, D] that doubles when full.
 
     Rows beyond `length` are free. A forward pass over n tokens begins with `extend(n)` and writes n rows; `keep` then
-    says which of them stay. The layers' views are made once a pass, not once a layer.
+    says which of them stay. The layers' views are made once a pass, not once a layer. With `turn` the keys are kept a
+    second time, [layers, KV, D, capacity], as products of many queries with them want them.
     """
 
     views: _Views
 
-    def __init__(self, num_layers: int, capacity: int = 256) -> None:
+    def __init__(self, num_layers: int, capacity: int = 256, turn: bool = False) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.length = 0
         self.capacity = max(1, capacity)
         self.buffer: Tensor | None = None
+        self._turn = turn
+        self._turned: Tensor | None = None
         self._end = 0
 
     def allocate(self, keys: Tensor) -> None:
         """Make the buffer once the first keys [1, KV, n, D] show what it must hold."""
         shape = (len(self.layers), 2, keys.shape[1], self.capacity, keys.shape[-1])
         self.buffer = keys.new_empty(*shape)
+        if self._turn:
+            self._turned = keys.new_empty(shape[0], shape[2], shape[4], shape[3])
         self._slice()
 
     def extend(self, rows: int) -> None:
@@ -84,17 +98,25 @@ class KVCache(Cache):
             grown = self.buffer.new_empty(*self.buffer.shape[:3], self.capacity, self.buffer.shape[4])
             grown[:, :, :, : self.length] = self.buffer[:, :, :, : self.length]
             self.buffer = grown
+            if self._turned is not None:
+                wide = self._turned.new_empty(*self._turned.shape[:3], self.capacity)
+                wide[..., : self.length] = self._turned[..., : self.length]
+                self._turned = wide
         self._slice()
 
     def _slice(self) -> None:
         assert self.buffer is not None
         keys, values = self.buffer[:, 0, None], self.buffer[:, 1, None]
         new = slice(self.length, self._end)
+        turned: tuple[tuple[Tensor, ...], ...] = ()
+        if self._turned is not None:
+            turned = (self._turned[..., new].unbind(0), self._turned[..., : self._end].unbind(0))
         self.views = _Views(
             keys[:, :, :, new].unbind(0),
             values[:, :, :, new].unbind(0),
             keys[:, :, :, : self._end].unbind(0),
             values[:, :, :, : self._end].unbind(0),
+            *turned,
         )
 
     @torch.inference_mode()
@@ -109,6 +131,8 @@ class KVCache(Cache):
             # index_select copies first, so overlapping source and target rows are safe.
             moved = self.buffer.index_select(3, source)
             self.buffer[:, :, :, start + settled : start + len(rows)] = moved
+            if self._turned is not None:
+                self._turned[..., start + settled : start + len(rows)] = self._turned.index_select(3, source)
         self.length = start + len(rows)
 
     def truncate(self, length: int) -> None:
@@ -120,6 +144,7 @@ class _SlotLayer(CacheLayerMixin):
     """One layer of B sequences, [B, KV, capacity, D]: each row is written at its own length."""
 
     is_sliding = False
+    turned = None
 
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()

@@ -1,10 +1,12 @@
 """From a name to a backbone: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from medusa_cli import assets
+from medusa_cli.backbone import adapter as adapters
 from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
 from medusa_cli.errors import UsageError, UserError
@@ -21,19 +23,24 @@ def load_backbone(
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
     engine: str = "auto",
+    adapter: Path | None = None,
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding.
 
     device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over packed and
     fused weights (CPU), "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
-    "auto" is the fastest that can run the model. Raises UserError for what cannot be found or used.
+    "auto" is the fastest that can run the model. adapter is a folder from joint training: merged into the weights, or
+    beside them where they are quantised. Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
     network, tokenizer = load_network(
         model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
     )
-    backbone = Backbone(network, tokenizer, id=model, engine=engine)
+    if adapter is not None:
+        network = adapters.merge(network, adapter, beside=load_in_4bit or load_in_8bit)
+    stamp = adapters.digest(adapter) if adapter is not None else None
+    backbone = Backbone(network, tokenizer, id=model, engine=engine, adapter=stamp)
     if backbone.engine == "eager" and not (load_in_4bit or load_in_8bit) and backbone.device.type == "cpu":
         pack_linears(network)
     return backbone

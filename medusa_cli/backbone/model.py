@@ -50,13 +50,16 @@ class Backbone:
     UsageError where "fast" is asked for and cannot be had.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, id: str = "model", engine: str = "eager") -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, id: str = "model", engine: str = "eager", adapter: str | None = None
+    ) -> None:
         refuse_unsupported(model.config)
         attention.register()
         model.set_attn_implementation(attention.NAME)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.id = id
+        self.adapter = adapter
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -71,7 +74,7 @@ class Backbone:
         self.weight_bytes: int = every - (0 if tied else self.embedding.weight.numel() * self.dtype.itemsize)
         # Read before the linear layers are packed, which keeps no plain weight.
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
-        self._lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        self.lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self._scratch: Tensor | None = None
         self._lean: LeanDecoder | None = None
         if engine != "eager":
@@ -93,7 +96,7 @@ class Backbone:
             raise UsageError(
                 f"--engine fast cannot run the model {self.id!r}: {reason}", "use --engine auto or eager"
             ) from reason
-        self._lm_head = lean.lm_head
+        self.lm_head = lean.lm_head
         release_linears(self.model)
         return lean
 
@@ -108,7 +111,7 @@ class Backbone:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What names this backbone in a run: id, architecture, widths, and a fingerprint of its weights.
+        """What names this backbone in a run: id, architecture, widths, fingerprint of its weights, adapter.
 
         The fingerprint hashes norm and embedding weights rounded to bf16, so that fp32, bf16 and 4-bit loads agree.
         """
@@ -123,11 +126,12 @@ class Backbone:
             "vocab_size": self.vocab_size,
             "layers": self.num_layers,
             "fingerprint": digest.hexdigest()[:16],
+            **({"adapter": self.adapter} if self.adapter else {}),
         }
 
     def new_cache(self, capacity: int = 256) -> KVCache:
         """An empty cache of one sequence with room for `capacity` tokens; it grows as needed."""
-        return KVCache(self.num_layers, capacity)
+        return KVCache(self.num_layers, capacity, turn=self._lean is not None)
 
     def new_slots(self, slots: int, capacity: int) -> SlotCache:
         """Empty caches of `slots` sequences of at most `capacity` tokens each."""
@@ -172,6 +176,24 @@ class Backbone:
         scores = [out.logits for out in outputs if out.logits is not None]
         return Output(torch.cat(scores) if scores else None, torch.cat([out.hidden for out in outputs]))
 
+    def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Final states [B, L, H] of padded rows of tokens [B, L] of the given lengths, each row alone, for training.
+
+        No cache; gradients reach whatever weights of the network learn.
+        """
+        positions = torch.arange(tokens.shape[1], device=self.device)
+        causal = positions <= positions[:, None]  # [L, L]
+        real = positions < lengths.to(self.device)[:, None]  # [B, L]
+        visible = (causal & real[:, None]) | torch.eye(len(positions), dtype=torch.bool, device=self.device)
+        mask = self._masks(visible, positions[None].expand(len(tokens), -1), positions)
+        out = self.model.base_model(
+            input_ids=tokens.to(self.device),
+            attention_mask=mask,
+            position_ids=positions[None].expand(len(tokens), -1),
+            use_cache=False,
+        )
+        return out.last_hidden_state
+
     @torch.inference_mode()
     def prefill_slot(self, tokens: Tensor, cache: SlotCache, slot: int) -> Output:
         """Append tokens [n] to one slot; return the last row's logits [1, V] and all hidden states [n, H]."""
@@ -197,7 +219,7 @@ class Backbone:
         mask = self._masks((columns <= positions)[:, None], positions, columns)
         states = self._run(tokens[:, None].to(self.device), cache, mask, positions, (-1,))[:, 0]
         cache.lengths += 1
-        return Output(self._lm_head(states), states)
+        return Output(self.lm_head(states), states)
 
     def _masks(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, n, L] per attention kind from visible [(B,) n, L]; sliding windows count positions."""
@@ -244,7 +266,7 @@ class Backbone:
         if which == "none":
             return None
         final = states[..., -self.hidden_size :] if states.shape[-1] != self.hidden_size else states
-        return self._widen(self._lm_head(final if which == "all" else final[-1:]))
+        return self._widen(self.lm_head(final if which == "all" else final[-1:]))
 
     def _widen(self, scores: Tensor) -> Tensor:
         """Logits in fp32, those of a step in a buffer that the next step overwrites.

@@ -137,7 +137,7 @@ def run_bench(
     from medusa_cli.run import provenance
 
     backbone, heads, shape = load(choice, **place)
-    plain = plain_model(choice.model, place) if any(name.startswith("hf") for name in names) else None
+    plain = plain_model(choice, place) if any(name.startswith("hf") for name in names) else None
     trees = {}
     if heads is not None and shape is not None:
         trees = {"medusa": shape, "medusa-dynamic": growth_of(choice, shape, heads)}
@@ -177,11 +177,16 @@ def run_bench(
     }
 
 
-def plain_model(model: str, place: dict[str, Any]) -> Any:
-    """The unmodified transformers model that `hf` runs, in the same number type and place."""
+def plain_model(choice: Any, place: dict[str, Any]) -> Any:
+    """The transformers model that `hf` runs, unmodified but for the run's adapter, in the same type and place."""
+    from medusa_cli.backbone import adapter
     from medusa_cli.backbone.load import load_network
 
-    return load_network(model, **{key: value for key, value in place.items() if key != "engine"})[0].eval()
+    network = load_network(choice.model, **{key: value for key, value in place.items() if key != "engine"})[0].eval()
+    if choice.adapter is not None:
+        quantised = bool(place.get("load_in_4bit") or place.get("load_in_8bit"))
+        network = adapter.merge(network, choice.adapter, beside=quantised)
+    return network
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:

@@ -58,7 +58,7 @@ def find_budget(
 
     UserError without accuracies or without a drafter to time.
     """
-    from medusa_cli.tree.budget import best_budget, judge
+    from medusa_cli.tree.budget import best_budget, best_of_size
     from medusa_cli.tree.search import largest
 
     source = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
@@ -70,13 +70,13 @@ def find_budget(
     if costs is None:
         costs = _measure(source, target, heads, place)
     chosen = best_budget(heads.accuracies, costs)
-    sizes = [n for n in BESIDE if n <= min(costs[-1].nodes, largest(heads.accuracies))]
-    found = Found(chosen, [judge(heads.accuracies, nodes, costs) for nodes in sizes])
+    most = min(max(one.nodes for one in costs), largest(heads.accuracies))
+    found = Found(chosen, [best_of_size(heads.accuracies, nodes, costs) for nodes in BESIDE if nodes <= most])
     if target is not None:
         from medusa_cli.benchmarks.step_cost import draw_costs
 
-        curve = [judge(heads.accuracies, one.nodes, costs) for one in costs if one.nodes <= largest(heads.accuracies)]
-        draw_costs(costs, curve, chosen, target.path / "step_cost.png")
+        shown = [best_of_size(heads.accuracies, nodes, costs) for nodes in sorted({one.nodes for one in costs})]
+        draw_costs(costs, shown, chosen, target.path / "step_cost.png")
     return found
 
 
@@ -103,13 +103,18 @@ def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any
 
     config = read_json(source.drafter_dir / "config.json", "the drafter's config")
     model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
-    backbone = load_backbone(model, **place)
+    backbone = load_backbone(model, **place, adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)
     kind = str(backbone.dtype).removeprefix("torch.")
     console.info(
         f"timing steps of {model} in {kind} on {backbone.device}, {backbone.engine} engine, {CONTEXT} tokens in"
     )
-    trees = [search(heads.accuracies, nodes) for nodes in SIZES if nodes <= largest(heads.accuracies)]
+    trees = {
+        (count, nodes): search(heads.accuracies[:count], nodes)
+        for count in range(1, len(heads.accuracies) + 1)
+        for nodes in SIZES
+        if nodes <= largest(heads.accuracies[:count])
+    }
     with console.progress("timing", total=(ROUNDS + 2) * len(trees), unit="steps") as bar:
         costs = measure_costs(backbone, drafter, trees, on_progress=bar.advance)
     if target is not None:

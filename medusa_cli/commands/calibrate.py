@@ -59,7 +59,13 @@ def calibrate(
     from medusa_cli.training.picture import draw_heat_map
 
     backbone = load_backbone(
-        name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        name,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+        adapter=target.adapter if drafter is None else None,
     )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
@@ -84,6 +90,8 @@ def calibrate(
         console.emit_json(document)
         return
     console.result(_table(found))
+    heat = ", ".join(f"{one:.2f}" for one in found.temperatures)
+    console.result(f"temperatures at which the heads' confidences fit: {heat}")
     console.result(f"{target.calibration_path} and {picture}. Next: medusa tree --run {run} --budget 64")
 
 
@@ -98,19 +106,11 @@ def _table(found: Any) -> Any:
     from rich.table import Table
 
     top = len(found.accuracies[0])
-    table = Table(
-        title=f"Accuracy (%) of each head's top {top} guesses on {found.positions:,} held-out tokens; T: temperature"
-    )
+    table = Table(title=f"Accuracy of each head's top {top} guesses on {found.positions:,} held-out tokens, %")
     table.add_column("head", justify="right")
     for guess in range(top):
         table.add_column(str(guess + 1), justify="right")
     table.add_column("sum", justify="right")
-    table.add_column("T", justify="right")
     for head, row in enumerate(found.accuracies):
-        table.add_row(
-            str(head + 1),
-            *(f"{100 * value:.1f}" for value in row),
-            f"{100 * sum(row):.1f}",
-            f"{found.temperatures[head]:.2f}",
-        )
+        table.add_row(str(head + 1), *(f"{100 * value:.1f}" for value in row), f"{100 * sum(row):.1f}")
     return table

@@ -53,7 +53,7 @@ def demo(
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
     assert shape is not None
-    methods = build_methods(names, backbone, plain_model(choice.model, place), heads, {"medusa": shape}, rule)
+    methods = build_methods(names, backbone, plain_model(choice, place), heads, {"medusa": shape}, rule)
     results: list[Any] = []
     with _Stage(backbone, show=not (json or quiet)) as stage:
         for result in measure(backbone, methods, chosen, tokens, watch=stage.tokens):

@@ -25,7 +25,7 @@ class Choice:
     """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, the run.
 
     dynamic: the nodes of a tree grown for every step, 0 for as many as the static tree has, None for the static one.
-    calibration: where the temperatures of the heads' confidences are, if anywhere.
+    adapter: what joint training added to the model. calibration: where the heads' temperatures are, if anywhere.
     """
 
     model: str
@@ -34,6 +34,7 @@ class Choice:
     run: Run | None
     dynamic: int | None = None
     calibration: Path | None = None
+    adapter: Path | None = None
 
 
 def choose(
@@ -47,7 +48,7 @@ def choose(
     name = model or DEFAULT_MODEL
     file, dynamic = _tree_words(tree)
     if not need_drafter:
-        return Choice(name, None, None, target)
+        return Choice(name, None, None, target, adapter=target.adapter if target else None)
     source = target or Run.pretrained(name)
     folder = drafter or (source.drafter_dir if source else None)
     if folder is None:
@@ -61,7 +62,8 @@ def choose(
     if shape is None or (file is None and not shape.is_file()):
         words = f"--run {run}" if run else "--output FILE"
         raise UserError(f"there is no tree for {folder}", f"make one with `medusa tree {words}`, or give --tree FILE")
-    return Choice(name, folder, shape, target, dynamic, source.calibration_path if source else None)
+    heat = source.calibration_path if source else None
+    return Choice(name, folder, shape, target, dynamic, heat, target.adapter if target and drafter is None else None)
 
 
 def _tree_words(tree: str | None) -> tuple[Path | None, int | None]:
@@ -94,7 +96,13 @@ def load(
 
     tree = load_tree(choice.tree) if choice.tree else None
     backbone = load_backbone(
-        choice.model, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        choice.model,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+        adapter=choice.adapter,
     )
     if choice.run is not None:
         choice.run.bind(backbone.identity)

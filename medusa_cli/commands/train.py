@@ -1,10 +1,13 @@
 """`medusa train`: a drafter from the run's distilled conversations."""
 
+import math
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,8 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.run import DEFAULT_RUN
 
+# Nats a token from the original beyond which joint training warns.
+FAR = 0.05
 # Positions trained a second on two cores with the default model and recipe; for the estimate only.
 RATE = 1500
 
@@ -30,7 +35,19 @@ def train(
         Path | None,
         typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
     ] = None,
-    stage: Annotated[int, typer.Option(help="1: train the heads on the frozen model.")] = 1,
+    stage: Annotated[
+        int | None,
+        typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Stage 2: how lambda_0, the heads' weight, runs: constant, warmup or sine."),
+    ] = None,
+    tuning: Annotated[
+        str | None, typer.Option("--tuning", metavar="WAY", help="Stage 2: lora, qlora (4-bit model) or full.")
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Stage 2: the same as --tuning lora.")] = False,
+    qlora: Annotated[bool, typer.Option("--qlora", help="Stage 2: the same as --tuning qlora.")] = False,
     heads: Annotated[int | None, typer.Option(help="Heads to train, the same as drafter.num_heads=N.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
@@ -43,24 +60,24 @@ def train(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a drafter on the model's own answers, the model itself frozen.
+    """Train a drafter on the model's own answers, the model itself frozen, or with --stage 2 both together.
 
-    Writes RUN/drafter, the log train.jsonl, the curves train.png and checkpoints. Typed bare it takes about
-    ten minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
+    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. Typed bare it
+    takes about ten minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.run import Run, write_atomic
 
     console.configure(quiet=quiet, json=json)
-    if stage != 1:
-        raise UsageError(f"--stage {stage} is not implemented in this version", "use --stage 1")
+    ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
+    if len(ways) > 1:
+        raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
     target = Run.open(run, create=data is not None)
-    given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model}
+    given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
+    given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume)
-    if plan.train.stage != 1:
-        raise UsageError(f"train.stage={plan.train.stage} is not implemented in this version", "use train.stage=1")
     source = data or target.distill_path
     bound = plan.train.max_tokens
     length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
@@ -69,23 +86,20 @@ def train(
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
-    from medusa_cli.backbone import load_backbone
-    from medusa_cli.commands.dataset import open_dataset
-    from medusa_cli.training import Trainer, build_drafter
-    from medusa_cli.training.build import drafter_class
+    from medusa_cli.training import Trainer
 
-    kind = drafter_class(plan.drafter.name)
-    backbone = load_backbone(
-        plan.model, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    place = {"device": device, "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    backbone, dataset, drafter, coverage = (
+        _frozen(target, plan, data, {**place, "engine": engine})
+        if plan.train.stage == 1
+        else _joint(target, plan, data, place, resume)
     )
-    target.bind(backbone.identity)
-    dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
-    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     with _stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop)
         write_atomic(target.recipe_path, plan.to_yaml())
+        items = "answers" if plan.train.stage == 1 else "conversations"
         console.info(
-            f"{dataset.report}; {len(dataset.train):,} answers to train on, {len(dataset.held_out):,} held "
+            f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held "
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"
             + (f"; the draft vocabulary covers {coverage:.2%} of the answers" if coverage < 1 else "")
         )
@@ -95,6 +109,58 @@ def train(
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(130)
     _finish(trainer, target, source, coverage, summary, json, run)
+
+
+def _frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> tuple[Any, Any, Any, float]:
+    """Stage 1: the backbone as it decodes, cached states, a fresh drafter."""
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.commands.dataset import open_dataset
+    from medusa_cli.training import build_drafter
+    from medusa_cli.training.build import drafter_class
+
+    kind = drafter_class(plan.drafter.name)
+    backbone = load_backbone(plan.model, **place)
+    target.bind(backbone.identity)
+    dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
+    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    return backbone, dataset, drafter, coverage
+
+
+def _joint(
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool
+) -> tuple[Any, Any, Any, float]:
+    """Stage 2: a backbone that learns, whole conversations, and the run's stage-1 heads where it has such ones."""
+    from medusa_cli.training import build_drafter
+    from medusa_cli.training.setup import joint_backbone, joint_dataset, stage_1_heads
+
+    backbone = joint_backbone(plan, place)
+    target.bind(backbone.identity)
+    dataset = joint_dataset(target, backbone, plan, data)
+    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    if not resume and stage_1_heads(target, backbone, drafter):
+        console.info(f"the heads start from {target.drafter_dir}")
+    return backbone, dataset, drafter, coverage
+
+
+def _tuned_run(backbone: Any, target: Any, source: Path) -> tuple[Any, dict[str, Any]]:
+    """A fully tuned model is another model: it goes into a run of its own, RUN/tuned, with the conversations."""
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.run import Run, write_atomic, write_json
+    from medusa_cli.run import provenance as made_by
+
+    tuned = Run.open(str(target.path / "tuned") + "/", create=True)
+    folder = tuned.path / "model"
+    backbone.model.set_attn_implementation("sdpa")
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+    identity = Backbone(backbone.model, id=str(folder)).identity
+    write_json(tuned.path / "run.json", made_by(identity))
+    # The states kept beside the conversations were the untuned model's.
+    records = [loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [{key: value for key, value in one.items() if key != "state_rows"} for one in records]
+    write_atomic(tuned.distill_path, "".join(dumps(one) + "\n" for one in lines))
+    console.info(f"the tuned model is in {folder}, its run is {tuned.path}")
+    return tuned, identity
 
 
 def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) -> Any:
@@ -158,16 +224,21 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
                     bar.describe(f"step {event.step}/{event.steps} loss {event.loss:.3f} top-1 {shares}")
                 elif isinstance(event, Validated):
                     shares = _shares(event.accuracies)
-                    console.info(f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares}")
+                    cost = _cost(event.parts)
+                    console.info(f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares}{cost}")
                 elif isinstance(event, Saved | Stopped):
-                    draw_curves(read_log(log.path), target.path / "train.png", f"{target.name}: stage 1")
+                    draw_curves(
+                        read_log(log.path),
+                        target.path / "train.png",
+                        f"{target.name}: stage {trainer.recipe.train.stage}",
+                    )
                     summary["stopped"] = isinstance(event, Stopped)
     finally:
         log.close()
     summary["wall_seconds"] = time.perf_counter() - start
     # From the log, because a training resumed at its very end validates no more.
     checks = [line for line in read_log(log.path) if line["event"] == "validated"]
-    kept = ("loss", "head_losses", "accuracies", "positions")
+    kept = ("loss", "head_losses", "accuracies", "positions", "parts")
     summary["validation"] = {key: checks[-1][key] for key in kept} if checks else None
     return summary
 
@@ -176,15 +247,25 @@ def _finish(
     trainer: Any, target: Any, source: Path, coverage: float, summary: dict[str, Any], json: bool, run: str
 ) -> None:
     """Save the drafter with its provenance and say what came of it."""
+    from medusa_cli.backbone import adapter
     from medusa_cli.run import provenance
     from medusa_cli.training.checkpoints import save_drafter
 
+    identity = dict(trainer.backbone.identity)
+    if trainer.recipe.train.stage == 2 and trainer.recipe.train.tuning == "full":
+        target, identity = _tuned_run(trainer.backbone, target, source)
+        run = str(target.path)
+    elif trainer.recipe.train.stage == 2:
+        adapter.save(trainer.backbone.model, target.adapter_dir, identity["id"])
+        identity["adapter"] = adapter.digest(target.adapter_dir)
+    elif target.adapter is not None:  # it belonged to the drafter that is replaced now
+        shutil.rmtree(target.adapter_dir)
     made = provenance(
-        trainer.backbone.identity,
+        identity,
         data={
             "path": str(source),
-            "digest": trainer.dataset.digest,
-            "conversations": trainer.dataset.report.read,
+            "digest": trainer.digest,
+            "conversations": trainer.conversations,
         },
         recipe=trainer.recipe.to_dict(),
         steps=trainer.steps,
@@ -217,6 +298,19 @@ def _finish(
         + (f", held-out top-1 by head {_shares(last['accuracies'])}" if last else "")
         + f". Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {run}"
     )
+
+
+def _cost(parts: dict[str, float]) -> str:
+    """What joint training has made of the model so far, as words after a validation; nothing in stage 1."""
+    if "kl" not in parts:
+        return ""
+    words = (
+        f"; KL to the original {parts['kl']:.4f} nats, perplexity {math.exp(parts['nll']):.3f} "
+        f"(original {math.exp(parts['nll_original']):.3f}), greedy agreement {parts['agreement']:.1%}"
+    )
+    if parts["kl"] > FAR:
+        console.warn(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
+    return words
 
 
 def _shares(values: list[float]) -> str:

@@ -44,4 +44,11 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     made_for = config.get("provenance", {}).get("backbone")
     if isinstance(made_for, dict):
         check_backbone(made_for, backbone.identity, f"the drafter in {folder}")
+        if made_for.get("adapter") != backbone.adapter:
+            both = (made_for.get("adapter"), backbone.adapter)
+            had, has = (f"adapter {one}" if one else "no adapter" for one in both)
+            raise UserError(
+                f"the drafter in {folder} was trained for the model with {had}, which was loaded with {has}",
+                "give the --run that holds drafter and adapter together",
+            )
     return DRAFTERS[name].load(Path(folder), backbone)

@@ -4,11 +4,13 @@ from medusa_cli.training.build import build_drafter
 from medusa_cli.training.calibration import Calibration, calibrate
 from medusa_cli.training.data import Dataset, frequent_tokens
 from medusa_cli.training.events import Event, Saved, Stepped, Stopped, Validated
+from medusa_cli.training.joint import Conversations, split_conversations
 from medusa_cli.training.loop import Trainer
 from medusa_cli.training.prefill import load_dataset
 
 __all__ = [
     "Calibration",
+    "Conversations",
     "Dataset",
     "Event",
     "Saved",
@@ -20,4 +22,5 @@ __all__ = [
     "calibrate",
     "frequent_tokens",
     "load_dataset",
+    "split_conversations",
 ]

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import DRAFTERS
-from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
 from medusa_cli.recipe import DrafterRecipe
 from medusa_cli.training.data import Dataset, frequent_tokens
+from medusa_cli.training.joint import Conversations
 
 
 def drafter_class(name: str) -> type[HeadDrafter]:
@@ -29,7 +29,9 @@ def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone) -> str:
     return "draft" if recipe.draft_vocab_size < backbone.vocab_size else "own"
 
 
-def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> tuple[Drafter, float]:
+def build_drafter(
+    backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset | Conversations
+) -> tuple[HeadDrafter, float]:
     """An untrained drafter and the share of training tokens its vocabulary holds (1.0 for all of it)."""
     kind = drafter_class(recipe.name)
     for other in DRAFTERS.values():
@@ -48,7 +50,7 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
                 f"drafter.draft_vocab_size={recipe.draft_vocab_size} is larger than the model's vocabulary",
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
-        draft_ids, coverage = frequent_tokens(dataset.train, recipe.draft_vocab_size, backbone.vocab_size)
+        draft_ids, coverage = frequent_tokens(dataset.answer_tokens(), recipe.draft_vocab_size, backbone.vocab_size)
     drafter = kind.create(
         backbone,
         num_heads=recipe.num_heads,

@@ -1,7 +1,7 @@
 """Checkpoints of a training under way, and the drafter it ends with; each appears whole or not at all."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Checkpoint:
     recipe: dict[str, Any]
     backbone: dict[str, Any]
     data: str  # digest of the data set
+    backbone_weights: dict[str, Any] = field(default_factory=dict)  # those that stage 2 trains
 
 
 def checkpoint_path(run: Run) -> Path:

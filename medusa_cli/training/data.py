@@ -21,6 +21,11 @@ class Answer:
     tokens: Tensor
     first_row: int
 
+    @property
+    def positions(self) -> int:
+        """How many positions are trained on."""
+        return len(self.tokens)
+
 
 @dataclass
 class Dataset:
@@ -31,6 +36,10 @@ class Dataset:
     states: Tensor
     report: ReadReport
     digest: str  # names this data: the same conversations in the same order
+
+    def answer_tokens(self) -> list[Tensor]:
+        """The tokens of every answer to train on."""
+        return [answer.tokens for answer in self.train]
 
     def batch(self, answers: Sequence[Answer], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
         """Answers side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer)."""
@@ -103,8 +112,8 @@ def plan(
     return batches
 
 
-def frequent_tokens(answers: Sequence[Answer], size: int, vocab_size: int) -> tuple[Tensor, float]:
+def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> tuple[Tensor, float]:
     """The `size` most frequent answer tokens [size] (ties by id) and the share of all that they cover."""
-    counts = torch.bincount(torch.cat([answer.tokens for answer in answers]), minlength=vocab_size)
+    counts = torch.bincount(torch.cat(list(answers)), minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)[:size]
     return order, float(counts[order].sum() / counts.sum())

@@ -5,6 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from medusa_cli.drafters.base import Losses
+
+
+@dataclass(frozen=True)
+class Found:
+    """A micro-batch's loss: what to minimise, the heads' share of it, positions, and other parts by name."""
+
+    total: Tensor
+    heads: Losses
+    positions: int
+    parts: dict[str, float]
+
 
 @dataclass(frozen=True)
 class Stepped:
@@ -20,6 +32,7 @@ class Stepped:
     positions: int  # of this step
     total_positions: int  # since the training began
     seconds: float
+    parts: dict[str, float]  # what else the loss is made of: lambda_0 and the language model's own loss in stage 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Validated:
     accuracies: list[float]
     positions: int
     total_positions: int
+    parts: dict[str, float]  # stage 2: what the backbone's change costs
 
 
 @dataclass(frozen=True)
@@ -60,17 +74,24 @@ class Meter:
         self.head_losses: Tensor | None = None
         self.correct: Tensor | None = None
         self.counted: Tensor | None = None
+        self.parts: dict[str, float] = {}
         self.batches = self.positions = 0
 
-    def add(self, loss: float, per_head: list[Tensor], correct: Tensor, counted: Tensor, positions: int) -> None:
-        losses = torch.stack([one.detach().float() for one in per_head]).cpu()
-        correct, counted = correct.cpu(), counted.cpu()
-        self.loss += loss
+    def add(self, found: Found) -> None:
+        losses = torch.stack([one.detach().float() for one in found.heads.per_head]).cpu()
+        correct, counted = found.heads.correct.cpu(), found.heads.counted.cpu()
+        self.loss += float(found.total.detach())
+        for name, value in found.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
         self.head_losses = losses if self.head_losses is None else self.head_losses + losses
         self.correct = correct if self.correct is None else self.correct + correct
         self.counted = counted if self.counted is None else self.counted + counted
         self.batches += 1
-        self.positions += positions
+        self.positions += found.positions
+
+    def mean_parts(self) -> dict[str, float]:
+        """The mean of every other part over the micro-batches."""
+        return {name: value / self.batches for name, value in self.parts.items()}
 
     def means(self) -> tuple[float, list[float], list[float]]:
         """Mean loss, mean loss per head, top-1 accuracy per head."""

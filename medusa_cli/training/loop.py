@@ -1,25 +1,28 @@
-"""Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+"""The training loop: steps, rates, validation and checkpoints, whatever the stage trains."""
 
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Drafter, Losses
+from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import Recipe
+from medusa_cli.recipe import Recipe, TrainRecipe
 from medusa_cli.run import Run
 from medusa_cli.training import checkpoints
-from medusa_cli.training.data import Answer, Dataset, pack, plan
-from medusa_cli.training.events import Event, Meter, Saved, Stepped, Stopped, Validated
+from medusa_cli.training.data import Dataset
+from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stopped, Validated
+from medusa_cli.training.joint import Conversations, Joint
 from medusa_cli.training.schedule import learning_rate
+from medusa_cli.training.task import Frozen, Group, Task
 
 
 class Trainer:
-    """Trains a drafter's heads; `events()` runs the training and yields what happens.
+    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields what happens.
 
     The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's
     checkpoint is taken up where it stopped: the same steps follow with the same batches and rates.
@@ -29,33 +32,33 @@ class Trainer:
         self,
         backbone: Backbone,
         drafter: Drafter,
-        dataset: Dataset,
+        dataset: Dataset | Conversations,
         recipe: Recipe,
         run: Run,
         *,
         resume: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.backbone, self.dataset, self.recipe, self.run = backbone, dataset, recipe, run
+        self.backbone, self.recipe, self.run = backbone, recipe, run
         self.should_stop = should_stop
         train = recipe.train
         torch.manual_seed(train.seed)
         self.drafter = drafter.to(backbone.device, torch.float32).train()
-        self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": train.weight_decay},
-                {"params": [p for p in self.parameters if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            fused=backbone.device.type in ("cpu", "cuda"),
+        self.task: Task = (
+            Joint(backbone, drafter, dataset, train)
+            if isinstance(dataset, Conversations)
+            else Frozen(backbone, drafter, dataset, train)
         )
-        self.batches = plan(dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+        self.digest, self.conversations = dataset.digest, dataset.report.read
+        groups = self.task.groups()
+        self.parameters = [p for group in groups for p in group.parameters]
+        self.optimizer = _optimizer(groups, train, backbone.device.type)
+        self.peaks = [group.lr for group in groups for _ in (0, 1)]
+        self.batches = self.task.batches()
         if not self.batches:
             raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
         self.steps = math.ceil(len(self.batches) / train.accumulation)
-        self.validation = _first(pack(dataset.held_out, train.batch_tokens), train.validation_tokens)
+        self.validation = _first(self.task.held_out(), train.validation_tokens)
         self.step = 0
         if resume:
             self._restore()
@@ -90,7 +93,8 @@ class Trainer:
             done += meter.positions
             loss, losses, accuracies = meter.means()
             seconds = time.perf_counter() - start
-            yield Stepped(self.step, self.steps, loss, losses, accuracies, lr, norm, meter.positions, done, seconds)
+            counts = (meter.positions, done, seconds)
+            yield Stepped(self.step, self.steps, loss, losses, accuracies, lr, norm, *counts, meter.mean_parts())
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
                 yield self.validate(done)
@@ -98,39 +102,35 @@ class Trainer:
                 self.save()
                 yield Saved(self.step)
 
-    def _backward(self, answers: list[Answer], share: int, meter: Meter) -> None:
-        losses, positions = self._losses(answers)
-        value = float(losses.total.detach())
+    def _backward(self, items: list[Any], share: int, meter: Meter) -> None:
+        found = self._losses(items)
+        value = float(found.total.detach())
         if not math.isfinite(value):
-            self._refuse(f"the loss is {value}", answers)
-        if losses.total.requires_grad:  # a cut-off end of one token has no target for any head
-            (losses.total / share).backward()
-        meter.add(value, losses.per_head, losses.correct, losses.counted, positions)
+            self._refuse(f"the loss is {value}", items)
+        if found.total.requires_grad:  # a cut-off end of one token has no target for any head
+            (found.total / share).backward()
+        meter.add(found)
 
-    def _losses(self, answers: list[Answer]) -> tuple[Losses, int]:
+    def _losses(self, items: list[Any]) -> Found:
         half = self.recipe.train.dtype == "bf16"
-        batch = self.dataset.batch(answers, self.backbone.device, torch.bfloat16 if half else torch.float32)
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
-            losses = self.drafter.loss(self.backbone, batch, self.recipe.train.decay, self.recipe.train.soft)
-        return losses, len(batch.next)
+            return self.task.losses(items, self.step / self.steps)
 
-    def _update(self, group: list[list[Answer]]) -> tuple[float, float]:
-        """Clip, step and clear the gradients; return the rate and the gradients' norm before clipping."""
+    def _update(self, group: list[list[Any]]) -> tuple[float, float]:
+        """Clip, step and clear the gradients; return the heads' rate and the gradients' norm before clipping."""
         train = self.recipe.train
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, train.clip or math.inf))
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}", list(itertools.chain(*group)))
-        lr = learning_rate(
-            self.step, self.steps, peak=train.lr, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
-        )
-        for one in self.optimizer.param_groups:
-            one["lr"] = lr
+        share = learning_rate(self.step, self.steps, peak=1.0, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps)
+        for one, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            one["lr"] = peak * share
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return lr, norm
+        return train.lr * share, norm
 
-    def _refuse(self, what: str, answers: list[Answer]) -> None:
-        names = list(dict.fromkeys(answer.id for answer in answers))
+    def _refuse(self, what: str, items: list[Any]) -> None:
+        names = list(dict.fromkeys(item.id for item in items))
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise UserError(
             f"{what} at step {self.step + 1} of {self.steps}, on the conversations {shown}",
@@ -142,12 +142,11 @@ class Trainer:
         meter = Meter()
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
-        with torch.no_grad():
-            for answers in self.validation:
-                losses, positions = self._losses(answers)
-                meter.add(float(losses.total), losses.per_head, losses.correct, losses.counted, positions)
+        with torch.no_grad(), self.task.evaluating():
+            for items in self.validation:
+                meter.add(self._losses(items))
         self.drafter.train()
-        return Validated(self.step, *meter.means(), meter.positions, done)
+        return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 
     def save(self) -> None:
         """Write the checkpoint that --resume takes up."""
@@ -160,26 +159,43 @@ class Trainer:
                 rng=torch.get_rng_state(),
                 recipe=self.recipe.to_dict(),
                 backbone=self.backbone.identity,
-                data=self.dataset.digest,
+                data=self.digest,
+                backbone_weights=self.task.state(),
             ),
         )
 
     def _restore(self) -> None:
         checkpoint = checkpoints.load(checkpoints.checkpoint_path(self.run))
-        checkpoints.check(checkpoint, self.backbone.identity, self.dataset.digest, self.recipe)
+        checkpoints.check(checkpoint, self.backbone.identity, self.digest, self.recipe)
         self.drafter.load_state_dict(checkpoint.drafter)
+        self.task.load_state(checkpoint.backbone_weights)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         torch.set_rng_state(checkpoint.rng)
         self.step = checkpoint.step
 
 
-def _size(batches: list[list[Answer]]) -> int:
-    return sum(len(answer.tokens) for batch in batches for answer in batch)
+def _optimizer(groups: list[Group], train: TrainRecipe, device: str) -> torch.optim.Optimizer:
+    """AdamW (in 8 bits on request) over two groups each: matrices, which decay, and vectors, which do not."""
+    parts: list[dict[str, Any]] = []
+    for group in groups:
+        for decays in (True, False):
+            chosen = [p for p in group.parameters if (p.dim() > 1) == decays]
+            parts.append({"params": chosen, "weight_decay": train.weight_decay if decays else 0.0, "lr": group.lr})
+    betas = (train.beta1, train.beta2)
+    if train.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parts, betas=betas)
+    return torch.optim.AdamW(parts, betas=betas, fused=device in ("cpu", "cuda"))
 
 
-def _first(batches: list[list[Answer]], positions: int) -> list[list[Answer]]:
+def _size(batches: list[list[Any]]) -> int:
+    return sum(item.positions for batch in batches for item in batch)
+
+
+def _first(batches: list[list[Any]], positions: int) -> list[list[Any]]:
     """The first batches, until they hold `positions` positions."""
-    kept: list[list[Answer]] = []
+    kept: list[list[Any]] = []
     while batches and _size(kept) < positions:
         kept.append(batches[len(kept)])
         if len(kept) == len(batches):

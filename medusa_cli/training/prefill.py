@@ -35,7 +35,9 @@ def load_dataset(
     _check_owner(path, backbone)
     records, report = read_records(path, backbone)
     stored = path.parent / run.states_path.name
-    if tuple(taps) == (-1,) and stored.is_file() and all(record.first_row is not None for record in records):
+    # States kept while distilling are those of the model without an adapter.
+    known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
+    if known and all(record.first_row is not None for record in records):
         rows = max((record.first_row or 0) + record.answer_tokens for record in records)
         return split(records, _stored(stored, rows, backbone.hidden_size, backbone), report, fraction)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
@@ -76,6 +78,14 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     digest = hashlib.sha256(json.dumps([owner, str(backbone.dtype), list(taps)]).encode())
     for record in records:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
+    return digest.hexdigest()[:16]
+
+
+def records_digest(records: Sequence[Record]) -> str:
+    """What tells one set of conversations from another."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps([record.id, record.tokens, record.spans]).encode())
     return digest.hexdigest()[:16]
 
 

@@ -1,6 +1,8 @@
-"""The learning rate over a training: linear warmup, then half a cosine down to a share of the peak."""
+"""Schedules over a training: the learning rate, and lambda_0, the weight of the heads in the joint loss."""
 
 import math
+
+SCHEDULES = ("constant", "warmup", "sine")
 
 
 def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmup: int) -> float:
@@ -10,3 +12,18 @@ def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmu
         return peak * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - 1 - warmup)
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
+    """The heads' weight at a share of the training done, and whether the backbone learns yet (Medusa, section 2.2.2).
+
+    constant: the peak throughout. warmup: for this share the heads learn alone, then both do, with the
+    weight rising in a straight line to its peak at the end. sine: it rises as a quarter of a sine to its peak.
+    """
+    if schedule == "constant":
+        return peak, True
+    if schedule == "sine":
+        return peak * math.sin(0.5 * math.pi * progress), True
+    if progress < share:
+        return 1.0, False
+    return peak * (progress - share) / (1 - share), True

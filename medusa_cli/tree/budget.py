@@ -10,16 +10,19 @@ from medusa_cli.tree.tree import Tree
 
 @dataclass(frozen=True)
 class StepCost:
-    """Median seconds of a whole step (draft, verify, accept, keep) over a tree of `nodes` nodes."""
+    """Median seconds of a whole step (draft, verify, accept, keep) over the best tree of `nodes` nodes for the first
+    `heads` heads: drafters that go level by level pay for depth, too."""
 
+    heads: int
     nodes: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A tree with the tokens a step it is expected to settle and the seconds a step of its size takes."""
+    """A tree for the first `heads` heads, the tokens a step it is expected to settle, the seconds a step takes."""
 
+    heads: int
     tree: Tree
     expected: float
     seconds: float
@@ -29,16 +32,28 @@ class Budget:
         return self.expected / self.seconds
 
 
-def judge(accuracies: Accuracies, nodes: int, costs: Sequence[StepCost]) -> Budget:
-    """The best tree of so many nodes, with its cost read off the measured curve."""
-    tree = search(accuracies, nodes)
-    return Budget(tree, expected_length(tree, accuracies), cost_of(nodes, costs))
+def judge(accuracies: Accuracies, nodes: int, costs: Sequence[StepCost], heads: int) -> Budget:
+    """The best tree of so many nodes for the first heads, with its cost read off their measured curve."""
+    tree = search(accuracies[:heads], nodes)
+    return Budget(heads, tree, expected_length(tree, accuracies), cost_of(nodes, curve(costs, heads)))
+
+
+def best_of_size(accuracies: Accuracies, nodes: int, costs: Sequence[StepCost]) -> Budget:
+    """The number of heads that pays best for a tree of so many nodes."""
+    fitting = [k for k in range(1, len(accuracies) + 1) if curve(costs, k) and nodes <= largest(accuracies[:k])]
+    return max((judge(accuracies, nodes, costs, k) for k in fitting), key=lambda one: one.tokens_per_s)
 
 
 def best_budget(accuracies: Accuracies, costs: Sequence[StepCost]) -> Budget:
-    """The tree, of any size up to the largest measured, that is expected to give most tokens a second."""
-    most = min(costs[-1].nodes, largest(accuracies))
-    return max((judge(accuracies, nodes, costs) for nodes in range(1, most + 1)), key=lambda one: one.tokens_per_s)
+    """The tree, of any size up to the largest measured and any depth, that is expected to give most tokens a second."""
+    most = min(max(cost.nodes for cost in costs), largest(accuracies))
+    sizes = range(1, most + 1)
+    return max((best_of_size(accuracies, nodes, costs) for nodes in sizes), key=lambda one: one.tokens_per_s)
+
+
+def curve(costs: Sequence[StepCost], heads: int) -> list[StepCost]:
+    """The costs measured for so many heads, by rising size."""
+    return sorted((cost for cost in costs if cost.heads == heads), key=lambda cost: cost.nodes)
 
 
 def cost_of(nodes: int, costs: Sequence[StepCost]) -> float:

@@ -1,0 +1,112 @@
+"""LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from medusa_cli.errors import UserError
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
+    """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 2.2.2).
+
+    Attach before the network becomes a Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
+    inject_adapter_in_model(config, network)
+    network.medusa_lora = config  # what `save` writes beside the weights
+
+
+def unfreeze(network: Any, *, everything: bool = False) -> None:
+    """Let the adapter learn, in fp32, or with `everything` each weight of the network."""
+    for name, weight in network.named_parameters():
+        if everything or "lora_" in name:
+            weight.data = weight.data.float() if not everything else weight.data
+            weight.requires_grad_(True)
+
+
+def trained_weights(network: Any) -> dict[str, nn.Parameter]:
+    """The weights of a network that learn, by name."""
+    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+
+
+@contextmanager
+def adapter_off(network: Any) -> Iterator[None]:
+    """The original network: the same weights, with no second copy, while the adapter is switched off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save(network: Any, folder: Path, backbone: str) -> None:
+    """Write the adapter in peft's layout into a folder that replaces an earlier one only when it is complete."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    part.mkdir(parents=True)
+    config = network.medusa_lora
+    config.base_model_name_or_path = backbone
+    config.inference_mode = True
+    state = get_peft_model_state_dict(network, adapter_name="default")
+    save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
+    config.save_pretrained(part)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def merge(network: Any, folder: Path, beside: bool = False) -> Any:
+    """The network with a saved adapter added to its weights, or kept `beside` them, which quantised ones need.
+
+    UserError where the adapter is not for this network.
+    """
+    from peft import PeftModel
+
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    try:
+        if beside:
+            PeftModel.from_pretrained(network, str(folder))
+            return network
+        untie(network)
+        return PeftModel.from_pretrained(network, str(folder)).merge_and_unload()
+    except (RuntimeError, ValueError, KeyError) as reason:
+        raise UserError(
+            f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
+            "give the --model it was trained with",
+        ) from reason
+
+
+def untie(network: Any) -> None:
+    """Give the lm_head a weight of its own: merged into a shared one, its adapter would change the embeddings too."""
+    head = network.get_output_embeddings()
+    if head.weight is network.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        network.config.get_text_config().tie_word_embeddings = False
+        network.config.tie_word_embeddings = False
+
+
+def digest(folder: Path) -> str:
+    """What tells one adapter from another."""
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()[:16]

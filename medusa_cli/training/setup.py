@@ -1,0 +1,78 @@
+"""What joint training starts from: a backbone whose adapter learns, whole conversations, stage-1 heads."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_cli.backbone import Backbone, adapter
+from medusa_cli.backbone.load import load_network
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.recipe import Recipe
+from medusa_cli.run import Run, check_backbone, read_json
+from medusa_cli.training.joint import Conversations, split_conversations
+from medusa_cli.training.prefill import records_digest
+from medusa_cli.training.records import read_records
+
+
+def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
+    """Load the recipe's model with fresh LoRA (over 4-bit weights for qlora), or with every weight free to learn."""
+    train = recipe.train
+    quantised = train.tuning == "qlora" or place["load_in_4bit"] or place["load_in_8bit"]
+    if train.tuning == "full":
+        if quantised:
+            raise UsageError("train.tuning=full cannot train a quantised model", "use train.tuning=qlora")
+        if train.objective == "kl":
+            raise UsageError(
+                "train.objective=kl needs an adapter that can be switched off; train.tuning=full has none",
+                "use train.objective=ce, or train.tuning=lora",
+            )
+    place = {**place, "load_in_4bit": train.tuning == "qlora" or place["load_in_4bit"]}
+    network, tokenizer = load_network(recipe.model, **place)
+    if train.tuning == "full":
+        network = network.float()
+    else:
+        torch.manual_seed(train.seed)
+        adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+    backbone = Backbone(network, tokenizer, id=recipe.model)
+    assert backbone.identity  # taken now: training changes what it is read from
+    adapter.unfreeze(network, everything=train.tuning == "full")
+    network.train()
+    return backbone
+
+
+def joint_dataset(run: Run, backbone: Backbone, recipe: Recipe, data: Path | None) -> Conversations:
+    """The run's distilled conversations (or those of `data`), whole; UserError for missing or unusable data."""
+    path = data or run.distill_path
+    records, report = read_records(path, backbone)
+    train = recipe.train
+    return split_conversations(
+        records,
+        report,
+        max_length=min(train.max_length, train.batch_tokens, backbone.max_positions),
+        fraction=train.validation_fraction,
+        digest=records_digest(records),
+    )
+
+
+def stage_1_heads(run: Run, backbone: Backbone, drafter: HeadDrafter) -> bool:
+    """Copy the run's stage-1 drafter into a fresh one of the same shape; False where there is no such drafter."""
+    path = run.drafter_dir / "config.json"
+    if not path.is_file():
+        return False
+    made = read_json(path, "the drafter's config").get("provenance", {}).get("backbone", {})
+    if not isinstance(made, dict) or made.get("adapter"):
+        return False
+    try:
+        check_backbone(made, backbone.identity, "the drafter")
+        found = type(drafter).load(run.drafter_dir, backbone)
+    except UserError:
+        return False
+    if found.config != drafter.config:
+        return False
+    with torch.no_grad():
+        for name, weight in drafter.named_weights().items():
+            weight.copy_(found.named_weights()[name])
+    drafter.draft_ids.copy_(found.draft_ids)
+    return True

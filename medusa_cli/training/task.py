@@ -1,0 +1,73 @@
+"""What a stage of training trains, on which batches, by which loss; and stage 1, the heads on a frozen backbone."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.base import Drafter
+from medusa_cli.recipe import TrainRecipe
+from medusa_cli.training.data import Answer, Dataset, pack, plan
+from medusa_cli.training.events import Found
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a peak learning rate."""
+
+    parameters: list[nn.Parameter]
+    lr: float
+
+
+class Task(Protocol):
+    """A stage: items (with id and positions) in micro-batches, their loss, and the backbone weights it trains."""
+
+    def groups(self) -> list[Group]: ...
+
+    def batches(self) -> list[list[Any]]: ...
+
+    def held_out(self) -> list[list[Any]]: ...
+
+    def losses(self, items: list[Any], progress: float) -> Found: ...
+
+    def evaluating(self) -> AbstractContextManager[Any]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Frozen:
+    """Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+
+    def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Dataset, train: TrainRecipe) -> None:
+        self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
+
+    def groups(self) -> list[Group]:
+        return [Group([p for p in self.drafter.parameters() if p.requires_grad], self.train.lr)]
+
+    def batches(self) -> list[list[Answer]]:
+        train = self.train
+        return plan(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+
+    def held_out(self) -> list[list[Answer]]:
+        return pack(self.dataset.held_out, self.train.batch_tokens)
+
+    def losses(self, items: list[Answer], progress: float) -> Found:
+        """The heads' loss on the answers' cached states."""
+        dtype = torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
+        batch = self.dataset.batch(items, self.backbone.device, dtype)
+        found = self.drafter.loss(self.backbone, batch, self.train.decay, self.train.soft)
+        return Found(found.total, found, len(batch.next), {})
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The backbone is frozen: there is nothing to load."""
