@@ -49,7 +49,8 @@ Model = Annotated[
     ),
 ]
 _RUN = "The run directory: NAME means runs/NAME, anything with a / is a folder."
-Run = Annotated[str, typer.Option("--run", metavar="NAME", help=_RUN)]
+# torchrun takes "--run" for a beginning of its own "--run-path" and refuses it: hence the second name.
+Run = Annotated[str, typer.Option("--run", "--run-dir", metavar="NAME", help=_RUN)]
 # For the commands that fall back to the drafter that ships when no run is named.
 RunOrShipped = Annotated[
     str | None,

@@ -1,6 +1,7 @@
 """`medusa train`: a drafter from the run's distilled conversations."""
 
 import math
+import os
 import shutil
 import signal
 import threading
@@ -68,7 +69,8 @@ def train(
     from medusa_cli.errors import UsageError
     from medusa_cli.run import Run, write_atomic
 
-    console.configure(quiet=quiet, json=json)
+    rank = int(os.environ.get("RANK", "0"))
+    console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
@@ -86,24 +88,34 @@ def train(
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
-    from medusa_cli.training import Trainer
+    from medusa_cli.training import Trainer, World
 
-    place = {"device": device, "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    world = World.join()
+    if not world.first:
+        world.wait()  # until the first has computed and written what all read
+    place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
     backbone, dataset, drafter, coverage = (
         _frozen(target, plan, data, {**place, "engine": engine})
         if plan.train.stage == 1
         else _joint(target, plan, data, place, resume)
     )
+    if world.first:
+        world.wait()
     with _stopping() as should_stop:
-        trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop)
-        write_atomic(target.recipe_path, plan.to_yaml())
+        trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
+        if world.first:
+            write_atomic(target.recipe_path, plan.to_yaml())
         items = "answers" if plan.train.stage == 1 else "conversations"
         console.info(
             f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held "
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"
             + (f"; the draft vocabulary covers {coverage:.2%} of the answers" if coverage < 1 else "")
         )
-        summary = _run(trainer, target)
+        summary = _run(trainer, target) if world.first else _follow(trainer)
+    world.wait()
+    world.leave()
+    if not world.first:
+        return
     if summary["stopped"]:
         again = f"medusa train --resume --run {run}"
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
@@ -113,6 +125,8 @@ def train(
 
 def _frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> tuple[Any, Any, Any, float]:
     """Stage 1: the backbone as it decodes, cached states, a fresh drafter."""
+    import torch
+
     from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import open_dataset
     from medusa_cli.training import build_drafter
@@ -122,6 +136,7 @@ def _frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) ->
     backbone = load_backbone(plan.model, **place)
     target.bind(backbone.identity)
     dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
+    torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     return backbone, dataset, drafter, coverage
 
@@ -130,12 +145,15 @@ def _joint(
     target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool
 ) -> tuple[Any, Any, Any, float]:
     """Stage 2: a backbone that learns, whole conversations, and the run's stage-1 heads where it has such ones."""
+    import torch
+
     from medusa_cli.training import build_drafter
     from medusa_cli.training.setup import joint_backbone, joint_dataset, stage_1_heads
 
     backbone = joint_backbone(plan, place)
     target.bind(backbone.identity)
     dataset = joint_dataset(target, backbone, plan, data)
+    torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if not resume and stage_1_heads(target, backbone, drafter):
         console.info(f"the heads start from {target.drafter_dir}")
@@ -199,6 +217,13 @@ def _stopping() -> Iterator[Any]:
         yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _follow(trainer: Any) -> dict[str, Any]:
+    """Run the training as one of several processes that neither write nor speak."""
+    for _ in trainer.events():
+        pass
+    return {}
 
 
 def _run(trainer: Any, target: Any) -> dict[str, Any]:

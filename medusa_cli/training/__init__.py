@@ -3,6 +3,7 @@
 from medusa_cli.training.build import build_drafter
 from medusa_cli.training.calibration import Calibration, calibrate
 from medusa_cli.training.data import Dataset, frequent_tokens
+from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Event, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Conversations, split_conversations
 from medusa_cli.training.loop import Trainer
@@ -18,6 +19,7 @@ __all__ = [
     "Stopped",
     "Trainer",
     "Validated",
+    "World",
     "build_drafter",
     "calibrate",
     "frequent_tokens",

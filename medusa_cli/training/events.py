@@ -1,5 +1,6 @@
 """What happens during a training: each event is a dataclass, logged and shown by whoever runs it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +84,26 @@ class Meter:
         self.loss += float(found.total.detach())
         for name, value in found.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value
-        self.head_losses = losses if self.head_losses is None else self.head_losses + losses
-        self.correct = correct if self.correct is None else self.correct + correct
-        self.counted = counted if self.counted is None else self.counted + counted
+        self.head_losses = _plus(self.head_losses, losses)
+        self.correct = _plus(self.correct, correct)
+        self.counted = _plus(self.counted, counted)
         self.batches += 1
         self.positions += found.positions
+
+    @classmethod
+    def of(cls, meters: "Sequence[Meter]") -> "Meter":
+        """The sums of several meters."""
+        total = cls()
+        for one in meters:
+            total.head_losses = _plus(total.head_losses, one.head_losses)
+            total.correct = _plus(total.correct, one.correct)
+            total.counted = _plus(total.counted, one.counted)
+            total.loss += one.loss
+            total.batches += one.batches
+            total.positions += one.positions
+            for name, value in one.parts.items():
+                total.parts[name] = total.parts.get(name, 0.0) + value
+        return total
 
     def mean_parts(self) -> dict[str, float]:
         """The mean of every other part over the micro-batches."""
@@ -98,3 +114,8 @@ class Meter:
         assert self.head_losses is not None and self.correct is not None and self.counted is not None
         accuracies = self.correct.double() / self.counted.clamp(min=1)
         return self.loss / self.batches, (self.head_losses / self.batches).tolist(), accuracies.tolist()
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of what there is."""
+    return other if one is None else one if other is None else one + other

@@ -10,11 +10,12 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Drafter
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, TrainRecipe
 from medusa_cli.run import Run
 from medusa_cli.training import checkpoints
 from medusa_cli.training.data import Dataset
+from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Conversations, Joint
 from medusa_cli.training.schedule import learning_rate
@@ -25,7 +26,8 @@ class Trainer:
     """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields what happens.
 
     The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's
-    checkpoint is taken up where it stopped: the same steps follow with the same batches and rates.
+    checkpoint is taken up where it stopped: the same steps follow with the same batches and rates. In a world of
+    several processes each takes its share of every step's micro-batches, so that a step is the same for any number.
     """
 
     def __init__(
@@ -38,10 +40,17 @@ class Trainer:
         *,
         resume: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
+        world: World | None = None,
     ) -> None:
         self.backbone, self.recipe, self.run = backbone, recipe, run
         self.should_stop = should_stop
+        self.world = world or World()
         train = recipe.train
+        if train.accumulation % self.world.size:
+            raise UsageError(
+                f"train.accumulation={train.accumulation} cannot be shared by {self.world.size} processes",
+                f"use a multiple of {self.world.size}, and train.batch_tokens smaller by as much",
+            )
         torch.manual_seed(train.seed)
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.task: Task = (
@@ -52,6 +61,7 @@ class Trainer:
         self.digest, self.conversations = dataset.digest, dataset.report.read
         groups = self.task.groups()
         self.parameters = [p for group in groups for p in group.parameters]
+        self.world.spread(self.parameters)
         self.optimizer = _optimizer(groups, train, backbone.device.type)
         self.peaks = [group.lr for group in groups for _ in (0, 1)]
         self.batches = self.task.batches()
@@ -81,13 +91,14 @@ class Trainer:
             start = time.perf_counter()
             group = self.batches[self.step * train.accumulation :][: train.accumulation]
             meter = Meter()
-            for batch in group:
-                if self.should_stop():
-                    self.optimizer.zero_grad()
-                    self.save()
-                    yield Stopped(self.step, self.steps)
-                    return
+            if any(self.world.gather(self.should_stop())):
+                self.save()
+                yield Stopped(self.step, self.steps)
+                return
+            for batch in self.world.share(group):
                 self._backward(batch, len(group), meter)
+            meter = Meter.of(self.world.gather(meter))
+            self.world.add_gradients(self.parameters)
             lr, norm = self._update(group)
             self.step += 1
             done += meter.positions
@@ -143,13 +154,16 @@ class Trainer:
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad(), self.task.evaluating():
-            for items in self.validation:
+            for items in self.world.share(self.validation):
                 meter.add(self._losses(items))
+        meter = Meter.of(self.world.gather(meter))
         self.drafter.train()
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 
     def save(self) -> None:
-        """Write the checkpoint that --resume takes up."""
+        """Write the checkpoint that --resume takes up; the first process does."""
+        if not self.world.first:
+            return
         checkpoints.save(
             checkpoints.checkpoint_path(self.run),
             checkpoints.Checkpoint(

@@ -1,0 +1,77 @@
+"""Several processes under torchrun (or accelerate launch): who they are, and what they add up."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's number among `size`, and its number on its machine; 0 of 1 alone. Number 0 writes and prints."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def join(cls) -> "World":
+        """What the launcher's environment variables say; the processes find each other at the first call."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        world = cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(world.local_rank)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return world
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def device(self, asked: str) -> str:
+        """The device of this process: under several processes on CUDA, each its own."""
+        alone = self.size == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available()
+        return asked if alone else f"cuda:{self.local_rank}"
+
+    def share(self, items: Sequence[Any]) -> list[Any]:
+        """This process's part of some items."""
+        return list(items[self.rank :: self.size])
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over the processes."""
+        if self.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+
+    def spread(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give every process the first one's weights."""
+        if self.size > 1:
+            for parameter in parameters:
+                torch.distributed.broadcast(parameter.data, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small objects of all processes, in order of their ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Go on when all are here."""
+        if self.size > 1:
+            torch.distributed.barrier()
+
+    def leave(self) -> None:
+        """Part from the others at the end."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
