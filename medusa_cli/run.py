@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,23 @@ def replacing(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; on success it replaces `path` in one move, on failure it is removed."""
+    part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if path.exists():
+            path.rename(old)
+        part.rename(path)
+    finally:
+        for leftover in (part, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

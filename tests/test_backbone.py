@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from medusa_cli.backbone import Backbone, load_backbone
-from medusa_cli.backbone.model import refuse_unsupported
 from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
+from medusa_cli.backbone.support import refuse_unsupported
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from tests.tiny import FAMILIES, tiny_backbone

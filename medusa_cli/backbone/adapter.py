@@ -1,7 +1,6 @@
 """LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from medusa_cli.errors import UserError
+from medusa_cli.run import replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -60,20 +60,13 @@ def save(network: Any, folder: Path, backbone: str) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    for leftover in (part, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    part.mkdir(parents=True)
     config = network.medusa_lora
     config.base_model_name_or_path = backbone
     config.inference_mode = True
     state = get_peft_model_state_dict(network, adapter_name="default")
-    save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
-    config.save_pretrained(part)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing_folder(folder) as part:
+        save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
+        config.save_pretrained(part)
 
 
 def merge(network: Any, folder: Path, beside: bool = False) -> Any:

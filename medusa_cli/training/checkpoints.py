@@ -1,6 +1,5 @@
 """Checkpoints of a training under way, and the drafter it ends with; each appears whole or not at all."""
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, differences, from_dict
-from medusa_cli.run import Run, check_backbone, replacing
+from medusa_cli.run import Run, check_backbone, replacing, replacing_folder
 
 # What a resumed training may set anew: it changes when something is looked at, not what is learnt.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens")
@@ -76,12 +75,5 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
 
 def save_drafter(drafter: Drafter, folder: Path, provenance: dict[str, Any]) -> None:
     """Save a drafter into a folder that replaces an earlier one only when it is complete."""
-    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    for leftover in (part, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    part.mkdir(parents=True)
-    drafter.save(part, provenance)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing_folder(folder) as part:
+        drafter.save(part, provenance)

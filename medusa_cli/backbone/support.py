@@ -1,0 +1,49 @@
+"""Which models can be verified over a tree, and whether an engine computes what the network does."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medusa_cli.backbone.lean import LeanDecoder, Unsupported
+from medusa_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone.model import Backbone
+
+
+@torch.inference_mode()
+def check_agreement(backbone: "Backbone", lean: LeanDecoder) -> None:
+    """Raise Unsupported unless the lean decoder gives the network's states for a few tokens, rounding apart."""
+    ids = torch.arange(12, device=backbone.device) * 37 % backbone.vocab_size
+    expected = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
+    backbone._lean = lean
+    try:
+        found = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
+    except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
+        raise Unsupported(str(reason).splitlines()[0]) from reason
+    finally:
+        backbone._lean = None
+    error = float((found - expected).norm() / expected.norm())
+    if error > (0.1 if backbone.dtype == torch.bfloat16 else 1e-3):
+        raise Unsupported(f"its states differ from the network's own by {error:.1%}")
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise UserError, with the reason, for a model whose attention the tree mask cannot express."""
+    text = config.get_text_config()
+    why = ""
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it is an encoder-decoder, not a causal LM"
+    elif getattr(text, "attn_logit_softcapping", None):
+        why = "its attention logits are soft-capped"
+    elif not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
+        why = "it has no position-indexed softmax attention"
+    else:
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            why = f"it has layers of kind {', '.join(sorted(kinds))}"
+    if why:
+        raise UserError(
+            f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
+            "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
+        )

@@ -1,0 +1,98 @@
+"""What each stage of `medusa train` loads, and what it leaves in the run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from medusa_cli import console
+
+
+def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> tuple[Any, Any, Any, float]:
+    """Stage 1: the backbone as it decodes, cached states, a fresh drafter."""
+    import torch
+
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.commands.dataset import open_dataset
+    from medusa_cli.training import build_drafter
+    from medusa_cli.training.build import drafter_class
+
+    kind = drafter_class(plan.drafter.name)
+    backbone = load_backbone(plan.model, **place)
+    target.bind(backbone.identity)
+    dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
+    torch.manual_seed(plan.train.seed)
+    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    return backbone, dataset, drafter, coverage
+
+
+def joint(
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool
+) -> tuple[Any, Any, Any, float]:
+    """Stage 2: a backbone that learns, whole conversations, and the run's stage-1 heads where it has such ones."""
+    import torch
+
+    from medusa_cli.training import build_drafter
+    from medusa_cli.training.setup import joint_backbone, joint_dataset, stage_1_heads
+
+    backbone = joint_backbone(plan, place)
+    target.bind(backbone.identity)
+    dataset = joint_dataset(target, backbone, plan, data)
+    torch.manual_seed(plan.train.seed)
+    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    if not resume and stage_1_heads(target, backbone, drafter):
+        console.info(f"the heads start from {target.drafter_dir}")
+    return backbone, dataset, drafter, coverage
+
+
+def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: Any, run: str) -> tuple[Any, str]:
+    """Save the drafter (and the adapter or tuned model) with its provenance; the run they are in and its name."""
+    from medusa_cli.backbone import adapter
+    from medusa_cli.run import provenance
+    from medusa_cli.training.checkpoints import save_drafter
+
+    identity = dict(trainer.backbone.identity)
+    if trainer.recipe.train.stage == 2 and trainer.recipe.train.tuning == "full":
+        target, identity = _tuned_run(trainer.backbone, target, source)
+        run = str(target.path)
+    elif trainer.recipe.train.stage == 2:
+        adapter.save(trainer.backbone.model, target.adapter_dir, identity["id"])
+        identity["adapter"] = adapter.digest(target.adapter_dir)
+    elif target.adapter is not None:  # it belonged to the drafter that is replaced now
+        shutil.rmtree(target.adapter_dir)
+    made = provenance(
+        identity,
+        data={
+            "path": str(source),
+            "digest": trainer.digest,
+            "conversations": trainer.conversations,
+        },
+        recipe=trainer.recipe.to_dict(),
+        steps=trainer.steps,
+        positions=trainer.positions,
+        draft_coverage=coverage,
+        validation=validation,
+    )
+    save_drafter(trainer.drafter, target.drafter_dir, made)
+    return target, run
+
+
+def _tuned_run(backbone: Any, target: Any, source: Path) -> tuple[Any, dict[str, Any]]:
+    """A fully tuned model is another model: it goes into a run of its own, RUN/tuned, with the conversations."""
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.run import Run, write_atomic, write_json
+    from medusa_cli.run import provenance as made_by
+
+    tuned = Run.open(str(target.path / "tuned") + "/", create=True)
+    folder = tuned.path / "model"
+    backbone.model.set_attn_implementation("sdpa")
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+    identity = Backbone(backbone.model, id=str(folder)).identity
+    write_json(tuned.path / "run.json", made_by(identity))
+    # The states kept beside the conversations were the untuned model's.
+    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [{key: value for key, value in one.items() if key != "state_rows"} for one in records]
+    write_atomic(tuned.distill_path, "".join(json.dumps(one) + "\n" for one in lines))
+    console.info(f"the tuned model is in {folder}, its run is {tuned.path}")
+    return tuned, identity
