@@ -130,13 +130,20 @@ class Run:
         if not marker.exists():
             write_json(marker, provenance(identity))
             return
-        check_backbone(read_json(marker, "the run's file")["backbone"], identity, f"the run {self.path}")
+        known = read_json(marker, "the run's file")["backbone"]
+        check_backbone(known, identity, f"the run {self.path}")
+        if known.get("fingerprint") is None and identity.get("fingerprint") is not None:
+            write_json(marker, provenance(identity))  # bound without the weights at first: now they are known
 
 
 def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
-    """Raise UserError unless both identities name the same weights; the id alone may differ (a moved folder)."""
+    """Raise UserError unless both identities name the same weights; the id alone may differ (a moved folder).
+
+    What one of them does not know (the fingerprint of weights that a server held) is not compared.
+    """
     keys = ("architecture", "hidden_size", "vocab_size", "layers", "fingerprint")
-    if any(expected.get(key) != actual.get(key) for key in keys):
+    known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
+    if any(expected[key] != actual[key] for key in known):
 
         def name(one: dict[str, Any]) -> str:
             return f"{one.get('id')!r} (hidden {one.get('hidden_size')}, vocabulary {one.get('vocab_size')})"

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from medusa_cli import console
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.cross_entropy import linear_cross_entropy
@@ -23,7 +24,6 @@ from medusa_cli.training import Dataset, Stepped, Stopped, Trainer, Validated, b
 from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.schedule import learning_rate
-from medusa_cli.training.tokenize import encode
 from tests.tiny import END_ID, tiny_backbone
 
 # A language that a head can learn: each answer counts on from the question's number.

@@ -9,6 +9,7 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.run import DEFAULT_RUN
 
+FAILED = "distill-failed.jsonl"
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
 
@@ -31,6 +32,18 @@ def distill(
         int | None, typer.Option(help="Positions a conversation may fill; longer prompts are skipped. [default: 512]")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Conversations generated side by side.")] = 64,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL[,URL]",
+            help="OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, "
+            "transformers serve). A key goes into the variable MEDUSA_API_KEY.",
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: --model]")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
@@ -76,26 +89,43 @@ def distill(
         "--max-samples N takes more"
     )
     console.info(str(report))
-    backbone = load_backbone(
-        name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
-    )
+    server = None
+    backbone: Any
+    if endpoint is not None:
+        from medusa_cli.distilling.endpoint import Endpoint, Tokenizer
+
+        backbone = Tokenizer(name)
+        server = Endpoint([url.rstrip("/") for url in endpoint.split(",")], endpoint_model or name, backbone)
+        server.check()
+    else:
+        backbone = load_backbone(
+            name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        )
     target.bind(backbone.identity)
     writer = RecordWriter(target, backbone.hidden_size, provenance(backbone.identity, **_header(wanted)))
     todo = [one for one in chosen if one.id not in writer.done]
     if len(todo) < len(chosen):
         console.info(f"resuming: {len(chosen) - len(todo):,} conversations are there already")
     skipped: list[Any] = []
+    failed = 0
     with console.progress("distilling", total=len(todo), unit="conversations") as bar:
         made = _Meter(bar)
         try:
-            for sample in distill(backbone, todo, settings, on_tokens=made.tokens, on_skip=skipped.append):
-                writer.write(sample)
-                bar.advance(1)
+            if server is not None:
+                failed = _from_server(server, todo, settings, concurrency, writer, made, bar)
+            else:
+                for sample in distill(backbone, todo, settings, on_tokens=made.tokens, on_skip=skipped.append):
+                    writer.write(sample)
+                    bar.advance(1)
         finally:
             writer.close()
     if skipped:
         console.info(f"{len(skipped):,} prompts were skipped: longer than --context {wanted.context} leaves room for")
+    if failed:
+        where = target.path / FAILED
+        console.warn(f"{failed:,} conversations failed, see {where}; the same command asks for them again")
     summary = {
+        "failed": failed,
         "run": str(target.path),
         "conversations": len(writer.done),
         "answer_tokens": writer.tokens,
@@ -107,6 +137,30 @@ def distill(
         f"{writer.tokens:,} answer tokens in {len(writer.done):,} conversations: {target.distill_path} "
         f"({made.count:,} made now at {made.rate:,.0f} tokens/s). Next: medusa train --run {run}"
     )
+
+
+def _from_server(
+    server: Any, todo: list[Any], settings: Any, concurrency: int, writer: Any, made: "_Meter", bar: Any
+) -> int:
+    """Write what the servers answer, and the seeds that failed into a side file; how many of those there are."""
+    import json
+
+    from medusa_cli.distilling.endpoint import Failed, distill_endpoint
+    from medusa_cli.run import write_atomic
+
+    failed: list[Failed] = []
+    for sample in distill_endpoint(server, todo, settings, concurrency=concurrency, on_tokens=made.tokens):
+        bar.advance(1)
+        if isinstance(sample, Failed):
+            failed.append(sample)
+        else:
+            writer.write(sample)
+    lines = [json.dumps(vars(one), ensure_ascii=False) + "\n" for one in failed]
+    if failed:
+        write_atomic(writer.path.with_name(FAILED), "".join(lines))
+    else:
+        writer.path.with_name(FAILED).unlink(missing_ok=True)
+    return len(failed)
 
 
 def _settings(wanted: Any, batch_size: int) -> Any:

@@ -59,14 +59,14 @@ class RecordWriter:
 
     def write(self, sample: Distilled) -> None:
         """Append one conversation: its states first, then its line."""
-        first = self.states.append(sample.states)
-        record = {
+        record: dict[str, Any] = {
             "id": sample.id,
             "messages": sample.messages,
             "tokens": sample.tokens,
             "spans": [list(span) for span in sample.spans],
-            "state_rows": [first, len(sample.states)],
         }
+        if len(sample.states):  # a server's answers come without
+            record["state_rows"] = [self.states.append(sample.states), len(sample.states)]
         self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.stream.flush()
         self.done.add(sample.id)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.dialogue import Malformed, encode, messages_of
 from medusa_cli.errors import UserError
-from medusa_cli.training.tokenize import Malformed, encode, messages_of
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ The template is rendered up to each answer and through it; what is added is the 
 Pieces are tokenised one by one, as decoding meets them: a prompt first, then the answer's own tokens.
 """
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
-from medusa_cli.backbone import Backbone
 from medusa_cli.errors import UserError
 
 ROLES = {
@@ -20,6 +20,16 @@ ROLES = {
     "model": "assistant",
     "system": "system",
 }
+
+
+class Speaker(Protocol):
+    """What is needed of a model to lay out its conversations: a backbone has it, and so has a tokenizer alone."""
+
+    id: str
+    tokenizer: Any
+
+    @property
+    def eos_ids(self) -> Collection[int]: ...
 
 
 class Malformed(ValueError):
@@ -47,7 +57,7 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, str]]:
     return messages
 
 
-def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
+def encode(speaker: Speaker, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of a conversation and the spans [start, end) of its answers, each with its end token.
 
     Raises UserError where the model has no chat template or one that rewrites earlier turns, so that no span
@@ -55,8 +65,11 @@ def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int
     """
     from jinja2.exceptions import TemplateError
 
-    if not getattr(backbone.tokenizer, "chat_template", None):
-        backbone.encode_chat(messages[:1])  # raises, naming the model
+    if not getattr(speaker.tokenizer, "chat_template", None):
+        raise UserError(
+            f"the model {speaker.id!r} has no chat template",
+            "use an instruction-tuned model or add one to its tokenizer",
+        )
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
     text = ""
@@ -64,10 +77,10 @@ def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index == 0:
                 continue
-            text = _extend(backbone, tokens, text, messages[:index], prompt=True)
+            text = _extend(speaker, tokens, text, messages[:index], prompt=True)
             start = len(tokens)
-            text = _extend(backbone, tokens, text, messages[: index + 1], prompt=False)
-            ends = [at for at in range(start, len(tokens)) if tokens[at] in backbone.eos_ids]
+            text = _extend(speaker, tokens, text, messages[: index + 1], prompt=False)
+            ends = [at for at in range(start, len(tokens)) if tokens[at] in speaker.eos_ids]
             # Templates put a newline after the end token, which the model never generates.
             spans.append((start, ends[0] + 1 if ends else len(tokens)))
     except TemplateError as reason:
@@ -75,13 +88,13 @@ def encode(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[list[int
     return tokens, spans
 
 
-def _extend(backbone: Backbone, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool) -> str:
+def _extend(speaker: Speaker, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool) -> str:
     """Append the tokens of what the template adds to `text`; return the longer text."""
-    tokenizer = backbone.tokenizer
+    tokenizer = speaker.tokenizer
     longer = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     if not longer.startswith(text):
         raise UserError(
-            f"the chat template of {backbone.id!r} rewrites earlier turns, so answers have no fixed place",
+            f"the chat template of {speaker.id!r} rewrites earlier turns, so answers have no fixed place",
             "use --data with single-turn conversations, or data made by `medusa distill`",
         )
     tokens.extend(tokenizer.encode(longer[len(text) :], add_special_tokens=False))

@@ -1,0 +1,180 @@
+"""Distillation through a server: turns in order, retries, failures aside, one that dies half way, bad addresses."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medusa_cli.backbone import load_backbone
+from medusa_cli.backbone.dialogue import Malformed
+from medusa_cli.cli import app
+from medusa_cli.distilling.endpoint import Endpoint, Failed, Tokenizer, distill_endpoint, with_tokens
+from medusa_cli.distilling.engine import Distilled, Settings
+from medusa_cli.distilling.seeds import Seed
+from medusa_cli.run import Run
+from tests.runs import save_model
+
+
+class Server:
+    """An OpenAI-compatible server that answers with words it makes from the question; `fault` may spoil a request."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict] = []
+        self.fault = lambda number, body: None  # a status to answer with instead
+        self.together = self.most_together = 0
+        lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                """Silent."""
+
+            def do_GET(self) -> None:
+                self._send(200, {"data": []})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.requests.append({**body, "authorization": self.headers.get("Authorization")})
+                    number = len(outer.requests)
+                    outer.together += 1
+                    outer.most_together = max(outer.most_together, outer.together)
+                threading.Event().wait(0.02)
+                with lock:
+                    outer.together -= 1
+                if status := outer.fault(number, body):
+                    return self._send(status, {"error": "spoilt"})
+                said = "w" + str(len(body["messages"])) + " " + body["messages"][-1]["content"]
+                reason = "length" if "w9" in said else "stop"
+                self._send(200, {"choices": [{"message": {"content": said}, "finish_reason": reason}]})
+
+            def _send(self, status: int, document: dict) -> None:
+                data = json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.http.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("endpoint") / "model")
+
+
+SEEDS = [Seed(f"s{i}", [f"w{i} w{i + 1}", f"w{i + 2}"]) for i in range(10, 22)]
+
+
+def run_all(server: Server, model: str, **options) -> list[Distilled | Failed]:
+    endpoint = Endpoint([server.url], "served", Tokenizer(model), first_pause=0.01, **options)
+    return list(distill_endpoint(endpoint, SEEDS, Settings(max_new_tokens=16), concurrency=4))
+
+
+def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Server, model: str) -> None:
+    made = run_all(server, model)
+    assert {one.id for one in made} == {seed.id for seed in SEEDS} and len(made) == len(SEEDS)
+    assert 1 < server.most_together <= 4
+    backbone = load_backbone(model, dtype="fp32")
+    for one in made:
+        assert isinstance(one, Distilled)
+        roles = [message["role"] for message in one.messages]
+        assert roles == ["user", "assistant", "user", "assistant"]
+        assert one.messages[3]["content"] == "w3 " + one.messages[2]["content"]  # three messages came before it
+        for (start, end), said in zip(one.spans, (1, 3), strict=True):
+            assert backbone.decode(one.tokens[start:end]).strip() == one.messages[said]["content"]
+            assert one.tokens[end - 1] in backbone.eos_ids
+    sent = server.requests[0]
+    assert set(sent) == {"model", "messages", "max_tokens", "temperature", "stream", "authorization"}
+    assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("served", 16, False)
+
+
+def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model: str) -> None:
+    seen: dict[str, int] = {}
+
+    def spoil(number: int, body: dict) -> int | None:
+        text = body["messages"][0]["content"]
+        seen[text] = seen.get(text, 0) + 1
+        if text.startswith("w12"):
+            return 422
+        return 503 if text.startswith("w13") and seen[text] < 3 else None
+
+    server.fault = spoil
+    made = run_all(server, model)
+    failed = [one for one in made if isinstance(one, Failed)]
+    assert [one.id for one in failed] == ["s12"] and "status 422" in failed[0].reason
+    assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
+
+
+def test_an_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
+    speaker = Tokenizer(model)
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    whole, cut = (with_tokens(speaker, "x", messages, [ended]) for ended in (True, False))
+    assert whole.spans[0][1] == cut.spans[0][1] + 1 and whole.tokens == cut.tokens
+    with pytest.raises(Malformed, match="do not give the text back"):
+        with_tokens(speaker, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True])
+
+
+def medusa(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> str:
+    path = tmp_path / "seeds.jsonl"
+    lines = [
+        {"id": seed.id, "conversations": [{"from": "human", "value": turn} for turn in seed.turns]} for seed in SEEDS
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return str(path)
+
+
+def test_a_server_that_dies_half_way_costs_no_sample_and_doubles_none(
+    server: Server, model: str, seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDUSA_API_KEY", "secret")
+    monkeypatch.setattr("medusa_cli.distilling.endpoint.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("medusa_cli.distilling.endpoint.ATTEMPTS", 2)
+    run = tmp_path / "run"
+    words = ["distill", "--seed", seeds, "--run", str(run), "--model", model, "--endpoint", server.url,
+             "--endpoint-model", "served", "--max-new-tokens", "16", "--concurrency", "3", "--json"]  # fmt: skip
+    server.fault = lambda number, body: 500 if number > 9 else None
+    first = medusa(*words)
+    assert first.exit_code == 0, first.output
+    summary = json.loads(first.stdout)
+    assert 0 < summary["conversations"] < len(SEEDS)
+    assert summary["failed"] == len(SEEDS) - summary["conversations"]
+    assert len((run / "distill-failed.jsonl").read_text().splitlines()) == summary["failed"]
+    assert server.requests[0]["authorization"] == "Bearer secret"
+    server.fault = lambda number, body: None
+    second = json.loads(medusa(*words).stdout)
+    assert second["conversations"] == len(SEEDS) and second["failed"] == 0
+    assert not (run / "distill-failed.jsonl").exists()
+    ids = [json.loads(line)["id"] for line in (run / "distill.jsonl").read_text().splitlines()]
+    assert sorted(ids) == sorted(seed.id for seed in SEEDS)
+    # What came from the server trains: the states are computed here, and the run learns whose they are.
+    trained = medusa("train", "--run", str(run), "--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2")
+    assert trained.exit_code == 0, trained.output
+    assert json.loads((run / "run.json").read_text())["backbone"]["fingerprint"]
+    assert Run(run).drafter_dir.is_dir()
+
+
+def test_a_server_that_is_not_there_is_named(model: str, seeds: str, tmp_path: Path) -> None:
+    words = ["distill", "--seed", seeds, "--run", str(tmp_path / "run"), "--model", model, "--endpoint"]
+    done = medusa(*words, "http://127.0.0.1:9")
+    assert done.exit_code == 1 and "--endpoint http://127.0.0.1:9 does not answer" in done.stderr
+    done = medusa(*words, "nowhere at all")
+    assert done.exit_code == 1 and "is no address" in done.stderr
