@@ -186,3 +186,18 @@ def test_kill_minus_nine_loses_and_doubles_nothing(tmp_path: Path) -> None:
         return {r["id"]: r["tokens"] for r in records}
 
     assert by_id(path) == by_id(tmp_path / "whole" / "distill.jsonl")
+
+
+def test_ultrachat_is_a_name_for_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rows(name: str):
+        asked.append(name)
+        yield {
+            "prompt_id": "p1",
+            "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}],
+        }
+
+    monkeypatch.setattr("medusa_cli.distilling.seeds._hub_rows", rows)
+    found, _ = read_seeds("ultrachat")
+    assert asked == ["HuggingFaceH4/ultrachat_200k"] and found[0].turns == ("hello",)

@@ -76,7 +76,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("endpoint") / "model")
 
 
-SEEDS = [Seed(f"s{i}", [f"w{i} w{i + 1}", f"w{i + 2}"]) for i in range(10, 22)]
+SEEDS = [Seed(f"s{i}", (f"w{i} w{i + 1}", f"w{i + 2}")) for i in range(10, 22)]
 
 
 def run_all(server: Server, model: str, **options) -> list[Distilled | Failed]:
@@ -100,6 +100,15 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Ser
     sent = server.requests[0]
     assert set(sent) == {"model", "messages", "max_tokens", "temperature", "stream", "authorization"}
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("served", 16, False)
+
+
+def test_a_seeds_system_prompt_opens_the_conversation(server: Server, model: str) -> None:
+    endpoint = Endpoint([server.url], "served", Tokenizer(model))
+    seed = Seed("one", ("w20",), system="w30")
+    (made,) = distill_endpoint(endpoint, [seed], Settings(max_new_tokens=16))
+    assert isinstance(made, Distilled)
+    assert [m["role"] for m in made.messages] == ["system", "user", "assistant"]
+    assert server.requests[0]["messages"][0] == {"role": "system", "content": "w30"}
 
 
 def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model: str) -> None:

@@ -144,7 +144,7 @@ def distill_endpoint(
 
 def _converse(endpoint: Endpoint, seed: Seed, settings: Settings) -> Distilled | Failed:
     """One seed's turns, each answer becoming history of the next."""
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = [] if seed.system is None else [{"role": "system", "content": seed.system}]
     ended: list[bool] = []
     try:
         for turn in seed.turns[: settings.max_turns]:

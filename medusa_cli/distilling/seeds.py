@@ -10,7 +10,8 @@ from typing import Any
 from medusa_cli import assets
 from medusa_cli.errors import UserError
 
-NAMED = (assets.DEFAULT_SEED,)
+HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
+NAMED = (assets.DEFAULT_SEED, *HUB)
 USER_ROLES = frozenset({"human", "user"})
 MODEL_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 
@@ -71,6 +72,9 @@ def read_seeds(source: str) -> tuple[list[Seed], SeedReport]:
 def _records(source: str, report: SeedReport) -> Iterator[Any]:
     if source == assets.DEFAULT_SEED:
         yield from _json_array(assets.sharegpt_path(), report)
+        return
+    if source in HUB:
+        yield from _hub_rows(HUB[source])
         return
     path = Path(source).expanduser()
     if path.is_file():
