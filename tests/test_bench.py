@@ -167,3 +167,20 @@ def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pyt
     assert "\n\n" in plain.partition("\n")[2].strip()  # the two turns' answers stand apart
     for heading in ("tokens/s", "speedup", "acceptance", "overhead"):
         assert heading in shown.stdout, shown.stdout[-2000:]
+
+
+def test_lookup_and_dynamic_trees_are_methods_too_and_llama_cpp_needs_its_package(place: Path) -> None:
+    shown = bench(place, "--json", "--methods", "hf,hf-lookup,ar,medusa,medusa-dynamic")
+    assert shown.exit_code == 0, shown.stderr
+    methods = json.loads(shown.stdout)["methods"]
+    assert list(methods) == ["hf", "hf-lookup", "ar", "medusa", "medusa-dynamic"]
+    assert all(one["identical"] == one["questions"] for one in methods.values())
+    dynamic = bench(place, "--tree", "dynamic:4", "--methods", "ar,medusa")
+    assert dynamic.exit_code == 0 and "dynamic trees of 4 nodes" in dynamic.stderr
+    refused = bench(place, "--tree", "dynamic:none")
+    assert refused.exit_code == 2 and "'none' is no number of nodes" in refused.stderr
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError:
+        refused = bench(place, "--methods", "llama.cpp")
+        assert refused.exit_code == 2 and "llama-cpp-python is not installed" in refused.stderr

@@ -127,3 +127,14 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str,
     confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
     ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
+
+
+def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
+    from medusa_cli.errors import UsageError
+    from medusa_cli.recipe import load_recipe
+    from medusa_cli.training import Dataset, build_drafter
+    from medusa_cli.training.records import ReadReport
+
+    recipe = load_recipe(None, ["drafter.prefix_layers=1"]).drafter
+    with pytest.raises(UsageError, match="drafter.prefix_layers=1 says nothing to medusa"):
+        build_drafter(tiny_backbone(), recipe, Dataset([], [], torch.zeros(0, 32), ReadReport(), ""))
