@@ -10,8 +10,8 @@ from medusa_cli.benchmarks.step_cost import measure_costs
 from medusa_cli.cli import app
 from medusa_cli.run import write_json
 from medusa_cli.tree import Tree
-from medusa_cli.tree.budget import StepCost, best_budget, cost_of, judge
-from medusa_cli.tree.search import expected_length, search
+from medusa_cli.tree.budget import StepCost, best_budget, break_even, cost_of, judge
+from medusa_cli.tree.search import expected_length, node_values, search
 from tests.runs import save_model, save_run
 from tests.test_generate import medusa
 from tests.tiny import tiny_backbone
@@ -47,6 +47,16 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
     if slope == 0.2:
         assert chosen.tree.size == 1
     assert judge(ACCURACIES, 8, costs, 3).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
+
+
+def test_a_further_node_pays_from_the_chance_that_makes_up_for_its_time() -> None:
+    costs = [StepCost(3, n, 0.010 + 0.0005 * (n - 1)) for n in (1, 8, 20, 30)]
+    chosen = best_budget(ACCURACIES, costs)
+    paying = break_even(chosen, costs)
+    assert paying == pytest.approx(0.0005 * chosen.tokens_per_s)
+    # The nodes of the chosen tree are those worth more than that, and the next best is not.
+    worth = node_values(search(ACCURACIES, chosen.tree.size + 1), ACCURACIES)
+    assert sorted(worth)[0] <= paying <= sorted(worth)[1]
 
 
 def test_depth_is_left_where_it_costs_more_than_it_gives() -> None:

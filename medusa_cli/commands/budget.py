@@ -20,10 +20,11 @@ BESIDE = (1, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Found:
-    """The budget chosen and those shown beside it."""
+    """The budget chosen, those shown beside it, and what dynamic trees go by."""
 
     chosen: "Budget"
     beside: "list[Budget]"
+    break_even: float  # the chance from which on a further node pays
 
     def rows(self) -> list[dict[str, float]]:
         """Nodes, expected tokens a step, milliseconds a step and tokens a second of each, the chosen one first."""
@@ -58,7 +59,7 @@ def find_budget(
 
     UserError without accuracies or without a drafter to time.
     """
-    from medusa_cli.tree.budget import best_budget, best_of_size
+    from medusa_cli.tree.budget import best_budget, best_of_size, break_even
     from medusa_cli.tree.search import largest
 
     source = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
@@ -71,7 +72,8 @@ def find_budget(
         costs = _measure(source, target, heads, place)
     chosen = best_budget(heads.accuracies, costs)
     most = min(max(one.nodes for one in costs), largest(heads.accuracies))
-    found = Found(chosen, [best_of_size(heads.accuracies, nodes, costs) for nodes in BESIDE if nodes <= most])
+    beside = [best_of_size(heads.accuracies, nodes, costs) for nodes in BESIDE if nodes <= most]
+    found = Found(chosen, beside, break_even(chosen, costs))
     if target is not None:
         from medusa_cli.benchmarks.step_cost import draw_costs
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # A step verifies all nodes at once; far fewer than this pay anywhere.
 MOST_GROWN = 256
+MOST_PAYING = 32
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,20 @@ def load(
 
 
 def growth_of(choice: Choice, tree: "Tree | Growth", drafter: "Drafter") -> "Growth":
-    """Dynamic trees of as many nodes as --tree says, or as the static tree has, at the calibrated temperatures."""
+    """Dynamic trees of as many nodes as --tree says, or as the static tree has, at the calibrated temperatures.
+
+    Where `tree --budget auto` made the static tree, it knows from which chance on a node pays on this machine: then
+    that alone decides, up to MOST_PAYING nodes.
+    """
     from medusa_cli.tree import Growth
 
     heat: list[float] = []
     if choice.calibration is not None and choice.calibration.is_file():
         heat = read_json(choice.calibration, "the calibration").get("temperatures", [])
-    return Growth(choice.dynamic or tree.size, drafter.num_heads, tuple(heat))
+    made = read_json(choice.tree, "the tree") if choice.tree else {}
+    least = made.get("provenance", {}).get("break_even", 0.0) if isinstance(made, dict) else 0.0
+    budget = choice.dynamic or (max(MOST_PAYING, tree.size) if least else tree.size)
+    return Growth(budget, drafter.num_heads, tuple(heat), least)
 
 
 def describe(shape: "Tree | Growth | None") -> str:
@@ -134,7 +142,9 @@ def describe(shape: "Tree | Growth | None") -> str:
 
     if shape is None:
         return "no tree"
-    return f"dynamic trees of {shape.size} nodes" if isinstance(shape, Growth) else f"tree of {shape.size} nodes"
+    return (
+        f"dynamic trees of at most {shape.size} nodes" if isinstance(shape, Growth) else f"tree of {shape.size} nodes"
+    )
 
 
 def check_fit(tree: "Tree", drafter: Any, name: Path | None) -> None:

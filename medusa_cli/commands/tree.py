@@ -79,6 +79,7 @@ def tree(
         place = {"device": device, "dtype": dtype, "engine": engine}
         found = find_budget(target, used, calibration, measure, place)
         made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
+        recipe["break_even"] = round(found.break_even, 4)
     else:
         found = None
         made, recipe = _make(used, _nodes(budget), widths, choices, said, run)

@@ -51,6 +51,18 @@ def best_budget(accuracies: Accuracies, costs: Sequence[StepCost]) -> Budget:
     return max((best_of_size(accuracies, nodes, costs) for nodes in sizes), key=lambda one: one.tokens_per_s)
 
 
+def break_even(chosen: Budget, costs: Sequence[StepCost]) -> float:
+    """The chance from which on a further node pays: what it costs, in tokens at the chosen budget's rate.
+
+    A node of chance p adds p tokens and some seconds; it pays where p exceeds those seconds times the tokens a second.
+    """
+    points = curve(costs, max(cost.heads for cost in costs))
+    wider = [cost for cost in points if cost.nodes > chosen.tree.size][:2] or points[-1:]
+    here = cost_of(chosen.tree.size, points)
+    a_node = max((cost.seconds - here) / max(cost.nodes - chosen.tree.size, 1) for cost in wider)
+    return max(a_node, 0.0) * chosen.tokens_per_s
+
+
 def curve(costs: Sequence[StepCost], heads: int) -> list[StepCost]:
     """The costs measured for so many heads, by rising size."""
     return sorted((cost for cost in costs if cost.heads == heads), key=lambda cost: cost.nodes)
