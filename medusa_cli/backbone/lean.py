@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone.packed import can_pack
-
-# oneDNN picks the block layout for about this many rows; 16 was as good as any from 1 to 256 rows, in fp32 the best.
-ROWS_HINT = 16
+from medusa_cli.backbone.packed import ROWS_HINT, can_pack
 
 
 # Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice.

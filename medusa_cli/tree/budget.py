@@ -8,6 +8,10 @@ from medusa_cli.tree.search import Accuracies, expected_length, largest, search
 from medusa_cli.tree.tree import Tree
 
 
+# Nodes over which the cost of one more is averaged.
+SPAN = 12
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Median seconds of a whole step (draft, verify, accept, keep) over the best tree of `nodes` nodes for the first
@@ -55,11 +59,11 @@ def break_even(chosen: Budget, costs: Sequence[StepCost]) -> float:
     """The chance from which on a further node pays: what it costs, in tokens at the chosen budget's rate.
 
     A node of chance p adds p tokens and some seconds; it pays where p exceeds those seconds times the tokens a second.
+    The seconds are the mean over the next dozen nodes: between neighbours the noise of timing is as large.
     """
     points = curve(costs, max(cost.heads for cost in costs))
-    wider = [cost for cost in points if cost.nodes > chosen.tree.size][:2] or points[-1:]
-    here = cost_of(chosen.tree.size, points)
-    a_node = max((cost.seconds - here) / max(cost.nodes - chosen.tree.size, 1) for cost in wider)
+    nodes = chosen.tree.size
+    a_node = (cost_of(nodes + SPAN, points) - cost_of(nodes, points)) / SPAN
     return max(a_node, 0.0) * chosen.tokens_per_s
 
 
