@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone.packed import ROWS_HINT, can_pack
 
-
 # Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice.
 FEW, MANY = 5, 128
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from medusa_cli.tree.search import Accuracies, expected_length, largest, search
 from medusa_cli.tree.tree import Tree
 
-
 # Nodes over which the cost of one more is averaged.
 SPAN = 12
 
