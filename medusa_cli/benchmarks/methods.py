@@ -9,11 +9,11 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_plain
-from medusa_cli.drafters import Drafter
+from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
-METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp")
+METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp", *sorted(set(DRAFTERS) - {"medusa"}))
 LOOKUP_TOKENS = 10
 Watch = Callable[[list[int]], None]
 
@@ -41,15 +41,14 @@ def build_methods(
     names: Sequence[str],
     backbone: Backbone,
     plain: Any,
-    drafter: Drafter | None,
-    trees: Mapping[str, Tree | Growth],
+    drafted: Mapping[str, tuple[Drafter, Tree | Growth]],
     sampling: Sampling,
     gguf: Path | None = None,
 ) -> dict[str, Method]:
     """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
 
-    trees: what each drafting method drafts over; gguf: the file that "llama.cpp" reads. UsageError where a method
-    lacks what it needs.
+    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads. UsageError
+    where a method lacks what it needs.
     """
     methods: dict[str, Method] = {}
     for name in names:
@@ -59,8 +58,8 @@ def build_methods(
             methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
         elif name == "llama.cpp":
             methods[name] = _LlamaCpp(gguf, backbone, sampling)
-        elif drafter is not None:
-            methods[name] = _drafted(backbone, drafter, trees[name], sampling)
+        else:
+            methods[name] = _drafted(backbone, *drafted[name], sampling)
     return methods
 
 

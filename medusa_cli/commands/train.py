@@ -72,13 +72,13 @@ def train(
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
-    target = Run.open(run, create=data is not None)
+    target = Run.open(run, create=data is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume)
-    source = data or target.distill_path
+    source = data or target.data_path
     bound = plan.train.max_tokens
     length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
     console.info(
