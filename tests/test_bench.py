@@ -191,12 +191,13 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     model = str(place / "model")
     outer = save_run(tmp_path / "mine", model)
     save_run(tmp_path / "mine" / "hydra", model, kind=HydraHeads, calibrated=True)
+    save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
     words = ["bench", "--questions", str(place / "q.jsonl"), "--limit", "2", "--dtype", "fp32", "--json"]
     words += ["--run", str(outer.path), "--max-new-tokens", "12", "--methods"]
-    shown = medusa(*words, "ar,medusa,hydra")
+    shown = medusa(*words, "ar,medusa,hydra,second")
     assert shown.exit_code == 0, shown.stderr
     methods = json.loads(shown.stdout)["methods"]
-    assert list(methods) == ["ar", "medusa", "hydra"]
+    assert list(methods) == ["ar", "medusa", "hydra", "second"]
     assert all(one["identical"] == 2 for one in methods.values())
     assert "mine/drafter" in shown.stderr and "mine/hydra/drafter" in shown.stderr
     refused = medusa(*words, "medusa,amphista")

@@ -1,7 +1,7 @@
 """The decoding methods a benchmark compares; each continues a prompt of token ids and says what it took."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +27,17 @@ class Method(Protocol):
 
 
 def parse_methods(text: str) -> list[str]:
-    """The names of --methods hf,ar,medusa in order; UsageError for an unknown one."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in METHODS]
+    """The names of --methods hf,ar,medusa in order, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def check_methods(text: str, names: Sequence[str], also: Collection[str] = ()) -> None:
+    """UsageError for no name at all and for one that is neither a method nor among `also`."""
+    unknown = [name for name in names if name not in METHODS and name not in also]
     if unknown or not names:
         raise UsageError(
             f"--methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
         )
-    return list(dict.fromkeys(names))
 
 
 def build_methods(

@@ -27,8 +27,8 @@ def bench(
             metavar="LIST",
             help="Of hf (transformers' generate), hf-lookup (its prompt lookup), ar (our plain loop), medusa (the "
             "drafter, over --tree), medusa-dynamic (over dynamic trees), llama.cpp (if llama-cpp-python is "
-            "installed), and, each by its name, drafters of several kinds: the run's own and those of the runs inside "
-            "it (RUN/amphista), with commas between.",
+            "installed), and drafters side by side: hydra, amphista and so on, of the runs by that name inside the "
+            "run, or the run's own; with commas between.",
         ),
     ] = "hf,ar,medusa",
     gguf: Annotated[
@@ -73,13 +73,14 @@ def bench(
         return
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
-    from medusa_cli.benchmarks.methods import parse_methods
+    from medusa_cli.benchmarks.methods import check_methods, parse_methods
     from medusa_cli.benchmarks.questions import read_questions, spread
     from medusa_cli.commands.loading import choose, sampling_of
     from medusa_cli.commands.rivals import find_rivals
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
+    check_methods(methods, names, rivals)
     alone = any(name.startswith("medusa") for name in names if name not in rivals)
     choice = choose(model, run, drafter, tree, need_drafter=alone)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)

@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
 
 def find_rivals(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
-    """Where the drafters lie whose kinds are named as methods; UserError for one that is nowhere.
+    """Where the drafters lie that methods name: by a run inside the run, else by their kind; UserError if nowhere.
 
-    "medusa" alone is whatever drafter the run has; beside another kind's name it is the kind.
+    "medusa" alone is whatever drafter the run has; beside another such name it is the kind.
     """
     from medusa_cli.drafters import DRAFTERS
 
-    kinds = [name for name in names if name in DRAFTERS]
-    if kinds in ([], ["medusa"]):
-        return {}
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
+    named = [name for name in names if name in DRAFTERS or name in inner]
+    if named in ([], ["medusa"]):
+        return {}
     found = {}
-    for kind in kinds:
-        if outer is not None and _kind(outer.path) == kind:
-            found[kind] = choose(model, run, None, tree)
-        elif run and outer is not None and _kind(outer.path / kind) == kind:
-            found[kind] = choose(model, str(outer.path / kind), None, tree)
+    for name in named:
+        if outer is not None and name in inner:
+            found[name] = choose(model, str(outer.path / name), None, tree)
+        elif outer is not None and _kind(outer.path) == name:
+            found[name] = choose(model, run, None, tree)
         else:
             place = run or "NAME"
             raise UserError(
-                f"--methods {kind}: there is no {kind} drafter in {outer.path if outer else 'any run'}",
-                f"train one with `medusa train drafter={kind} --run runs/{place}/{kind}`, and give --run {place}",
+                f"--methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
+                f"train one with `medusa train drafter={name} --run runs/{place}/{name}`, and give --run {place}",
             )
     return found
 
