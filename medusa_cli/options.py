@@ -163,6 +163,9 @@ Temperature = Annotated[
         show_default=False,
     ),
 ]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Conversations that are decoded side by side.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback when something fails.")]
