@@ -76,6 +76,24 @@ def test_a_long_prompt_is_prefilled_in_pieces_with_the_same_result(monkeypatch: 
     assert last.logits.shape[0] == 1 and torch.allclose(last.logits[0], whole.logits[-1], atol=2e-5)
 
 
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_a_long_text_moves_the_cache_a_few_times_and_not_every_step(engine: str) -> None:
+    backbone = tiny_backbone("llama", engine=engine)
+    cache, ids = backbone.new_cache(1), tokens_of(400)
+    buffers, copied = [], 0
+    for token in ids:
+        before = cache.length
+        backbone.forward(token[None], cache, logits="none")
+        if not buffers or cache.buffer is not buffers[-1]:
+            buffers.append(cache.buffer)
+            copied += before
+    assert len(buffers) == 10  # capacities 1, 2, 4, .. 512
+    assert copied < 2 * len(ids)
+    assert torch.allclose(
+        backbone.forward(ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
+    )
+
+
 def test_taps_read_middle_layers_beside_the_final_state() -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(6)

@@ -87,6 +87,11 @@ class KVCache(Cache):
             self._turned = keys.new_empty(shape[0], shape[2], shape[4], shape[3])
         self._slice()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it holds, free rows included."""
+        return sum(one.nbytes for one in (self.buffer, self._turned) if one is not None)
+
     def extend(self, rows: int) -> None:
         """Make room for `rows` more rows and hand their views to the layers."""
         self._end = self.length + rows

@@ -1,8 +1,11 @@
 """Rows a step against time, for each engine, with the ceiling that memory sets."""
 
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +34,15 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPIED / best
 
 
+@dataclass(frozen=True)
+class Timed:
+    """One engine at one context: median seconds of a step by its rows, seconds of the prefill, bytes of the cache."""
+
+    seconds: dict[int, float]
+    prefill_s: float
+    cache_bytes: int
+
+
 def time_rows(
     engines: Mapping[str, Backbone],
     rows: Sequence[int] = ROWS,
@@ -38,16 +50,18 @@ def time_rows(
     context: int = 384,
     rounds: int = ROUNDS,
     on_progress: Callable[[int], None] = lambda steps: None,
-) -> dict[str, dict[int, float]]:
-    """Median seconds of a forward pass over so many tree nodes after `context` tokens, logits read, by engine.
+) -> dict[str, Timed]:
+    """Time forward passes over so many tree nodes after `context` tokens, logits read, by engine.
 
     Engines and sizes take turns, so that drift of the machine hits all alike.
     """
     trees = {count: _tree(count) for count in rows}
-    caches = {}
+    caches, prefills = {}, {}
     for name, backbone in engines.items():
         caches[name] = backbone.new_cache(context + max(rows))
+        clock = Clock(backbone)
         backbone.forward(torch.arange(context) % backbone.vocab_size, caches[name], logits="none")
+        prefills[name] = clock.lap()
     laps: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in engines}
     for number in range(rounds + 2):
         for count, tree in trees.items():
@@ -62,7 +76,20 @@ def time_rows(
                 if number >= 2:  # the first rounds warm up
                     laps[name][count].append(lap)
                 on_progress(1)
-    return {name: {count: statistics.median(one) for count, one in found.items()} for name, found in laps.items()}
+    return {
+        name: Timed(
+            {count: statistics.median(one) for count, one in found.items()}, prefills[name], caches[name].nbytes
+        )
+        for name, found in laps.items()
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held at once so far: of the device's memory under CUDA, elsewhere of the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _tree(nodes: int) -> Tree:

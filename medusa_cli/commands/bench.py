@@ -36,7 +36,9 @@ def bench(
     steps: Annotated[
         bool, typer.Option("--steps", help="Time forward passes by rows and engine instead of answering questions.")
     ] = False,
-    context: Annotated[int, typer.Option(metavar="N", min=1, help="With --steps: tokens in the cache.")] = 384,
+    context: Annotated[
+        str, typer.Option(metavar="N[,N]", help="With --steps: tokens in the cache, several sizes with commas between.")
+    ] = "384",
     max_new_tokens: options.MaxNewTokens = None,
     batch_size: options.BatchSize = 1,
     run: options.RunOrShipped = None,
