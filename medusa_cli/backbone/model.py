@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medusa_cli.backbone import attention
 from medusa_cli.backbone.cache import KVCache
 from medusa_cli.backbone.lean import LeanDecoder, Unsupported, release_linears
-from medusa_cli.backbone.slots import SlotCache
+from medusa_cli.backbone.slots import SlotCache, run_slots
 from medusa_cli.backbone.support import check_agreement, refuse_unsupported
 from medusa_cli.errors import UsageError, UserError
 
@@ -77,6 +77,8 @@ class Backbone:
         # Read before the linear layers are packed, which keeps no plain weight.
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
         self.lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        # What decoding with captured steps keeps from answer to answer.
+        self.idle_decoders: list[Any] = []
         self._scratch: Tensor | None = None
         self._lean: LeanDecoder | None = None
         if engine != "eager":
@@ -87,8 +89,15 @@ class Backbone:
         """The engine in use: "fast" or "eager"."""
         return "eager" if self._lean is None else "fast"
 
+    @property
+    def captures(self) -> bool:
+        """Whether greedy decoding runs captured steps of fixed shapes: under the fast engine on CUDA."""
+        return self._lean is not None and self.device.type == "cuda"
+
     def _make_lean(self, engine: str) -> LeanDecoder | None:
         """The lean decoder, once it has agreed with the network itself; None where "auto" must do without it."""
+        if engine == "auto" and self.device.type == "cuda":
+            return None  # not measured there yet
         try:
             lean = LeanDecoder(self.model)
             check_agreement(self, lean)
@@ -133,7 +142,7 @@ class Backbone:
 
     def new_cache(self, capacity: int = 256) -> KVCache:
         """An empty cache of one sequence with room for `capacity` tokens; it grows as needed."""
-        return KVCache(self.num_layers, capacity, turn=self._lean is not None)
+        return KVCache(self.num_layers, capacity, turn=self._lean is not None and self.device.type == "cpu")
 
     def new_slots(self, slots: int, capacity: int) -> SlotCache:
         """Empty caches of `slots` sequences of at most `capacity` tokens each."""
@@ -208,15 +217,7 @@ class Backbone:
         slots, rows = tokens.shape
         depth = torch.arange(rows, device=self.device) if tree is None else tree.depth.to(self.device)
         among = (depth[:, None] >= depth) if tree is None else tree.mask.to(self.device)
-        lengths = cache.begin(slots, rows)[:, None]  # [B, 1]
-        columns = torch.arange(cache.end, device=self.device)
-        node = columns - lengths  # [B, L]: the token of this pass that a column holds, negative for settled ones
-        inside = node.clamp(0, rows - 1)
-        visible = (node < 0)[:, None] | (among[:, inside].transpose(0, 1) & (node < rows)[:, None])  # [B, n, L]
-        positions = lengths + depth
-        columns = torch.where(node < 0, columns, lengths + depth[inside])
-        mask = self._masks(visible, positions, columns[:, None])
-        states = self._run(tokens, cache, mask, positions, taps)
+        states = run_slots(self, tokens, cache, cache.begin(slots, rows), depth, among, taps)
         logits = self._logits(states.flatten(0, 1), "all")
         assert logits is not None
         return Output(logits.unflatten(0, (slots, rows)), states)

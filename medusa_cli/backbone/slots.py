@@ -1,12 +1,16 @@
 """The KV cache of B sequences decoded side by side, each with its own length and its own accepted path."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_cli.backbone.cache import KVCache
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone.model import Backbone
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -96,6 +100,10 @@ class SlotCache(Cache):
         self.places = lengths[:, None] + torch.arange(rows, device=lengths.device)
         return lengths
 
+    def aim(self, lengths: Tensor, rows: int, columns: int) -> None:
+        """What `begin` does, for lengths [B] that are known on the device alone; attention reads so many columns."""
+        self.places, self.end = lengths[:, None] + torch.arange(rows, device=lengths.device), columns
+
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the rows just written into slot b, keep those of the nodes paths[b], which are increasing."""
         for slot, path in zip(self.slots, paths, strict=False):
@@ -108,3 +116,27 @@ class SlotCache(Cache):
         if one is not other and one.buffer is not None and other.buffer is not None:
             other.buffer[:, :, :, : one.length] = one.buffer[:, :, :, : one.length]
         other.length = one.length
+
+
+def run_slots(
+    backbone: "Backbone",
+    tokens: Tensor,
+    cache: SlotCache,
+    lengths: Tensor,
+    depth: Tensor,
+    among: Tensor,
+    taps: Sequence[int],
+) -> Tensor:
+    """Tapped states [B, n, H * taps] of tokens [B, n] behind slots of the given lengths [B], by tensors alone.
+
+    depth [n] and among [n, n] (who sees whom) are the tree's. The cache has been told where to write.
+    """
+    lengths = lengths[:, None]
+    columns = torch.arange(cache.end, device=lengths.device)
+    node = columns - lengths  # [B, L]: the token of this pass that a column holds, negative for settled ones
+    inside = node.clamp(0, len(depth) - 1)
+    visible = (node < 0)[:, None] | (among[:, inside].transpose(0, 1) & (node < len(depth))[:, None])  # [B, n, L]
+    positions = lengths + depth
+    columns = torch.where(node < 0, columns, lengths + depth[inside])
+    mask = backbone._masks(visible, positions, columns[:, None])
+    return backbone._run(tokens, cache, mask, positions, taps)
