@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from medusa_cli.backbone import Backbone
+from medusa_cli.backbone import Backbone, blank
 from medusa_cli.benchmarks.rows import ROWS, copy_bandwidth, peak_memory, time_rows
 from medusa_cli.cli import app
 from tests.runs import save_model
@@ -33,6 +33,23 @@ def test_every_size_of_every_engine_is_timed() -> None:
     assert 1e7 < peak_memory(torch.device("cpu")) < 1e12
     assert len(done) == 4 * 3 * 2
     assert copy_bandwidth(torch.device("cpu")) > 1e8
+
+
+def test_captured_steps_are_timed_where_the_engine_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backbone, "captures", True)
+    found = time_rows({"fast": tiny_backbone()}, (1, 7), context=9, rounds=1)
+    assert list(found["fast"].seconds) == [1, 7]
+    assert found["fast"].cache_bytes == 2 * 2 * 2 * 512 * 8 * 4  # a whole bucket of columns
+
+
+def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    small = {**shape, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    monkeypatch.setitem(blank.SHAPES, "small", small)
+    document = json.loads(steps("random:small", "--context", "20", "--json").stdout)
+    assert document["model"] == "random:small" and document["dtype"] == "float32"
+    refused = steps("random:huge")
+    assert refused.exit_code == 2 and "no shape of the name 'huge'" in refused.stderr and "llama-2-7b" in refused.stderr
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])

@@ -7,6 +7,7 @@ import torch
 
 from medusa_cli import assets
 from medusa_cli.backbone import adapter as adapters
+from medusa_cli.backbone import blank
 from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
 from medusa_cli.errors import UsageError, UserError
@@ -70,6 +71,10 @@ def load_network(
             bnb_4bit_compute_dtype=kind,
         )
         options["device_map"] = {"": place}
+    if model.startswith(blank.PREFIX):
+        if "quantization_config" in options:
+            raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
+        return blank.blank_network(model, place, kind), None
     source = assets.model_dir(model)
     try:
         network = AutoModelForCausalLM.from_pretrained(source, **options)

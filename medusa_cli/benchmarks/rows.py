@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.generate import Clock
+from medusa_cli.decoding.graphs import StaticDecoder
 from medusa_cli.tree import Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -56,11 +58,12 @@ def time_rows(
     Engines and sizes take turns, so that drift of the machine hits all alike.
     """
     trees = {count: _tree(count) for count in rows}
-    caches, prefills = {}, {}
+    loops: dict[str, _Ordinary | _Captured] = {}
+    prefills = {}
     for name, backbone in engines.items():
-        caches[name] = backbone.new_cache(context + max(rows))
+        loops[name] = (_Captured if backbone.captures else _Ordinary)(backbone, context + max(rows))
         clock = Clock(backbone)
-        backbone.forward(torch.arange(context) % backbone.vocab_size, caches[name], logits="none")
+        loops[name].prefill(torch.arange(context) % backbone.vocab_size)
         prefills[name] = clock.lap()
     laps: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in engines}
     for number in range(rounds + 2):
@@ -68,20 +71,51 @@ def time_rows(
             for name, backbone in engines.items():
                 ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
                 clock = Clock(backbone)
-                out = backbone.forward(ids, caches[name], tree)
-                assert out.logits is not None
-                out.logits.argmax(-1).tolist()
+                loops[name].step(ids, tree)
                 lap = clock.lap()
-                caches[name].truncate(context)
+                loops[name].truncate(context)
                 if number >= 2:  # the first rounds warm up
                     laps[name][count].append(lap)
                 on_progress(1)
     return {
-        name: Timed(
-            {count: statistics.median(one) for count, one in found.items()}, prefills[name], caches[name].nbytes
-        )
+        name: Timed({count: statistics.median(one) for count, one in found.items()}, prefills[name], loops[name].nbytes)
         for name, found in laps.items()
     }
+
+
+class _Ordinary:
+    """A step as `generate` makes it, up to the chosen tokens."""
+
+    def __init__(self, backbone: Backbone, capacity: int) -> None:
+        self._backbone, self._cache = backbone, backbone.new_cache(capacity)
+        self.truncate = self._cache.truncate
+
+    def prefill(self, tokens: Tensor) -> None:
+        self._backbone.forward(tokens, self._cache, logits="none")
+
+    def step(self, tokens: Tensor, tree: Tree) -> None:
+        out = self._backbone.forward(tokens, self._cache, tree)
+        assert out.logits is not None
+        out.logits.argmax(-1).tolist()
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+
+class _Captured:
+    """A captured step, acceptance and compaction included; the rounds that warm up capture it."""
+
+    def __init__(self, backbone: Backbone, capacity: int) -> None:
+        self._decoder = StaticDecoder(backbone, capacity)
+        self.prefill, self.truncate = self._decoder.prefill, self._decoder.truncate
+
+    def step(self, tokens: Tensor, tree: Tree) -> None:
+        self._decoder.step(tokens[None], tree)
+
+    @property
+    def nbytes(self) -> int:
+        return self._decoder.cache.slots[0].nbytes
 
 
 def peak_memory(device: torch.device) -> int:
