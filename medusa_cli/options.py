@@ -104,7 +104,8 @@ Engine = Annotated[
         "--engine",
         metavar="NAME",
         callback=_engine,
-        help="How the backbone runs: fast (lean layers over packed weights, CPU), eager (transformers' own), or auto.",
+        help="How the backbone runs: fast (lean layers; packed weights on a CPU, captured steps under CUDA), eager "
+        "(transformers' own), or auto.",
     ),
 ]
 LoadIn4bit = Annotated[

@@ -1,8 +1,6 @@
 """Rows a step against time, for each engine, with the ceiling that memory sets."""
 
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,14 +114,6 @@ class _Captured:
     @property
     def nbytes(self) -> int:
         return self._decoder.cache.slots[0].nbytes
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes held at once so far: of the device's memory under CUDA, elsewhere of the process's own."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _tree(nodes: int) -> Tree:

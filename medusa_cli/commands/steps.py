@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json: bool) -> None:
     """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, peak_memory, time_rows
+    from medusa_cli.benchmarks.memory import peak_memory, reset_peak
+    from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
 
     sizes = parse_contexts(contexts)
     name = model or DEFAULT_MODEL
@@ -40,10 +41,11 @@ def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json
         f"{bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
     )
     found: dict[int, dict[str, Timed]] = {}
-    peaks = {"loaded": peak_memory(first.device)}
+    peaks: dict[str, int] = {}
     with console.progress("timing", total=(ROUNDS + 2) * len(ROWS) * len(engines) * len(sizes), unit="steps") as bar:
         for size in sizes:
             bar.describe(f"{size:,} tokens in the cache")
+            reset_peak(first.device)
             found[size] = time_rows(engines, context=size, on_progress=bar.advance)
             peaks[str(size)] = peak_memory(first.device)
     if as_json:
@@ -64,8 +66,8 @@ def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json
         return
     for size, by in found.items():
         console.result(_table(size, by, ceiling))
-    held = ", ".join(f"{peaks[str(size)] / 1e6:,.0f} MB at {size:,}" for size in sizes)
-    console.result(f"peak memory so far, {' and '.join(engines)}: {peaks['loaded'] / 1e6:,.0f} MB when loaded, {held}")
+    held = ", ".join(f"{peaks[str(size)] / 1e6:,.0f} MB with {size:,} tokens" for size in sizes)
+    console.result(f"peak memory with the {' and '.join(engines)} engine loaded: {held}")
 
 
 def parse_contexts(text: str) -> list[int]:
