@@ -30,8 +30,9 @@ def load_backbone(
 
     device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over fused weights,
     packed on a CPU; "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
-    "auto" is "fast" on a CPU where it can run the model. "random:SHAPE" is a model of random weights, for timing. adapter is a folder from joint training: merged into the weights, or
-    beside them where they are quantised. Raises UserError for what cannot be found or used.
+    "auto" is "fast" on a CPU where it can run the model. "random:SHAPE" is a model of random weights, for timing.
+    adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
+    Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
