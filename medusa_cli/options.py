@@ -104,7 +104,8 @@ Engine = Annotated[
         "--engine",
         metavar="NAME",
         callback=_engine,
-        help="How the backbone runs: fast (lean layers over packed weights, CPU), eager (transformers' own), or auto.",
+        help="How the backbone runs: fast (lean layers; packed weights on a CPU, captured steps under CUDA), eager "
+        "(transformers' own), or auto.",
     ),
 ]
 LoadIn4bit = Annotated[
@@ -162,6 +163,9 @@ Temperature = Annotated[
         help="Sampling temperature; 0 is greedy. [default: 0]",
         show_default=False,
     ),
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Conversations that are decoded side by side.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]

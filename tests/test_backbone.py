@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone, load_backbone
+from medusa_cli.backbone import Backbone, KVCache, load_backbone
 from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 from medusa_cli.backbone.support import refuse_unsupported
 from medusa_cli.errors import UsageError, UserError
@@ -76,6 +76,24 @@ def test_a_long_prompt_is_prefilled_in_pieces_with_the_same_result(monkeypatch: 
     assert last.logits.shape[0] == 1 and torch.allclose(last.logits[0], whole.logits[-1], atol=2e-5)
 
 
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_a_long_text_moves_the_cache_a_few_times_and_not_every_step(engine: str) -> None:
+    backbone = tiny_backbone("llama", engine=engine)
+    cache, ids = backbone.new_cache(1), tokens_of(400)
+    buffers, copied = [], 0
+    for token in ids:
+        before = cache.length
+        backbone.forward(token[None], cache, logits="none")
+        if not buffers or cache.buffer is not buffers[-1]:
+            buffers.append(cache.buffer)
+            copied += before
+    assert len(buffers) == 10  # capacities 1, 2, 4, .. 512
+    assert copied < 2 * len(ids)
+    assert torch.allclose(
+        backbone.forward(ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
+    )
+
+
 def test_taps_read_middle_layers_beside_the_final_state() -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(6)
@@ -91,15 +109,46 @@ def _causal(n: int) -> torch.Tensor:
     return torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]
 
 
-def test_slots_decode_each_row_as_if_alone() -> None:
-    backbone = tiny_backbone("qwen2")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_slots_verify_a_tree_each_and_keep_paths_of_their_own(family: str, engine: str) -> None:
+    backbone, plain = tiny_backbone(family, engine=engine), tiny_backbone(family)
     prompts = [tokens_of(n, seed=n) for n in (3, 11, 7)]
-    slots = backbone.new_slots(3, 32)
-    firsts = [backbone.prefill_slot(prompt, slots, i).logits.argmax(-1) for i, prompt in enumerate(prompts)]
-    second = backbone.step_slots(torch.cat(firsts), slots)
+    slots = backbone.new_slots(4, 32)  # one stays empty
+    for prompt, slot in zip(prompts, slots.slots, strict=False):
+        backbone.forward(prompt, slot)
+    nodes = torch.stack([tokens_of(TREE.size, seed=20 + i) for i in range(3)])
+    out = backbone.forward_slots(nodes, slots, TREE, taps=(0, -1))
+    assert out.hidden.shape == (3, TREE.size, 2 * backbone.hidden_size)
     for i, prompt in enumerate(prompts):
-        alone = reference(backbone, torch.cat([prompt, firsts[i]]))
-        assert torch.allclose(second.logits[i], alone[-1], atol=2e-5)
+        alone = plain.forward(nodes[i], prefilled(plain, prompt), TREE)
+        assert torch.allclose(out.logits[i], alone.logits, atol=1e-4)
+        assert torch.allclose(out.hidden[i, :, backbone.hidden_size :], alone.hidden, atol=1e-4)
+    paths = [TREE.path(node) for node in (7, 0, 4)]
+    slots.keep(paths)
+    kept = [torch.cat([prompt, nodes[i][paths[i]]]) for i, prompt in enumerate(prompts)]
+    assert [slot.length for slot in slots.slots] == [*map(len, kept), 0]
+    slots.move(2, 0)
+    after = backbone.forward_slots(torch.tensor([[9], [10]]), slots)
+    for i, (ids, token) in enumerate(((kept[2], 9), (kept[1], 10))):
+        alone = reference(plain, torch.cat([ids, torch.tensor([token])]))
+        assert torch.allclose(after.logits[i, 0], alone[-1], atol=1e-4)
+
+
+def prefilled(backbone: Backbone, prompt: torch.Tensor) -> KVCache:
+    cache = backbone.new_cache()
+    backbone.forward(prompt, cache)
+    return cache
+
+
+def test_a_slot_never_leaves_its_capacity() -> None:
+    backbone = tiny_backbone()
+    slots = backbone.new_slots(2, 8)
+    backbone.forward(tokens_of(7), slots.slots[0])
+    with pytest.raises(ValueError, match="a slot of 8 rows cannot take 2 after 7"):
+        backbone.forward_slots(torch.zeros(2, 2, dtype=torch.long), slots)
+    with pytest.raises(ValueError, match="a slot of 8 rows cannot take 9 after 0"):
+        backbone.forward(tokens_of(9), slots.slots[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

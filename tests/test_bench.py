@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
+from medusa_cli.benchmarks.taken import Taken
 from medusa_cli.cli import app
 from medusa_cli.decoding import Stats, Step
 from medusa_cli.drafters import HydraHeads
@@ -67,8 +68,8 @@ def test_sampling_reports_no_identity(place: Path) -> None:
 
 def test_a_difference_is_found_with_its_margin() -> None:
     backbone = tiny_backbone()
-    good = lambda prompt, count, watch: ([9, 10, 11][:count], 1.0, None)  # noqa: E731
-    odd = lambda prompt, count, watch: ([9, 12, 11][:count], 1.0, None)  # noqa: E731
+    good = lambda prompts, count, watch: [Taken([9, 10, 11][:count], 1.0, None)]  # noqa: E731
+    odd = lambda prompts, count, watch: [Taken([9, 12, 11][:count], 1.0, None)]  # noqa: E731
     question = Question("q", "c", ("w1",))
     (result,) = measure(backbone, {"ar": good, "medusa": odd}, [question], 3)
     found = result.answers["medusa"].divergence
@@ -86,11 +87,54 @@ def test_all_methods_see_the_references_history() -> None:
     prompts: dict[str, list] = {"ar": [], "medusa": []}
 
     def method(name: str, answer: list[int]):
-        return lambda prompt, count, watch: prompts[name].append(list(prompt)) or (answer, 1.0, None)
+        return lambda asked, count, watch: prompts[name].extend(asked) or [Taken(answer, 1.0, None)] * len(asked)
 
     question = Question("q", "c", ("w1", "w2"))
     list(measure(backbone, {"medusa": method("medusa", [9]), "ar": method("ar", [10])}, [question], 3))
     assert prompts["ar"] == prompts["medusa"]
+
+
+def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
+    backbone = tiny_backbone()
+    calls: list[list[list[int]]] = []
+
+    def method(prompts, count, watch):
+        calls.append(prompts)
+        return [Taken([9 + len(calls)] * (i + 1), 0.5, None) for i in range(len(prompts))]
+
+    questions = [Question("a", "c", ("w1", "w2")), Question("b", "c", ("w3",)), Question("d", "c", ("w4", "w5"))]
+    results = list(measure(backbone, {"ar": method}, questions, 3, batch_size=2))
+    assert [result.question.id for result in results] == ["a", "b", "d"]
+    assert [len(result.answers["ar"].turns) for result in results] == [2, 1, 2]
+    assert [len(prompts) for prompts in calls] == [2, 2, 1, 1, 1]  # the first call warms up
+    history = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": backbone.decode(results[0].answers["ar"].turns[0])},
+        {"role": "user", "content": "w2"},
+    ]
+    assert calls[2] == [backbone.encode_chat(history)]
+
+
+def test_a_batch_answers_as_one_at_a_time_does_and_says_its_size(place: Path) -> None:
+    alone = json.loads(bench(place, "--json").stdout)
+    shown = bench(place, "--json", "--batch-size", "3")
+    assert shown.exit_code == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    assert (alone["batch_size"], document["batch_size"]) == (1, 3)
+    assert "3 questions side by side" in document["facts"][1]
+    for name, one in document["methods"].items():
+        assert one["identical"] == one["questions"] == 4 and one["divergences"] == []
+        assert one["tokens"] == alone["methods"][name]["tokens"]
+        assert one["acceptance_rate"] == pytest.approx(alone["methods"][name]["acceptance_rate"])
+    assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("method", ["hf-lookup", "medusa-dynamic", "llama.cpp"])
+def test_what_decodes_one_sequence_alone_is_no_batch_method(place: Path, method: str) -> None:
+    shown = bench(place, "--batch-size", "2", "--methods", f"ar,{method}")
+    assert shown.exit_code == 2 and f"--methods {method} decodes one sequence at a time" in shown.stderr
+    grown = bench(place, "--batch-size", "2", "--methods", "ar,medusa", "--tree", "dynamic")
+    assert grown.exit_code == 2 and "--tree dynamic grows another tree for each row" in grown.stderr
 
 
 def test_figures_follow_from_tokens_and_seconds() -> None:

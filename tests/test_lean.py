@@ -43,8 +43,8 @@ def test_slots_equal_the_eager_engine(family: str) -> None:
     for backbone in both(family):
         slots = backbone.new_slots(3, 32)
         for slot, count in enumerate((3, 11, 7)):
-            backbone.prefill_slot(torch.arange(5, 5 + count), slots, slot)
-        results.append(backbone.step_slots(torch.tensor([9, 10, 11]), slots))
+            backbone.forward(torch.arange(5, 5 + count), slots.slots[slot])
+        results.append(backbone.forward_slots(torch.tensor([[9], [10], [11]]), slots))
     assert torch.allclose(results[0].logits, results[1].logits, atol=1e-4)
     assert torch.allclose(results[0].hidden, results[1].hidden, atol=1e-4)
 

@@ -1,7 +1,8 @@
 """The frozen language model that verifies: loading, forward passes over trees, the KV cache."""
 
-from medusa_cli.backbone.cache import KVCache, SlotCache
+from medusa_cli.backbone.cache import KVCache
 from medusa_cli.backbone.load import load_backbone
 from medusa_cli.backbone.model import Backbone, Output
+from medusa_cli.backbone.slots import SlotCache
 
 __all__ = ["Backbone", "KVCache", "Output", "SlotCache", "load_backbone"]

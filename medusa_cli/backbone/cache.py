@@ -1,4 +1,4 @@
-"""Preallocated KV caches: one row that keeps any accepted path of a tree, and many slots for batched decoding."""
+"""The preallocated KV cache of one sequence, which keeps any accepted path of a tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +87,11 @@ class KVCache(Cache):
             self._turned = keys.new_empty(shape[0], shape[2], shape[4], shape[3])
         self._slice()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it holds, free rows included."""
+        return sum(one.nbytes for one in (self.buffer, self._turned) if one is not None)
+
     def extend(self, rows: int) -> None:
         """Make room for `rows` more rows and hand their views to the layers."""
         self._end = self.length + rows
@@ -138,61 +143,3 @@ class KVCache(Cache):
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on."""
         self.length = min(self.length, length)
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer of B sequences, [B, KV, capacity, D]: each row is written at its own length."""
-
-    is_sliding = False
-    turned = None
-
-    def __init__(self, owner: "SlotCache") -> None:
-        super().__init__()
-        self.owner = owner
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = (self.owner.slots, key_states.shape[1], self.owner.capacity)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
-        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        if self.owner.slot is not None:  # several tokens into one slot: a prefill
-            slot, start = self.owner.slot, int(self.owner.lengths[self.owner.slot])
-            end = start + key_states.shape[-2]
-            self.keys[slot : slot + 1, :, start:end] = key_states
-            self.values[slot : slot + 1, :, start:end] = value_states
-            return self.keys[slot : slot + 1, :, :end], self.values[slot : slot + 1, :, :end]
-        rows, lengths, end = self.owner.rows, self.owner.lengths, self.owner.longest + 1
-        self.keys[rows, :, lengths] = key_states[:, :, 0]
-        self.values[rows, :, lengths] = value_states[:, :, 0]
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.longest + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.longest
-
-    def get_max_length(self) -> int:
-        return self.owner.capacity
-
-
-class SlotCache(Cache):
-    """B sequences side by side, each with its own length, in static buffers of `capacity` rows a slot.
-
-    With `slot` set, a forward pass writes several tokens into that slot; with None, one token into every slot.
-    """
-
-    def __init__(self, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
-        super().__init__(layers=[_SlotLayer(self) for _ in range(num_layers)])
-        self.slots, self.capacity = slots, capacity
-        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
-        self.rows = torch.arange(slots, device=device)
-        self.slot: int | None = None
-        self.longest = 0

@@ -1,4 +1,4 @@
-"""The fast CPU engine: a decoder's layers written out over packed, fused weights, with little between the matrices.
+"""The fast engine: a decoder's layers written out over fused (on a CPU packed) weights, with little between them.
 
 It computes what the transformers model computes. What it knows are the parts most decoders are made of (RMS norms,
 rotary self-attention with or without norms on queries and keys, a gated MLP); any other model is `Unsupported` and
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone.packed import ROWS_HINT, can_pack
 
+# Where weights are not packed but only fused: the libraries of these devices read the plain layout.
+PLAIN = ("cuda",)
 # Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice.
 FEW, MANY = 5, 128
 
@@ -24,24 +26,32 @@ class Unsupported(Exception):
 
 
 class Linear:
-    """One or more nn.Linear on the same input as one packed product, with what follows it done on the way out."""
+    """One or more nn.Linear on the same input as one product, packed on a CPU, with what follows it on the way out."""
 
     def __init__(self, *linears: Any) -> None:
         for linear in linears:
-            if type(linear) is not nn.Linear or not can_pack(linear.weight):
+            plain = linear.weight.device.type in PLAIN
+            if type(linear) is not nn.Linear or not (plain or can_pack(linear.weight)):
                 raise Unsupported(f"a layer is {type(linear).__name__} without a packed kernel")
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias for linear in linears]
         if any(bias is None for bias in biases) != all(bias is None for bias in biases):
             raise Unsupported("only some of its fused layers have a bias")
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), ROWS_HINT)
+        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.packed = not plain
+        if self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), ROWS_HINT)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """W x + b + other."""
+        if not self.packed:
+            return F.linear(x, self.weight, self.bias).add_(other)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
 
 

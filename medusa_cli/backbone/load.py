@@ -7,6 +7,7 @@ import torch
 
 from medusa_cli import assets
 from medusa_cli.backbone import adapter as adapters
+from medusa_cli.backbone import blank
 from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
 from medusa_cli.errors import UsageError, UserError
@@ -27,10 +28,11 @@ def load_backbone(
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding.
 
-    device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over packed and
-    fused weights (CPU), "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
-    "auto" is the fastest that can run the model. adapter is a folder from joint training: merged into the weights, or
-    beside them where they are quantised. Raises UserError for what cannot be found or used.
+    device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over fused weights,
+    packed on a CPU; "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
+    "auto" is "fast" on a CPU where it can run the model. "random:SHAPE" is a model of random weights, for timing.
+    adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
+    Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
@@ -70,6 +72,10 @@ def load_network(
             bnb_4bit_compute_dtype=kind,
         )
         options["device_map"] = {"": place}
+    if model.startswith(blank.PREFIX):
+        if "quantization_config" in options:
+            raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
+        return blank.blank_network(model, place, kind), None
     source = assets.model_dir(model)
     try:
         network = AutoModelForCausalLM.from_pretrained(source, **options)

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
-from medusa_cli.backbone.cache import KVCache, SlotCache
+from medusa_cli.backbone.cache import KVCache
 from medusa_cli.backbone.lean import LeanDecoder, Unsupported, release_linears
+from medusa_cli.backbone.slots import SlotCache, run_slots
 from medusa_cli.backbone.support import check_agreement, refuse_unsupported
 from medusa_cli.errors import UsageError, UserError
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
 PREFILL_ROWS = 512
-# Rows of fp32 logits kept for the steps of decoding.
-SCRATCH_ROWS = 64
+# At most so many rows of fp32 logits are kept for the steps of decoding.
+SCRATCH_ROWS = 256
 
 
 class TreeShape(Protocol):
@@ -76,6 +77,8 @@ class Backbone:
         # Read before the linear layers are packed, which keeps no plain weight.
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()
         self.lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        # What decoding with captured steps keeps from answer to answer.
+        self.idle_decoders: list[Any] = []
         self._scratch: Tensor | None = None
         self._lean: LeanDecoder | None = None
         if engine != "eager":
@@ -86,8 +89,15 @@ class Backbone:
         """The engine in use: "fast" or "eager"."""
         return "eager" if self._lean is None else "fast"
 
+    @property
+    def captures(self) -> bool:
+        """Whether greedy decoding runs captured steps of fixed shapes: under the fast engine on CUDA."""
+        return self._lean is not None and self.device.type == "cuda"
+
     def _make_lean(self, engine: str) -> LeanDecoder | None:
         """The lean decoder, once it has agreed with the network itself; None where "auto" must do without it."""
+        if engine == "auto" and self.device.type == "cuda":
+            return None  # not measured there yet
         try:
             lean = LeanDecoder(self.model)
             check_agreement(self, lean)
@@ -132,7 +142,7 @@ class Backbone:
 
     def new_cache(self, capacity: int = 256) -> KVCache:
         """An empty cache of one sequence with room for `capacity` tokens; it grows as needed."""
-        return KVCache(self.num_layers, capacity, turn=self._lean is not None)
+        return KVCache(self.num_layers, capacity, turn=self._lean is not None and self.device.type == "cpu")
 
     def new_slots(self, slots: int, capacity: int) -> SlotCache:
         """Empty caches of `slots` sequences of at most `capacity` tokens each."""
@@ -196,31 +206,21 @@ class Backbone:
         return out.last_hidden_state
 
     @torch.inference_mode()
-    def prefill_slot(self, tokens: Tensor, cache: SlotCache, slot: int) -> Output:
-        """Append tokens [n] to one slot; return the last row's logits [1, V] and all hidden states [n, H]."""
-        states = []
-        for piece in tokens.to(self.device).split(PREFILL_ROWS):
-            start = int(cache.lengths[slot])
-            positions = torch.arange(start, start + len(piece), device=self.device)
-            columns = torch.arange(start + len(piece), device=self.device)
-            mask = self._masks(columns <= positions[:, None], positions, columns)
-            cache.slot = slot
-            states.append(self._run(piece[None], cache, mask, positions[None], (-1,))[0])
-            cache.slot = None
-            cache.lengths[slot] += len(piece)
-        hidden = torch.cat(states)
-        return Output(self._logits(hidden, "last"), hidden)
+    def forward_slots(
+        self, tokens: Tensor, cache: SlotCache, tree: TreeShape | None = None, *, taps: Sequence[int] = (-1,)
+    ) -> Output:
+        """Run tokens [B, n] behind the first B slots' own, each row as forward would; `cache.keep` settles them.
 
-    @torch.inference_mode()
-    def step_slots(self, tokens: Tensor, cache: SlotCache) -> Output:
-        """Run one token per slot, tokens [B]; return logits [B, V] and hidden [B, H], lengths advanced by one."""
-        cache.longest = int(cache.lengths.max())
-        columns = torch.arange(cache.longest + 1, device=self.device)
-        positions = cache.lengths[:, None]
-        mask = self._masks((columns <= positions)[:, None], positions, columns)
-        states = self._run(tokens[:, None].to(self.device), cache, mask, positions, (-1,))[:, 0]
-        cache.lengths += 1
-        return Output(self.lm_head(states), states)
+        Returns logits [B, n, V] and the tapped hidden states [B, n, H * taps].
+        """
+        tokens = torch.as_tensor(tokens, device=self.device)
+        slots, rows = tokens.shape
+        depth = torch.arange(rows, device=self.device) if tree is None else tree.depth.to(self.device)
+        among = (depth[:, None] >= depth) if tree is None else tree.mask.to(self.device)
+        states = run_slots(self, tokens, cache, cache.begin(slots, rows), depth, among, taps)
+        logits = self._logits(states.flatten(0, 1), "all")
+        assert logits is not None
+        return Output(logits.unflatten(0, (slots, rows)), states)
 
     def _masks(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, n, L] per attention kind from visible [(B,) n, L]; sliding windows count positions."""
@@ -276,8 +276,8 @@ class Backbone:
         """
         if scores.dtype == torch.float32 or len(scores) > SCRATCH_ROWS or scores.device.type != "cpu":
             return scores.float()
-        if self._scratch is None:
-            self._scratch = torch.empty(SCRATCH_ROWS, scores.shape[-1])
+        if self._scratch is None or len(self._scratch) < len(scores):
+            self._scratch = torch.empty(max(64, len(scores)), scores.shape[-1])
         return self._scratch[: len(scores)].copy_(scores)
 
     def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:

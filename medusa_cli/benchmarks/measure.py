@@ -58,6 +58,7 @@ def measure(
     questions: Sequence[Question],
     max_new_tokens: int,
     *,
+    batch_size: int = 1,
     compare: bool = True,
     watch: Callable[[str, list[int]], None] = lambda name, tokens: None,
 ) -> Iterator[Result]:
@@ -65,34 +66,53 @@ def measure(
 
     All methods get the same prompts: the reference's answer is the history of the next turn. The order of the
     methods rotates from question to question. watch sees new tokens as they come, [] at an answer's end.
+    batch_size: questions that are put side by side, turn by turn; answers of fewer turns leave their place empty.
     compare: look for the first difference to the reference.
     """
     reference = reference_of(list(methods))
     warm = backbone.encode_chat([{"role": "user", "content": questions[0].turns[0]}])
     for method in methods.values():
-        method(warm, min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
+        method([warm] * min(batch_size, len(questions)), min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
     names = list(methods)
-    for number, question in enumerate(questions):
+    for number, first in enumerate(range(0, len(questions), batch_size)):
         shift = number % len(names)
-        answers = {name: Answer() for name in names}
-        messages: list[dict[str, str]] = []
-        for turn, text in enumerate(question.turns):
-            messages.append({"role": "user", "content": text})
-            prompt = backbone.encode_chat(messages)
+        side_by_side = [
+            _Asked(one, {name: Answer() for name in names}) for one in questions[first : first + batch_size]
+        ]
+        for turn in range(max(len(one.question.turns) for one in side_by_side)):
+            asked = [one for one in side_by_side if turn < len(one.question.turns)]
+            prompts = [one.ask(backbone, turn) for one in asked]
             for name in names[shift:] + names[:shift]:
-                tokens, seconds, stats = methods[name](prompt, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
-                watch(name, [])  # the end of this answer
-                answer = answers[name]
-                answer.turns.append(tokens)
-                answer.seconds += seconds
-                if stats is not None:
-                    answer.stats = (answer.stats or Stats()).__iadd__(stats)
-            expected = answers[reference].turns[-1]
-            for name, answer in answers.items():
-                if compare and name != reference and answer.divergence is None:
-                    answer.divergence = diverges(backbone, prompt, expected, answer.turns[-1], turn)
-            messages.append({"role": "assistant", "content": backbone.decode(expected)})
-        yield Result(question, answers)
+                found = methods[name](prompts, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
+                watch(name, [])  # the end of these answers
+                for one, (tokens, seconds, stats) in zip(asked, found, strict=True):
+                    answer = one.answers[name]
+                    answer.turns.append(tokens)
+                    answer.seconds += seconds
+                    if stats is not None:
+                        answer.stats = (answer.stats or Stats()).__iadd__(stats)
+            for one, prompt in zip(asked, prompts, strict=True):
+                expected = one.answers[reference].turns[-1]
+                for name, answer in one.answers.items():
+                    if compare and name != reference and answer.divergence is None:
+                        answer.divergence = diverges(backbone, prompt, expected, answer.turns[-1], turn)
+                one.messages.append({"role": "assistant", "content": backbone.decode(expected)})
+        for one in side_by_side:
+            yield Result(one.question, one.answers)
+
+
+@dataclass
+class _Asked:
+    """A question under way: every method's answers so far, and the conversation all of them see."""
+
+    question: Question
+    answers: dict[str, Answer]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, backbone: Backbone, turn: int) -> list[int]:
+        """The prompt of a turn, which joins the conversation."""
+        self.messages.append({"role": "user", "content": self.question.turns[turn]})
+        return backbone.encode_chat(self.messages)
 
 
 def diverges(

@@ -1,29 +1,27 @@
-"""The decoding methods a benchmark compares; each continues a prompt of token ids and says what it took."""
+"""The decoding methods a benchmark compares; each continues prompts of token ids and says what it took."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_plain
+from medusa_cli.benchmarks.others import LlamaCpp, Transformers
+from medusa_cli.benchmarks.taken import Taken, Watch, share
+from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_batch, generate_plain
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
 METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp", *sorted(set(DRAFTERS) - {"medusa"}))
-LOOKUP_TOKENS = 10
-Watch = Callable[[list[int]], None]
+# What decodes one sequence a time alone.
+ALONE = ("hf-lookup", "medusa-dynamic", "llama.cpp")
 
 
 class Method(Protocol):
-    """Continues a prompt; returns the new token ids, the seconds it took, and its steps where it has them."""
+    """Continues prompts side by side; what was taken for each, in order."""
 
-    def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
-    ) -> tuple[list[int], float, Stats | None]: ...
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Taken]: ...
 
 
 def parse_methods(text: str) -> list[str]:
@@ -47,20 +45,26 @@ def build_methods(
     drafted: Mapping[str, tuple[Drafter, Tree | Growth]],
     sampling: Sampling,
     gguf: Path | None = None,
+    batch_size: int = 1,
 ) -> dict[str, Method]:
     """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
 
     drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads. UsageError
-    where a method lacks what it needs.
+    where a method lacks what it needs, or cannot decode batch_size prompts side by side.
     """
     methods: dict[str, Method] = {}
     for name in names:
+        if batch_size > 1 and name in ALONE:
+            raise UsageError(f"--methods {name} decodes one sequence at a time", "leave it out, or use --batch-size 1")
         if name.startswith("hf"):
-            methods[name] = _Transformers(plain, backbone, sampling, lookup=name == "hf-lookup")
+            methods[name] = Transformers(plain, backbone, sampling, lookup=name == "hf-lookup")
+        elif name == "llama.cpp":
+            methods[name] = LlamaCpp(gguf, backbone, sampling)
+        elif batch_size > 1:
+            heads, shape = drafted.get(name, (None, None))
+            methods[name] = _Batches(backbone, heads, shape, sampling, batch_size)
         elif name == "ar":
             methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
-        elif name == "llama.cpp":
-            methods[name] = _LlamaCpp(gguf, backbone, sampling)
         else:
             methods[name] = _drafted(backbone, *drafted[name], sampling)
     return methods
@@ -73,102 +77,45 @@ def _drafted(backbone: Backbone, drafter: Drafter, tree: Tree | Growth, sampling
 class _Steps:
     """One of our own loops, timed as its user sees it: everything between asking and the last token."""
 
-    def __init__(self, steps: Callable[[Sequence[int], int], Any]) -> None:
+    def __init__(self, steps: Callable[[Sequence[int], int], Iterator[Step]]) -> None:
         self._steps = steps
 
-    def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
-    ) -> tuple[list[int], float, Stats | None]:
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Taken]:
+        return [self._answer(prompt, max_new_tokens, watch) for prompt in prompts]
+
+    def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Taken:
         tokens: list[int] = []
         stats = Stats()
         start = time.perf_counter()
-        step: Step
         for step in self._steps(prompt, max_new_tokens):
             tokens += step.tokens
             stats.add(step)
             watch(step.tokens)
-        return tokens, time.perf_counter() - start, stats
+        return Taken(tokens, time.perf_counter() - start, stats)
 
 
-class _Transformers:
-    """transformers' generate on the unmodified model, with its prompt lookup on request."""
+class _Batches:
+    """Our loop over many prompts, plain without a drafter; its seconds are shared among the answers by their tokens."""
 
-    def __init__(self, model: Any, backbone: Backbone, sampling: Sampling, lookup: bool = False) -> None:
-        self._model = model
-        ends = sorted(backbone.eos_ids)
-        self._options: dict[str, Any] = {"eos_token_id": ends, "pad_token_id": ends[0] if ends else 0}
-        if lookup:
-            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-        if sampling.greedy:
-            self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        else:
-            cuts = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-            self._options |= {"do_sample": True, **cuts}
+    def __init__(
+        self,
+        backbone: Backbone,
+        drafter: Drafter | None,
+        tree: Tree | Growth | None,
+        sampling: Sampling,
+        batch_size: int,
+    ) -> None:
+        self._backbone, self._drafter, self._tree = backbone, drafter, tree
+        self._rules: dict[str, Any] = {"batch_size": batch_size, "sampling": sampling}
 
-    def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
-    ) -> tuple[list[int], float, Stats | None]:
-        ids = torch.tensor([list(prompt)], device=self._model.device)
-        streamer = _Watcher(watch)
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Taken]:
+        answers: list[list[int]] = [[] for _ in prompts]
+        stats = [Stats() for _ in prompts]
         start = time.perf_counter()
-        with torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                streamer=streamer,
-                **self._options,
-            )
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize()
-        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start, None
-
-
-class _LlamaCpp:
-    """llama.cpp on a GGUF file of the same model, with as many threads as torch has; greedy alone."""
-
-    def __init__(self, gguf: Path | None, backbone: Backbone, sampling: Sampling) -> None:
-        try:
-            from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as reason:
-            raise UsageError(
-                "--methods llama.cpp: the package llama-cpp-python is not installed",
-                "install it (it is compiled for minutes), or leave the method out",
-            ) from reason
-        if gguf is None:
-            raise UsageError(f"--methods llama.cpp: no GGUF file of {backbone.id!r} is known", "give --gguf FILE")
-        if not sampling.greedy:
-            raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
-        threads = torch.get_num_threads()
-        self._model: Any = Llama(
-            str(gguf), n_ctx=backbone.max_positions, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
-        self._ends = backbone.eos_ids
-
-    def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, watch: Watch
-    ) -> tuple[list[int], float, Stats | None]:
-        tokens: list[int] = []
-        self._model.reset()  # no method may keep a prompt from the turn before
-        start = time.perf_counter()
-        for token in self._model.generate(list(prompt), temp=0.0, top_k=1):
-            tokens.append(int(token))
-            watch(tokens[-1:])
-            if len(tokens) == max_new_tokens or tokens[-1] in self._ends:
-                break
-        return tokens, time.perf_counter() - start, None
-
-
-class _Watcher:
-    """A transformers streamer that passes new token ids on; the first call carries the prompt."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._prompt_seen = watch, False
-
-    def put(self, ids: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self._watch(ids.flatten().tolist())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """Nothing to flush."""
+        for number, step in generate_batch(
+            self._backbone, self._drafter, self._tree, prompts, max_new_tokens=max_new_tokens, **self._rules
+        ):
+            answers[number] += step.tokens
+            stats[number].add(step)
+            watch(step.tokens)
+        return share(answers, time.perf_counter() - start, stats)

@@ -37,8 +37,11 @@ def bench(
     steps: Annotated[
         bool, typer.Option("--steps", help="Time forward passes by rows and engine instead of answering questions.")
     ] = False,
-    context: Annotated[int, typer.Option(metavar="N", min=1, help="With --steps: tokens in the cache.")] = 384,
+    context: Annotated[
+        str, typer.Option(metavar="N[,N]", help="With --steps: tokens in the cache, several sizes with commas between.")
+    ] = "384",
     max_new_tokens: options.MaxNewTokens = None,
+    batch_size: options.BatchSize = 1,
     run: options.RunOrShipped = None,
     model: options.Model = None,
     drafter: options.Drafter = None,
@@ -108,6 +111,7 @@ def bench(
         rule,
         title,
         gguf,
+        batch_size,
         device=device,
         dtype=dtype,
         engine=engine,
@@ -132,6 +136,7 @@ def run_bench(
     rule: Any,
     title: str,
     gguf: Path | None = None,
+    batch_size: int = 1,
     **place: Any,
 ) -> dict[str, Any]:
     """Load, measure and summarise; the document that --json prints."""
@@ -147,13 +152,14 @@ def run_bench(
     if heads is not None and shape is not None:
         drafted = {"medusa": (heads, shape), "medusa-dynamic": (heads, growth_of(choice, shape, heads)), **drafted}
     file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
-    ways = build_methods(names, backbone, plain, drafted, rule, file)
+    ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size)
     turns = sum(len(question.turns) for question in chosen) * len(names)
     results = []
     with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
         done = 0
+        watched: dict[str, Any] = {"compare": rule.greedy, "watch": lambda name, new: bar.advance(len(new))}
         for number, result in enumerate(
-            measure(backbone, ways, chosen, tokens, compare=rule.greedy, watch=lambda name, new: bar.advance(len(new))),
+            measure(backbone, ways, chosen, tokens, batch_size=batch_size, **watched),
             1,
         ):
             results.append(result)
@@ -168,12 +174,17 @@ def run_bench(
         f"{len(chosen)} questions, up to {tokens} new tokens a turn, "
         f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", {describe(shape)}" if shape else "") + "."
     ]
+    if batch_size > 1:
+        facts.append(
+            f"{batch_size} questions side by side; a batch's seconds are shared among its answers by their tokens."
+        )
     return {
         "title": title,
         "facts": facts,
         **provenance(backbone.identity, drafter=str(choice.drafter), tree=str(choice.tree)),
         "tree_nodes": size,
         "max_new_tokens": tokens,
+        "batch_size": batch_size,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "engine": backbone.engine,
         "device": str(backbone.device),
@@ -212,7 +223,7 @@ def show(document: dict[str, Any]) -> None:
     from medusa_cli.benchmarks.report import figures
 
     rows = figures(document)
-    table = Table(title=document["title"], caption=document["facts"][0])
+    table = Table(title=document["title"], caption=" ".join(document["facts"]))
     for column in rows[0]:
         widest = max(map(len, column.split()))  # 80 columns hold the table if no word of a heading is cut
         table.add_column(column, justify="left" if column == "method" else "right", min_width=widest)

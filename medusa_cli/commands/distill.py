@@ -31,7 +31,7 @@ def distill(
     context: Annotated[
         int | None, typer.Option(help="Positions a conversation may fill; longer prompts are skipped. [default: 512]")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Conversations generated side by side.")] = 64,
+    batch_size: options.BatchSize = 64,
     endpoint: Annotated[
         str | None,
         typer.Option(

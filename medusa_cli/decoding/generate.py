@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -32,6 +33,12 @@ def generate(
     Raises UserError for a prompt longer than the context.
     """
     sampling = sampling or Sampling()
+    if backbone.captures and sampling.greedy and isinstance(tree, Tree):
+        from medusa_cli.decoding.static import generate_static  # it builds on this module
+
+        limits: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "stop_strings": stop_strings}
+        yield from generate_static(backbone, drafter, tree, prompt, **limits)
+        return
     ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
     generator = sampling.generator(backbone.device)
     cache = backbone.new_cache(len(prompt) + max_new_tokens + tree.size)

@@ -1,6 +1,7 @@
 """Plain autoregressive decoding, one token a step: the reference every drafter is held against."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -8,7 +9,9 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.ending import Ending
 from medusa_cli.decoding.generate import Clock
 from medusa_cli.decoding.sampling import Sampling, choose
+from medusa_cli.decoding.static import generate_static
 from medusa_cli.decoding.types import Step
+from medusa_cli.tree import Tree
 
 
 def generate_plain(
@@ -22,6 +25,10 @@ def generate_plain(
 ) -> Iterator[Step]:
     """Continue a prompt of token ids one token at a time; arguments and errors as in generate."""
     sampling = sampling or Sampling()
+    if backbone.captures and sampling.greedy:
+        limits: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "stop_strings": stop_strings}
+        yield from generate_static(backbone, None, Tree.root_only(), prompt, **limits)
+        return
     ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
     generator = sampling.generator(backbone.device)
     cache = backbone.new_cache(len(prompt) + max_new_tokens)

@@ -136,13 +136,13 @@ class _Batch:
             return None
         digest = hashlib.sha256(f"{self.settings.random_seed}:{seed.id}".encode()).digest()
         slot = _Slot(seed, messages, random.Random(digest))
-        self.cache.lengths[index] = 0
+        self.cache.slots[index].truncate(0)
         self._ask(index, slot, prompt)
         return slot
 
     def _ask(self, index: int, slot: _Slot, prompt: list[int], in_cache: int = 0) -> None:
         """Feed prompt tokens to the slot and take the answer's first token; in_cache of them are in tokens already."""
-        out = self.backbone.prefill_slot(torch.tensor(prompt), self.cache, index)
+        out = self.backbone.forward(torch.tensor(prompt), self.cache.slots[index], logits="last")
         slot.tokens += prompt[in_cache:]
         slot.answer_start = len(slot.tokens)
         assert out.logits is not None
@@ -150,17 +150,20 @@ class _Batch:
 
     def step(self, live: list[tuple[int, _Slot]]) -> None:
         """One token for every live conversation."""
-        tokens = torch.zeros(self.cache.slots, dtype=torch.long)
-        idle = torch.ones(self.cache.slots, dtype=torch.bool)
+        tokens = torch.zeros(len(self.cache.slots), 1, dtype=torch.long)
         for index, slot in live:
             tokens[index] = slot.tokens[-1]
-            idle[index] = False
-        self.cache.lengths[idle.to(self.cache.lengths.device)] = 0
-        out = self.backbone.step_slots(tokens, self.cache)
+        alive = {index for index, _ in live}
+        for index, row in enumerate(self.cache.slots):
+            if index not in alive:
+                row.truncate(0)
+        out = self.backbone.forward_slots(tokens, self.cache)
+        self.cache.keep([[0]] * len(tokens))
         assert out.logits is not None
-        rows = torch.tensor([index for index, _ in live], device=out.hidden.device)
-        everyone = len(live) == self.cache.slots
-        self._emit(live, out.logits if everyone else out.logits[rows], out.hidden if everyone else out.hidden[rows])
+        rows = torch.tensor(sorted(alive), device=out.hidden.device)
+        logits, hidden = out.logits[:, 0], out.hidden[:, 0]
+        everyone = len(live) == len(tokens)
+        self._emit(live, logits if everyone else logits[rows], hidden if everyone else hidden[rows])
 
     def _emit(self, live: list[tuple[int, _Slot]], logits: Tensor, hidden: Tensor) -> None:
         rows = torch.tensor([index for index, _ in live])

@@ -1,15 +1,16 @@
 """Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache
-from medusa_cli.drafters.base import Batch, Confirmed, Draft
+from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.drafters.parallel import draft_at_once, fill
 from medusa_cli.tree import Growth, Tree
 
 
@@ -62,6 +63,26 @@ class Amphista(HeadDrafter):
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Adapt the confirmed states, let the heads see one another, and fill every node from their guesses."""
+        scores = self._scores(backbone, self._adapt(backbone, confirmed), tree.max_depth)
+        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+
+    @torch.inference_mode()
+    def draft_rows(
+        self,
+        backbone: Backbone,
+        cache: SlotCache,
+        sequences: "Sequence[Amphista]",
+        confirmed: Sequence[Confirmed],
+        tree: Tree,
+    ) -> Tensor:
+        """Each sequence brings its own adapted states; the heads then see all rows at once."""
+        each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
+        adapted = [torch.cat(stage) for stage in zip(*each, strict=True)]
+        scores = self._scores(backbone, adapted, tree.max_depth)
+        return fill(self, scores, tree, roots_of(confirmed, backbone.device))
+
+    def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
+        """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
         following = torch.cat([confirmed.tokens[1:], confirmed.tokens.new_tensor([confirmed.root])])
         hidden = confirmed.hidden.to(self.dtype)
         if not self._caches[0].length:  # a prompt: only its last state has a counterpart in training
@@ -71,10 +92,12 @@ class Amphista(HeadDrafter):
         for stage, one in zip(stages, self._caches, strict=True):
             x = stage(x, embedded, one)
             adapted.append(x[0, -1:])
-        states = self._together(adapted, self.fast("blocks"), self.fast("attention"))[0]  # [K, H]
-        depth = tree.max_depth
-        scores = [self.score(backbone, head, states[head : head + 1]) for head in range(depth)]
-        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+        return adapted
+
+    def _scores(self, backbone: Backbone, adapted: list[Tensor], heads: int) -> list[Tensor]:
+        """Scores [B, M] of the first heads from the stages' states, [B, H] each."""
+        states = self._together(adapted, self.fast("blocks"), self.fast("attention"))  # [B, K, H]
+        return [self.score(backbone, head, states[:, head]) for head in range(heads)]
 
     def _together(self, adapted: list[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
         """The heads' states [P, K, H] from those of the two stages, [P, H] each."""

@@ -1,15 +1,20 @@
 """What a drafter is: confirmed state in, a tree of guessed tokens out; packed positions in, losses out."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.backbone import Backbone, KVCache, SlotCache
 from medusa_cli.tree import Growth, Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,11 @@ class Confirmed:
     hidden: Tensor
     root: int
     start: int
+
+
+def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
+    """The roots [B] of B sequences."""
+    return torch.tensor([one.root for one in confirmed], device=device)
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,30 @@ class Drafter(nn.Module, ABC):
     def reset(self) -> None:
         """Forget the sequence; called before each prefill."""
 
+    def fork(self) -> "Self":
+        """This drafter for another sequence: the same weights, packed copies included, and a state of its own."""
+        other = copy.copy(self)
+        other.reset()
+        return other
+
     @abstractmethod
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Guess a token for every node of the tree, or of one grown for this step; it is no deeper than num_heads."""
+
+    def draft_rows(
+        self,
+        backbone: Backbone,
+        cache: SlotCache,
+        sequences: "Sequence[Self]",
+        confirmed: Sequence[Confirmed],
+        tree: Tree,
+    ) -> Tensor:
+        """Guesses [B, N] for B sequences over one tree; sequences are forks, one for each, in the slots' order.
+
+        Here one after another; a drafter whose heads can score all rows at once does so instead.
+        """
+        each = zip(sequences, cache.slots, confirmed, strict=False)
+        return torch.stack([one.draft(backbone, slot, settled, tree).tokens for one, slot, settled in each])
 
     @abstractmethod
     def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:

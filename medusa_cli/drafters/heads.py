@@ -163,7 +163,7 @@ class HeadDrafter(Drafter):
         if self.config.vocabulary == "shared":
             return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
         if not self._scorers:
-            self._scorers = [pack_linear(matrix.detach()) for matrix in self.matrices]
+            self._scorers += [pack_linear(matrix.detach()) for matrix in self.matrices]  # forks share this very list
         return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
 
     def confidences(self, head: int, scores: Tensor, growth: Growth) -> tuple[list[list[float]], list[list[int]]]:

@@ -1,5 +1,6 @@
 """Hydra heads: head k also sees the tokens drafted before its own, so that guesses along a path fit together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone, KVCache
-from medusa_cli.drafters.base import Batch, Confirmed, Draft
+from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
 from medusa_cli.tree import Growing, Growth, Tree
@@ -62,22 +63,38 @@ class HydraHeads(HeadDrafter):
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Draft level by level: a node's children are the best guesses of the next head after the node's path."""
-        state = self._context(confirmed)
-        root = torch.tensor([confirmed.root], device=backbone.device)
+        state, roots = self._context(confirmed), roots_of([confirmed], backbone.device)
         if not tree.max_depth:
-            return Draft(root, Tree.root_only())
-        paths = torch.cat([state, self.embed(backbone, root)], dim=-1)  # [1, 2H]: what head 1 reads
+            return Draft(roots, Tree.root_only())
         if isinstance(tree, Growth):
-            return self._grow(backbone, paths, tree, confirmed.root)
-        blocks, tokens = self.fast("blocks"), root.repeat(tree.size)
+            return self._grow(backbone, torch.cat([state, self.embed(backbone, roots)], dim=-1), tree, confirmed.root)
+        return Draft(self._fill(backbone, state, roots, tree)[0], tree)
+
+    @torch.inference_mode()
+    def draft_rows(
+        self,
+        backbone: Backbone,
+        cache: SlotCache,
+        sequences: "Sequence[HydraHeads]",
+        confirmed: Sequence[Confirmed],
+        tree: Tree,
+    ) -> Tensor:
+        """Each sequence brings its own prefix layers' state; the heads then draft all rows at once."""
+        states = torch.cat([own._context(one) for own, one in zip(sequences, confirmed, strict=True)])
+        return self._fill(backbone, states, roots_of(confirmed, backbone.device), tree)
+
+    def _fill(self, backbone: Backbone, states: Tensor, roots: Tensor, tree: Tree) -> Tensor:
+        """Tokens [B, N] for B sequences, level by level, from their states [B, H] and roots [B]."""
+        blocks, tokens = self.fast("blocks"), roots[:, None].repeat(1, tree.size)
+        paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)[:, None]  # [B, 1, 2H]: what head 1 reads
         for head, level in enumerate(_levels(tree, backbone.device)):
             best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
-            drafted = self.draft_ids[best[level.rows, level.ranks]]
-            tokens[level.nodes] = drafted
+            drafted = self.draft_ids[best[:, level.rows, level.ranks]]
+            tokens[:, level.nodes] = drafted
             if len(level.inner):
-                embedded = self.embed(backbone, drafted[level.inner])
-                paths = torch.cat([paths[level.rows[level.inner]], embedded], dim=-1)
-        return Draft(tokens, tree)
+                embedded = self.embed(backbone, drafted[:, level.inner])
+                paths = torch.cat([paths[:, level.rows[level.inner]], embedded], dim=-1)
+        return tokens
 
     def _grow(self, backbone: Backbone, paths: Tensor, growth: Growth, root: int) -> Draft:
         blocks, growing, nodes = self.fast("blocks"), Growing(growth, root), [0]

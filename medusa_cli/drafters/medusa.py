@@ -1,16 +1,17 @@
 """Medusa heads: K residual heads on the final hidden state, head k guessing the token k places past the next one."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache
-from medusa_cli.drafters.base import Batch, Confirmed, Draft
+from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import Stack
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.drafters.parallel import draft_at_once, fill
 from medusa_cli.tree import Growth, Tree
 
 
@@ -27,10 +28,26 @@ class MedusaHeads(HeadDrafter):
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Fill each node with the guess of its head and rank, all from the last confirmed hidden state."""
-        state = confirmed.hidden[-1:].to(self.dtype)
-        blocks = self.fast("blocks")
-        scores = [self.score(backbone, head, blocks[head](state)) for head in range(tree.max_depth)]
+        scores = self._scores(backbone, confirmed.hidden[-1:], tree.max_depth)
         return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+
+    @torch.inference_mode()
+    def draft_rows(
+        self,
+        backbone: Backbone,
+        cache: SlotCache,
+        sequences: "Sequence[MedusaHeads]",
+        confirmed: Sequence[Confirmed],
+        tree: Tree,
+    ) -> Tensor:
+        """All rows' states go through each head at once."""
+        scores = self._scores(backbone, torch.cat([one.hidden[-1:] for one in confirmed]), tree.max_depth)
+        return fill(self, scores, tree, roots_of(confirmed, backbone.device))
+
+    def _scores(self, backbone: Backbone, states: Tensor, heads: int) -> list[Tensor]:
+        """Scores [B, M] of the first heads for states [B, H]."""
+        states, blocks = states.to(self.dtype), self.fast("blocks")
+        return [self.score(backbone, head, blocks[head](states)) for head in range(heads)]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         return lambda head, rows: self.blocks[head](batch.hidden[rows])

@@ -31,9 +31,16 @@ def draft_at_once(
             nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
         grown, drafted = growing.tree()
         return Draft(torch.tensor(drafted, device=device), grown)
-    best = torch.cat(list(scores)).topk(max(tree.widths), dim=-1).indices  # [heads, widest]
-    heads, ranks = _lookup(tree, device)
-    return Draft(torch.cat([first, drafter.draft_ids[best[heads, ranks]]]), tree)
+    return Draft(fill(drafter, scores, tree, first)[0], tree)
+
+
+def fill(drafter: "HeadDrafter", scores: Sequence[Tensor], tree: Tree, roots: Tensor) -> Tensor:
+    """Tokens [B, N] of a static tree for B sequences with roots [B], from scores [B, M] for each head it needs."""
+    if not tree.max_depth:
+        return roots[:, None]
+    best = torch.stack(list(scores), dim=1).topk(max(tree.widths), dim=-1).indices  # [B, heads, widest]
+    heads, ranks = _lookup(tree, roots.device)
+    return torch.cat([roots[:, None], drafter.draft_ids[best[:, heads, ranks]]], dim=1)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,22 @@
+"""What a benchmarked method gives back for a prompt, and how a batch's time is shared among its prompts."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from medusa_cli.decoding import Stats
+
+Watch = Callable[[list[int]], None]
+
+
+class Taken(NamedTuple):
+    """The new token ids, the seconds they took, and the sums over their steps where the method has steps."""
+
+    tokens: list[int]
+    seconds: float
+    stats: Stats | None
+
+
+def share(answers: Sequence[list[int]], seconds: float, stats: Sequence[Stats | None]) -> list[Taken]:
+    """The seconds of a batch, shared among its answers by their tokens."""
+    each = seconds / max(sum(map(len, answers)), 1)
+    return [Taken(tokens, each * len(tokens), one) for tokens, one in zip(answers, stats, strict=True)]

@@ -1,0 +1,171 @@
+"""Decoding many prompts at once gives each what it gets alone, whatever is drafted and however many slots there are."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_batch, generate_plain
+from medusa_cli.drafters import Amphista, Confirmed, Draft, HydraHeads, MedusaHeads
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Growth, Tree
+from tests.test_generate import SPARSE, Oracle
+from tests.tiny import FAMILIES, tiny_backbone
+
+PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
+
+
+def plain(backbone: Backbone, prompt: Sequence[int], count: int = 40, **rules) -> list[int]:
+    rules = {"stop_ids": (), **rules}
+    return [t for s in generate_plain(backbone, prompt, max_new_tokens=count, **rules) for t in s.tokens]
+
+
+def together(backbone: Backbone, drafter, tree, prompts=PROMPTS, count: int = 40, size: int = 4, **rules):
+    """Each prompt's tokens, and its steps."""
+    steps: list[list[Step]] = [[] for _ in prompts]
+    rules = {"stop_ids": (), **rules}
+    for number, step in generate_batch(
+        backbone, drafter, tree, prompts, batch_size=size, max_new_tokens=count, **rules
+    ):
+        steps[number].append(step)
+    return [[t for step in one for t in step.tokens] for one in steps], steps
+
+
+class Knowing(Oracle):
+    """A stub that knows every prompt's answer, each to its own share; one sequence's fork learns which at prefill."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[list[int], float]]) -> None:
+        super().__init__([], 0.0)
+        self.answers = answers
+
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
+        assert confirmed.start + len(confirmed.tokens) == cache.length
+        assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
+        if confirmed.start == 0:
+            self.prompt = tuple(confirmed.tokens.tolist())
+        answer, right = self.answers[self.prompt]
+        done = cache.length - len(self.prompt)
+        assert answer[done : done + 1] in ([confirmed.root], [])
+        tokens = [confirmed.root]
+        for node in range(1, tree.size):
+            ahead = answer[done + tree.depths[node] : done + tree.depths[node] + 1]
+            good = float(torch.rand(1, generator=self.chance)) < right
+            tokens.append(ahead[0] if good and ahead else 5)
+        return Draft(torch.tensor(tokens), tree)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
+    backbone, alone = tiny_backbone(family, engine=engine), tiny_backbone(family)
+    expected = [plain(alone, prompt) for prompt in PROMPTS]
+    shares = [1.0, 0.0, 0.5, 1.0, 0.3, 0.8]
+    known = {tuple(p): (a, share) for p, a, share in zip(PROMPTS, expected, shares, strict=True)}
+    found, steps = together(backbone, Knowing(known), SPARSE)
+    assert found == expected
+    rates = [Stats.of(one).acceptance_rate for one in steps]
+    assert rates[0] > 3 > rates[2] > 1.2 > rates[1]  # they did not go in step
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 20])
+def test_without_a_drafter_it_is_plain_decoding_for_any_number_of_slots(size: int) -> None:
+    backbone = tiny_backbone("qwen3")
+    found, steps = together(backbone, None, None, size=size)
+    assert found == [plain(backbone, prompt) for prompt in PROMPTS]
+    assert all(step.drafted == 0 for one in steps for step in one)
+
+
+def random_drafter(kind: type[HeadDrafter], backbone: Backbone, vocabulary: str = "own", **own) -> HeadDrafter:
+    torch.manual_seed(1)
+    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
+    drafter = kind.create(backbone, 4, 2, vocabulary, ids, **own)
+    for weight in drafter.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    return drafter.eval()
+
+
+KINDS = [
+    (MedusaHeads, {}),
+    (MedusaHeads, {"vocabulary": "draft"}),
+    (MedusaHeads, {"vocabulary": "shared"}),
+    (HydraHeads, {}),
+    (HydraHeads, {"prefix_layers": 1, "matrices": "one"}),
+    (Amphista, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
+def test_every_drafter_drafts_for_a_row_what_it_drafts_for_it_alone(kind, options: dict) -> None:
+    backbone = tiny_backbone()
+    drafter = random_drafter(kind, backbone, **options)
+    found, steps = together(backbone, drafter, SPARSE, size=3)
+    for number, prompt in enumerate(PROMPTS):
+        alone = list(generate(backbone, drafter, SPARSE, prompt, max_new_tokens=40, stop_ids=()))
+        assert found[number] == [t for step in alone for t in step.tokens] == plain(backbone, prompt)
+        # Equal acceptance step by step: had a row read another's state, its guesses would differ.
+        assert [(s.drafted, s.accepted) for s in steps[number]] == [(s.drafted, s.accepted) for s in alone]
+
+
+@pytest.mark.parametrize("mode", ["exact", "typical"])
+def test_sampled_rows_draw_their_own_random_numbers(mode: str) -> None:
+    backbone = tiny_backbone()
+    drafter = random_drafter(HydraHeads, backbone)
+    rule = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05)
+    found, _ = together(backbone, drafter, SPARSE, size=3, sampling=rule)
+    for number, prompt in enumerate(PROMPTS):
+        alone = generate(backbone, drafter, SPARSE, prompt, max_new_tokens=40, stop_ids=(), sampling=rule)
+        assert found[number] == [t for step in alone for t in step.tokens]
+
+
+def test_the_context_limit_of_one_row_leaves_the_others_alone() -> None:
+    backbone = tiny_backbone(positions=32)
+    prompts = [PROMPTS[2] * 2, PROMPTS[1], PROMPTS[0]]
+    expected = [plain(backbone, prompt, 100) for prompt in prompts]
+    assert [len(one) for one in expected] == [10, 31, 27]
+    known = {tuple(p): (a, 0.7) for p, a in zip(prompts, expected, strict=True)}
+    assert together(backbone, Knowing(known), SPARSE, prompts, 100, size=2)[0] == expected
+
+
+def test_stops_and_limits_are_each_rows_own() -> None:
+    backbone = tiny_backbone()
+    stop = plain(backbone, PROMPTS[0])[4]
+    expected = [plain(backbone, prompt, 17, stop_ids=(stop,)) for prompt in PROMPTS]
+    assert len({len(one) for one in expected}) > 1
+    found, _ = together(backbone, random_drafter(MedusaHeads, backbone), SPARSE, count=17, stop_ids=iter((stop,)))
+    assert found == expected
+
+
+def test_one_pass_verifies_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone()
+    shapes = []
+    inner = backbone.model.base_model.forward
+    monkeypatch.setattr(
+        backbone.model.base_model,
+        "forward",
+        lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or inner(*a, **k),
+    )
+    together(backbone, random_drafter(MedusaHeads, backbone), SPARSE, PROMPTS[:3], size=3)
+    verified = [shape for shape in shapes if shape[1] == SPARSE.size]
+    assert verified[0] == (3, SPARSE.size) and len(shapes) == 3 + len(verified)
+
+
+def test_seconds_of_all_rows_add_up_to_no_more_than_the_whole() -> None:
+    import time
+
+    backbone = tiny_backbone()
+    start = time.perf_counter()
+    _, steps = together(backbone, random_drafter(MedusaHeads, backbone), SPARSE, size=6)
+    assert 0 < sum(Stats.of(one).seconds for one in steps) <= time.perf_counter() - start
+
+
+def test_what_cannot_be_batched_is_refused() -> None:
+    backbone = tiny_backbone(positions=32)
+    with pytest.raises(UsageError, match="dynamic"):
+        together(backbone, random_drafter(MedusaHeads, backbone), Growth(4, 3))
+    with pytest.raises(UsageError, match="--batch-size 0"):
+        together(backbone, None, None, size=0)
+    with pytest.raises(UserError, match="the prompt has 40 tokens"):
+        together(backbone, None, None, [[5], [5] * 40])
+    assert together(backbone, None, None, [])[0] == []
