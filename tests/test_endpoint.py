@@ -12,9 +12,10 @@ from typer.testing import CliRunner, Result
 from medusa_cli.backbone import load_backbone
 from medusa_cli.backbone.dialogue import Malformed
 from medusa_cli.cli import app
-from medusa_cli.distilling.endpoint import Endpoint, Failed, Tokenizer, distill_endpoint, with_tokens
+from medusa_cli.distilling.endpoint import Endpoint, Failed, distill_endpoint, with_tokens
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
+from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.run import Run
 from tests.runs import save_model
 
