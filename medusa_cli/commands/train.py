@@ -34,6 +34,12 @@ def train(
         Path | None,
         typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
     ] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="RUN", help="Another run whose data, and in stage 2 whose heads, this starts from."
+        ),
+    ] = None,
     stage: Annotated[
         int | None,
         typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]"),
@@ -72,12 +78,15 @@ def train(
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
-    target = Run.open(run, create=data is not None)
+    start = Run.open(origin) if origin is not None else None
+    target = Run.open(run, create=data is not None or start is not None)
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
-    plan = _recipe(target, recipe or [], given, resume)
+    plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
+    if data is None and start is not None:
+        data = start.distill_path
     source = data or target.distill_path
     bound = plan.train.max_tokens
     length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
@@ -96,7 +105,7 @@ def train(
     backbone, dataset, drafter, coverage = (
         frozen(target, plan, data, {**place, "engine": engine})
         if plan.train.stage == 1
-        else joint(target, plan, data, place, resume)
+        else joint(target, plan, data, place, resume, start)
     )
     if world.first:
         world.wait()
@@ -122,8 +131,11 @@ def train(
     _finish(trainer, target, source, coverage, summary, json, run)
 
 
-def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) -> Any:
-    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags."""
+def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, marker: Path) -> Any:
+    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags.
+
+    Where none of them names a model, it is the one of the run that the marker belongs to.
+    """
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import read_json
@@ -135,7 +147,6 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) 
     settings = [word for word in words if word not in files]
     flags = [f"{key}={value}" for key, value in given.items() if value is not None]
     named_model = path is not None or any(one.startswith("model=") for one in settings + flags)
-    marker = target.path / "run.json"
     if not named_model and marker.is_file():
         settings.insert(0, f"model={read_json(marker, 'the run file')['backbone']['id']}")
     return load_recipe(path, settings + flags)
