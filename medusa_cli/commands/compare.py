@@ -29,23 +29,21 @@ def compare(
         return
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
-    heads = max(len(row["accuracies"]) for row in rows)
-    names = ("run", "model's loss", "lambda_0", "tokens", "KL", "perplexity", "greedy same")
-    for number, name in enumerate([*names, *(f"head {k + 1}" for k in range(heads))]):
-        table.add_column(name, justify="left" if number < 3 else "right")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "loss", "lambda_0"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "KL", "perplexity", "same greedy", "top-1 by head"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        shares = [f"{value:.1%}" for value in row["accuracies"]]
         table.add_row(
             row["run"],
             row["objective"],
             row["lambda_0"],
             f"{row['positions']:,}",
             f"{row['kl']:.4f}",
-            f"{row['perplexity_ratio']:.3f} x",
+            f"{row['perplexity_ratio']:.3f}x",
             f"{row['agreement']:.1%}",
-            *shares,
-            *[""] * (heads - len(shares)),
+            "/".join(f"{value:.3f}".lstrip("0") for value in row["accuracies"]),
         )
     console.result(table)
 
