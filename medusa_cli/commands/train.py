@@ -67,8 +67,9 @@ def train(
 ) -> None:
     """Train a drafter on the model's own answers, the model itself frozen, or with --stage 2 both together.
 
-    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. Typed bare it
-    takes about ten minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
+    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png, checkpoints, and where tensorboard
+    is installed its scalars in RUN/tensorboard. Typed bare it takes about ten minutes on two cores; Ctrl-C leaves a
+    checkpoint for --resume.
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.run import Run, write_atomic
@@ -180,11 +181,14 @@ def _follow(trainer: Any) -> dict[str, Any]:
 
 def _run(trainer: Any, target: Any) -> dict[str, Any]:
     """Run the training, logging and showing every event; return what the last ones said."""
+    from medusa_cli.commands.live import cells
     from medusa_cli.training import Saved, Stepped, Stopped, Validated
     from medusa_cli.training.log import NAME, TrainLog, read_log
     from medusa_cli.training.picture import draw_curves
+    from medusa_cli.training.tracker import Board
 
     log = TrainLog(target.path / NAME, resumed_at=trainer.step if trainer.step else None)
+    board = Board(target.path / "tensorboard", resumed_at=trainer.step if trainer.step else None)
     summary: dict[str, Any] = {"stopped": False, "positions": 0, "seconds": 0.0, "loss": None}
     start = time.perf_counter()
     try:
@@ -192,13 +196,14 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
             bar.advance(trainer.positions_done)
             for event in trainer.events():
                 log.write(event)
+                board.write(event)
                 if isinstance(event, Stepped):
                     summary["positions"] += event.positions
                     summary["seconds"] += event.seconds
                     summary["loss"] = event.loss
                     bar.advance(event.positions)
-                    shares = _shares(event.accuracies)
-                    bar.describe(f"step {event.step}/{event.steps} loss {event.loss:.3f} top-1 {shares}")
+                    rate = summary["positions"] / max(summary["seconds"], 1e-9)
+                    bar.show(cells(event, trainer.positions - event.total_positions, rate))
                 elif isinstance(event, Validated):
                     shares = _shares(event.accuracies)
                     cost = _cost(event.parts)
@@ -212,6 +217,7 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
                     summary["stopped"] = isinstance(event, Stopped)
     finally:
         log.close()
+        board.close()
     summary["wall_seconds"] = time.perf_counter() - start
     # From the log, because a training resumed at its very end validates no more.
     checks = [line for line in read_log(log.path) if line["event"] == "validated"]
