@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-stage2 clean
+.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-joint clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -49,7 +49,7 @@ bench-endpoint: $(READY) ## distilling through a server against asking it and no
 # A run with distilled conversations and the heads of recipes/smollm2-135m-medusa1.yaml.
 FROM ?= smollm2
 
-bench-stage2: $(READY) ## train heads and model together by the recipe and "directly", and compare
+bench-joint: $(READY) ## train heads and model together by the recipe and "directly", and compare
 	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run medusa2 --from $(FROM)
 	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run direct --from $(FROM)
 	$(BIN)/medusa compare medusa2 direct

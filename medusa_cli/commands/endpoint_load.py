@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -140,6 +141,7 @@ def _await(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     try:
         typer.run(endpoint_load)
     except UserError as reason:
