@@ -108,7 +108,7 @@ def test_the_command_counts_what_it_leaves_out_and_does_not_ask_for_it_again(tmp
     again = runner.invoke(app, [*words, "--min-answer-tokens", "40"])
     summary = json.loads(again.stdout)
     assert summary["new_tokens"] == 0 and summary["dropped"] == first["dropped"]
-    assert "3 seeds ask what another asks" in again.stderr and "conversations were dropped" in again.stderr
+    assert "as they ask what another asks: 3" in again.stderr and "conversations were dropped" in again.stderr
     rest = json.loads(runner.invoke(app, words).stdout)
     assert rest["conversations"] == 9 and rest["dropped"] == 0
 

@@ -63,6 +63,42 @@ def from_server(
     return skipped, len(failed)
 
 
+class Files:
+    """Where answers go: the run's file, or under several processes this one's part of it, merged at the end.
+
+    `answered` need not be asked again; `whole`, the run's file, is the first process's alone.
+    """
+
+    def __init__(self, world: Any, target: Any, hidden_size: int, header: dict[str, Any], least: int) -> None:
+        from medusa_cli.distilling import RecordWriter
+        from medusa_cli.distilling.parts import merge_parts, part_of
+
+        self._world, self._target, self._hidden_size = world, target, hidden_size
+        self.whole = RecordWriter(target, hidden_size, header, least) if world.first else None
+        if self.whole is not None:
+            merge_parts(target, self.whole, hidden_size)  # what processes that were interrupted had already
+            world.wait()  # for the others, who began to wait before they loaded anything
+        self.answered = set(world.gather(sorted(self.whole.answered) if self.whole is not None else [])[0])
+        self.writer = (
+            self.whole
+            if self.whole is not None and world.size == 1
+            else RecordWriter(part_of(target, world.rank), hidden_size, header, least)
+        )
+
+    def end(self, counts: Any) -> list[Any]:
+        """Wait for all processes and merge their parts; what each of them counted."""
+        from medusa_cli.distilling.parts import merge_parts
+
+        found: list[Any] = self._world.gather(counts)
+        if self._world.size > 1:
+            if self.whole is not None:
+                merge_parts(self._target, self.whole, self._hidden_size)
+                self.whole.close()
+            self._world.wait()
+            self._world.leave()
+        return found
+
+
 class Meter:
     """Counts answer tokens and shows their rate in the bar's text."""
 

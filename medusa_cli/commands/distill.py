@@ -98,11 +98,10 @@ def distill(
     settings = _settings(wanted, batch_size, self_talk)
 
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.commands.answering import FAILED, Meter, connect, from_here, from_server
-    from medusa_cli.distilling import RecordWriter, read_seeds
+    from medusa_cli.commands.answering import FAILED, Files, Meter, connect, from_here, from_server
+    from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.filters import unique
-    from medusa_cli.distilling.parts import merge_parts, part_of
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.run import Run, provenance
@@ -138,47 +137,28 @@ def distill(
         check_self_talk(backbone)
     target.bind(backbone.identity)
     header = provenance(backbone.identity, **_header(wanted, self_talk))
-    whole = RecordWriter(target, backbone.hidden_size, header, min_answer_tokens) if world.first else None
-    if whole is not None:  # what processes that were interrupted had already
-        merge_parts(target, whole, backbone.hidden_size)
-        world.wait()
-    answered = world.gather(sorted(whole.answered) if whole is not None else [])[0]
-    there = set(answered)
-    kept = unique(chosen, there) if dedup else chosen
-    todo = [one for one in kept if one.id not in there]
+    files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
+    kept = unique(chosen, files.answered) if dedup else chosen
+    todo = [one for one in kept if one.id not in files.answered]
     if len(kept) < len(chosen):
-        console.info(
-            f"{len(chosen) - len(kept):,} seeds ask what another asks and are left out (--no-dedup keeps them)"
-        )
+        console.info(f"left out as they ask what another asks: {len(chosen) - len(kept):,} (--no-dedup keeps them)")
     if len(todo) < len(kept):
         console.info(f"resuming: {len(kept) - len(todo):,} conversations are there already")
     mine = world.share(todo)
-    writer = (
-        RecordWriter(part_of(target, world.rank), backbone.hidden_size, header, min_answer_tokens)
-        if whole is None or world.size > 1
-        else whole
-    )
     failed = 0
     with console.progress("distilling", total=len(mine), unit="conversations") as bar:
         made = Meter(bar)
         try:
             if server is not None:
-                skipped, failed = from_server(server, mine, settings, concurrency, writer, made)
+                skipped, failed = from_server(server, mine, settings, concurrency, files.writer, made)
             else:
-                skipped = from_here(backbone, mine, settings, writer, made)
+                skipped = from_here(backbone, mine, settings, files.writer, made)
         finally:
-            writer.close()
-    rate = made.rate
-    totals = world.gather((len(skipped), made.count, rate))
-    if whole is None:
-        world.wait()
-        world.leave()
+            files.writer.close()
+    totals = files.end((len(skipped), made.count, made.rate))
+    whole = files.whole
+    if whole is None:  # the first process speaks for all
         return
-    if world.size > 1:
-        merge_parts(target, whole, backbone.hidden_size)
-        whole.close()
-        world.wait()
-        world.leave()
     too_long, new_tokens, rate = (sum(column) for column in zip(*totals, strict=True))
     dropped = sum(tokens < min_answer_tokens for tokens in whole.dropped.values())
     if too_long:
