@@ -17,9 +17,10 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: An
 
     server = Endpoint([url.strip().rstrip("/") for url in addresses.split(",")], endpoint_model or name, tokenizer)
     server.check()
-    # A named model is a folder to whoever starts a server with it.
-    local = [model_dir(name)] if name in MODELS else []
-    server.find([endpoint_model] if endpoint_model else [name, *local, *server.listed()])
+    # A named model is a folder to whoever starts a server with it. The folder first: one that loads what it is asked
+    # for would look for the name on the hub, for minutes.
+    local = [model_dir(name)] if name in MODELS else [str(Path(name).resolve())] if Path(name).is_dir() else []
+    server.find([endpoint_model] if endpoint_model else [*local, name, *server.listed()])
     return server
 
 

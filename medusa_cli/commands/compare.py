@@ -10,7 +10,7 @@ from medusa_cli.errors import UserError
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN ...", help="Trained runs: NAME means runs/NAME.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME.")],
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,

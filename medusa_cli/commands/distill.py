@@ -56,7 +56,7 @@ def distill(
         ),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: --model]")
+        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: found by asking]")
     ] = None,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
     device: options.Device = "auto",

@@ -23,8 +23,10 @@ class Board:
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         self._writer: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:  # one that does not fit this torch is as good as none
+                return
             purge = None if resumed_at is None else resumed_at + 1  # what a resumed training does again
             self._writer = SummaryWriter(str(folder), purge_step=purge)
 
