@@ -17,8 +17,9 @@ def compare(
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
-    KL (nats a token), perplexity and greedy agreement are those of the trained model against the original; heads on
-    a frozen model (stage 1) cost nothing. All come from the last validation in RUN/train.jsonl.
+    KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
+    often both take the same greedy token; heads on a frozen model (stage 1) cost nothing. All come from the last
+    validation in RUN/train.jsonl.
     """
     console.configure(quiet=quiet, json=json)
     rows = [_row(name) for name in runs]
@@ -30,20 +31,21 @@ def compare(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "loss", "lambda_0"):
+    table.add_column("run", overflow="fold")
+    # The numbers stay whole in 80 columns.
+    for name in ("loss", "lambda_0"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens", "KL", "perplexity", "same greedy", "top-1 by head"):
+    for name in ("KL", "ppl", "same", "top-1 by head, %"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["run"],
             row["objective"],
             row["lambda_0"],
-            f"{row['positions']:,}",
             f"{row['kl']:.4f}",
-            f"{row['perplexity_ratio']:.3f}x",
+            f"{row['perplexity_ratio']:.3f}",
             f"{row['agreement']:.1%}",
-            "/".join(f"{value:.3f}".lstrip("0") for value in row["accuracies"]),
+            "/".join(f"{100 * value:.1f}" for value in row["accuracies"]),
         )
     console.result(table)
 
