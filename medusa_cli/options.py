@@ -74,9 +74,9 @@ Tree = Annotated[
     str | None,
     typer.Option(
         "--tree",
-        metavar="static|dynamic[:N]|FILE",
-        help="static: the run's tree.json; dynamic: a tree grown for every step, of as many nodes or N; or a file "
-        "from `medusa tree` or medusa_choices list. [default: static]",
+        metavar="static[:N]|dynamic[:N]|FILE",
+        help="static: the run's tree.json, or the best one of N nodes by the calibration; dynamic: a tree grown for "
+        "every step, of as many nodes or N; or a file from `medusa tree` or medusa_choices list. [default: static]",
         show_default=False,
     ),
 ]

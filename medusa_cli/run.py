@@ -95,7 +95,7 @@ class Run:
         self.path = path
         self.name = path.name
         self.recipe_path = path / "recipe.yaml"
-        self.distill_path = path / "distill.jsonl"
+        self.distill_path = path / "distill.jsonl"  # what `distill` writes; `data_path` is what to learn from
         self.states_path = path / "states.bin"
         self.drafter_dir = path / "drafter"
         self.adapter_dir = path / "adapter"
@@ -106,12 +106,27 @@ class Run:
     @classmethod
     def open(cls, name: str = DEFAULT_RUN, create: bool = False) -> "Run":
         """The run runs/NAME, or the folder itself when the name has a path separator; UserError if it is missing."""
-        path = Path(name) if os.sep in name else RUNS / name
+        path = cls._place(name)
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
             raise UserError(f"--run {name!r}: {path} does not exist", "run `medusa distill` and `medusa train` first")
         return cls(path)
+
+    @classmethod
+    def inside(cls, name: str) -> bool:
+        """Whether a run of this name would lie in one that has data to learn from."""
+        return (cls._place(name).parent / "distill.jsonl").is_file()
+
+    @staticmethod
+    def _place(name: str) -> Path:
+        return Path(name) if os.sep in name else RUNS / name
+
+    @property
+    def data_path(self) -> Path:
+        """The distilled conversations to learn from: the run's own, else those of the run that it lies in."""
+        outer = self.path.parent / self.distill_path.name
+        return outer if outer.is_file() and not self.distill_path.is_file() else self.distill_path
 
     @property
     def adapter(self) -> Path | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.run import Run, provenance
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.run import Run, provenance, write_json
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
 from tests.tiny import tiny_backbone
@@ -23,21 +24,31 @@ def save_model(folder: Path, **shape) -> str:
     return str(folder)
 
 
-def save_run(folder: Path, model: str, *, heads: int = 3, tree: Tree | None = TREE) -> Run:
-    """A run with random Medusa heads for the tiny model, and a tree."""
+def save_run(
+    folder: Path,
+    model: str,
+    *,
+    heads: int = 3,
+    tree: Tree | None = TREE,
+    kind: type[HeadDrafter] = MedusaHeads,
+    calibrated: bool = False,
+) -> Run:
+    """A run with random heads for the tiny model, a tree, and accuracies on request."""
     from medusa_cli.backbone import load_backbone
 
     run = Run.open(str(folder) + "/", create=True)
     run = Run(folder)
     backbone = load_backbone(model, dtype="fp32")
     torch.manual_seed(0)
-    drafter = MedusaHeads.create(backbone, heads, 1, "own")
+    drafter = kind.create(backbone, heads, 1, "own")
     for weight in drafter.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
     drafter.save(run.drafter_dir, provenance(backbone.identity))
     run.bind(backbone.identity)
     if tree is not None:
         save_tree(run.tree_path, tree, {})
+    if calibrated:
+        write_json(run.calibration_path, {"accuracies": [[0.5, 0.2, 0.1]] * heads})
     return run
 
 

@@ -10,6 +10,7 @@ from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spr
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.cli import app
 from medusa_cli.decoding import Stats, Step
+from medusa_cli.drafters import HydraHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
@@ -184,3 +185,24 @@ def test_lookup_and_dynamic_trees_are_methods_too_and_llama_cpp_needs_its_packag
     except ImportError:
         refused = bench(place, "--methods", "llama.cpp")
         assert refused.exit_code == 2 and "llama-cpp-python is not installed" in refused.stderr
+
+
+def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Path) -> None:
+    model = str(place / "model")
+    outer = save_run(tmp_path / "mine", model)
+    save_run(tmp_path / "mine" / "hydra", model, kind=HydraHeads, calibrated=True)
+    save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
+    words = ["bench", "--questions", str(place / "q.jsonl"), "--limit", "2", "--dtype", "fp32", "--json"]
+    words += ["--run", str(outer.path), "--max-new-tokens", "12", "--methods"]
+    shown = medusa(*words, "ar,medusa,hydra,second")
+    assert shown.exit_code == 0, shown.stderr
+    methods = json.loads(shown.stdout)["methods"]
+    assert list(methods) == ["ar", "medusa", "hydra", "second"]
+    assert all(one["identical"] == 2 for one in methods.values())
+    assert "mine/drafter" in shown.stderr and "mine/hydra/drafter" in shown.stderr
+    refused = medusa(*words, "medusa,amphista")
+    assert refused.exit_code == 1 and "there is no amphista drafter in" in refused.stderr
+    refused = medusa(*words, "medusa,hydra", "--tree", "static:5")
+    assert refused.exit_code == 1 and "is not calibrated" in refused.stderr
+    searched = medusa(*words, "hydra", "--tree", "static:5")
+    assert searched.exit_code == 0 and "hydra/drafter, tree of 5 nodes" in searched.stderr

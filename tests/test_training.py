@@ -20,10 +20,11 @@ from medusa_cli.drafters.cross_entropy import linear_cross_entropy
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, load_recipe
 from medusa_cli.run import Run
-from medusa_cli.training import Dataset, Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
+from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.schedule import learning_rate
+from medusa_cli.training.task import Frozen
 from tests.tiny import END_ID, tiny_backbone
 
 # A language that a head can learn: each answer counts on from the question's number.
@@ -219,8 +220,7 @@ def test_the_plan_is_the_same_for_a_seed_and_bounded() -> None:
 
 
 def test_frequent_tokens_break_ties_by_id() -> None:
-    answers = [Answer("a", torch.tensor([7, 7, 7, 3, 3, 9, 5]), 0)]
-    ids, coverage = frequent_tokens(answers, 3, 12)
+    ids, coverage = frequent_tokens([torch.tensor([7, 7, 7, 3, 3, 9, 5])], 3, 12)
     assert ids.tolist() == [7, 3, 5]
     assert coverage == pytest.approx(6 / 7)
 
@@ -275,7 +275,7 @@ def test_accumulation_equals_one_large_batch(run: Run, backbone: Backbone) -> No
 
 def test_a_batch_without_any_target_is_passed_over(run: Run, backbone: Backbone) -> None:
     work = trainer(run, backbone, "train.accumulation=2")
-    first = work.dataset.train[0]
+    first = work.batches[0][0]
     work.batches[1] = [Answer(first.id, first.tokens[:1], first.first_row)]
     assert next(iter(work.events())).step == 1
 
@@ -340,10 +340,11 @@ def test_resume_refuses_what_changed(run: Run, backbone: Backbone) -> None:
 
 def test_a_loss_that_is_no_number_names_the_conversations(run: Run, backbone: Backbone) -> None:
     work = trainer(run, backbone, "train.batch_tokens=20")
-    states: Dataset = dataclasses.replace(work.dataset, states=work.dataset.states.clone())
+    assert isinstance(work.task, Frozen)
+    states = work.task.dataset.states.clone()
     victim = work.batches[2][0]
-    states.states[victim.first_row] = float("nan")
-    work.dataset = states
+    states[victim.first_row] = float("nan")
+    work.task.dataset = dataclasses.replace(work.task.dataset, states=states)
     with pytest.raises(
         UserError, match=rf"the loss is nan at step 3 of .* conversations .*\b{victim.id}\b.*lower train.lr"
     ):
@@ -353,7 +354,7 @@ def test_a_loss_that_is_no_number_names_the_conversations(run: Run, backbone: Ba
 def test_the_log_drops_what_a_resume_does_again(tmp_path: Path) -> None:
     log = TrainLog(tmp_path / "train.jsonl")
     for step in range(1, 5):
-        log.write(Validated(step, 1.0, [1.0], [0.5], 3, 3 * step))
+        log.write(Validated(step, 1.0, [1.0], [0.5], 3, 3 * step, {}))
     log.close()
     with log.path.open("a") as out:
         out.write('{"event": "st')
@@ -435,8 +436,6 @@ def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> 
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["--stage", "2"], 2, "--stage 2 is not implemented"),
-        (["train.stage=2"], 2, "train.stage=2 is not implemented"),
         (["train.lrr=3"], 2, "did you mean 'train.lr'?"),
         (["drafter=medussa"], 2, "did you mean 'medusa'?"),
         (["--heads", "0"], 2, "drafter.num_heads=0 is too small"),

@@ -1,7 +1,7 @@
 """The decoding methods a benchmark compares; each continues a prompt of token ids and says what it took."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,11 +9,11 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_plain
-from medusa_cli.drafters import Drafter
+from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
-METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp")
+METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp", *sorted(set(DRAFTERS) - {"medusa"}))
 LOOKUP_TOKENS = 10
 Watch = Callable[[list[int]], None]
 
@@ -27,29 +27,31 @@ class Method(Protocol):
 
 
 def parse_methods(text: str) -> list[str]:
-    """The names of --methods hf,ar,medusa in order; UsageError for an unknown one."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in METHODS]
+    """The names of --methods hf,ar,medusa in order, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def check_methods(text: str, names: Sequence[str], also: Collection[str] = ()) -> None:
+    """UsageError for no name at all and for one that is neither a method nor among `also`."""
+    unknown = [name for name in names if name not in METHODS and name not in also]
     if unknown or not names:
         raise UsageError(
             f"--methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
         )
-    return list(dict.fromkeys(names))
 
 
 def build_methods(
     names: Sequence[str],
     backbone: Backbone,
     plain: Any,
-    drafter: Drafter | None,
-    trees: Mapping[str, Tree | Growth],
+    drafted: Mapping[str, tuple[Drafter, Tree | Growth]],
     sampling: Sampling,
     gguf: Path | None = None,
 ) -> dict[str, Method]:
     """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
 
-    trees: what each drafting method drafts over; gguf: the file that "llama.cpp" reads. UsageError where a method
-    lacks what it needs.
+    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads. UsageError
+    where a method lacks what it needs.
     """
     methods: dict[str, Method] = {}
     for name in names:
@@ -59,8 +61,8 @@ def build_methods(
             methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
         elif name == "llama.cpp":
             methods[name] = _LlamaCpp(gguf, backbone, sampling)
-        elif drafter is not None:
-            methods[name] = _drafted(backbone, drafter, trees[name], sampling)
+        else:
+            methods[name] = _drafted(backbone, *drafted[name], sampling)
     return methods
 
 

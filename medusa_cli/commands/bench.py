@@ -26,8 +26,9 @@ def bench(
         typer.Option(
             metavar="LIST",
             help="Of hf (transformers' generate), hf-lookup (its prompt lookup), ar (our plain loop), medusa (the "
-            "drafter, over --tree), medusa-dynamic (over dynamic trees) and llama.cpp (if llama-cpp-python is "
-            "installed), with commas between.",
+            "drafter, over --tree), medusa-dynamic (over dynamic trees), llama.cpp (if llama-cpp-python is "
+            "installed), and drafters side by side: hydra, amphista and so on, of the runs by that name inside the "
+            "run, or the run's own; with commas between.",
         ),
     ] = "hf,ar,medusa",
     gguf: Annotated[
@@ -72,15 +73,16 @@ def bench(
         return
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
-    from medusa_cli.commands.loading import choose, sampling_of
-
-    names = [name.strip() for name in methods.split(",")]
-    choice = choose(model, run, drafter, tree, need_drafter=any(name.startswith("medusa") for name in names))
-
-    from medusa_cli.benchmarks.methods import parse_methods
+    from medusa_cli.benchmarks.methods import check_methods, parse_methods
     from medusa_cli.benchmarks.questions import read_questions, spread
+    from medusa_cli.commands.loading import choose, sampling_of
+    from medusa_cli.commands.rivals import find_rivals
 
     names = parse_methods(methods)
+    rivals = find_rivals(names, model, run, tree)
+    check_methods(methods, names, rivals)
+    alone = any(name.startswith("medusa") for name in names if name not in rivals)
+    choice = choose(model, run, drafter, tree, need_drafter=alone)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     source = questions
     if source is None:
@@ -99,6 +101,7 @@ def bench(
     )
     document = run_bench(
         choice,
+        rivals,
         names,
         chosen,
         tokens,
@@ -122,6 +125,7 @@ def bench(
 
 def run_bench(
     choice: Any,
+    rivals: dict[str, Any],
     names: list[str],
     chosen: list[Any],
     tokens: int,
@@ -134,15 +138,16 @@ def run_bench(
     from medusa_cli.assets import gguf_path
     from medusa_cli.benchmarks import build_methods, measure, summarise
     from medusa_cli.commands.loading import describe, growth_of, load
+    from medusa_cli.commands.rivals import load_rivals
     from medusa_cli.run import provenance
 
     backbone, heads, shape = load(choice, **place)
     plain = plain_model(choice, place) if any(name.startswith("hf") for name in names) else None
-    trees = {}
+    drafted = load_rivals(rivals, backbone)
     if heads is not None and shape is not None:
-        trees = {"medusa": shape, "medusa-dynamic": growth_of(choice, shape, heads)}
+        drafted = {"medusa": (heads, shape), "medusa-dynamic": (heads, growth_of(choice, shape, heads)), **drafted}
     file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
-    ways = build_methods(names, backbone, plain, heads, trees, rule, file)
+    ways = build_methods(names, backbone, plain, drafted, rule, file)
     turns = sum(len(question.turns) for question in chosen) * len(names)
     results = []
     with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:

@@ -47,7 +47,7 @@ def calibrate(
     marker = target.path / "run.json"
     name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model)
     folder = drafter or target.drafter_dir
-    source = data or target.distill_path
+    source = data or target.data_path
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")

@@ -52,8 +52,8 @@ def demo(
     backbone, heads, shape = load(choice, **place)
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
-    assert shape is not None
-    methods = build_methods(names, backbone, plain_model(choice, place), heads, {"medusa": shape}, rule)
+    assert heads is not None and shape is not None
+    methods = build_methods(names, backbone, plain_model(choice, place), {"medusa": (heads, shape)}, rule)
     results: list[Any] = []
     with _Stage(backbone, show=not (json or quiet)) as stage:
         for result in measure(backbone, methods, chosen, tokens, watch=stage.tokens):

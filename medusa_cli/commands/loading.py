@@ -26,7 +26,8 @@ class Choice:
     """What was asked for, before anything heavy is loaded: the model's name, where drafter and tree lie, the run.
 
     dynamic: the nodes of a tree grown for every step, 0 for as many as the static tree has, None for the static one.
-    adapter: what joint training added to the model. calibration: where the heads' temperatures are, if anywhere.
+    static: the nodes of a tree searched from the calibration, None for the one in the file. adapter: what joint
+    training added to the model. calibration: where the heads' accuracies and temperatures are, if anywhere.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Choice:
     dynamic: int | None = None
     calibration: Path | None = None
     adapter: Path | None = None
+    static: int | None = None
 
 
 def choose(
@@ -47,7 +49,7 @@ def choose(
     if model is None and marker is not None and marker.is_file():
         model = read_json(marker, "the run file")["backbone"]["id"]
     name = model or DEFAULT_MODEL
-    file, dynamic = _tree_words(tree)
+    file, static, dynamic = _tree_words(tree)
     if not need_drafter:
         return Choice(name, None, None, target, adapter=target.adapter if target else None)
     source = target or Run.pretrained(name)
@@ -59,26 +61,27 @@ def choose(
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+    heat = source.calibration_path if source else None
+    if static is not None and (heat is None or not heat.is_file()):
+        raise UserError(f"--tree {tree}: {folder} is not calibrated", "run `medusa calibrate` first")
     shape = file or (source.tree_path if source else None)
-    if shape is None or (file is None and not shape.is_file()):
+    if static is None and (shape is None or (file is None and not shape.is_file())):
         words = f"--run {run}" if run else "--output FILE"
         raise UserError(f"there is no tree for {folder}", f"make one with `medusa tree {words}`, or give --tree FILE")
-    heat = source.calibration_path if source else None
-    return Choice(name, folder, shape, target, dynamic, heat, target.adapter if target and drafter is None else None)
+    adapter = target.adapter if target and drafter is None else None
+    return Choice(name, folder, shape if static is None else None, target, dynamic, heat, adapter, static)
 
 
-def _tree_words(tree: str | None) -> tuple[Path | None, int | None]:
-    """What --tree says: a file, and the nodes of dynamic trees (None: static); UsageError for a bad number."""
+def _tree_words(tree: str | None) -> tuple[Path | None, int | None, int | None]:
+    """What --tree says: a file, nodes of a static tree to search, of dynamic ones; UsageError for a bad number."""
     word, colon, number = (tree or "static").partition(":")
-    if word == "static" and not colon:
-        return None, None
-    if word != "dynamic":
-        return Path(str(tree)), None
+    if word not in ("static", "dynamic"):
+        return Path(str(tree)), None, None
     if not colon:
-        return None, 0
+        return None, None, None if word == "static" else 0
     if not number.isdigit() or not 1 <= int(number) <= MOST_GROWN:
         raise UsageError(f"--tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
-    return None, int(number)
+    return None, *((int(number), None) if word == "static" else (None, int(number)))
 
 
 def load(
@@ -92,10 +95,8 @@ def load(
 ) -> "tuple[Backbone, Drafter | None, Tree | Growth | None]":
     """Load what was chosen, saying in one line what it is; UserError where drafter, tree and model do not fit."""
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.drafters import load_drafter
-    from medusa_cli.tree.files import load_tree
 
-    tree = load_tree(choice.tree) if choice.tree else None
+    tree = static_tree(choice)
     backbone = load_backbone(
         choice.model,
         device=device,
@@ -111,12 +112,31 @@ def load(
     if choice.drafter is None or tree is None:
         console.info(f"{choice.model} in {kind} on {backbone.device}, plain decoding")
         return backbone, None, None
-    drafter = load_drafter(choice.drafter, backbone)
-    check_fit(tree, drafter, choice.tree)
-    shape = tree if choice.dynamic is None else growth_of(choice, tree, drafter)
+    drafter, shape = load_drafting(choice, backbone, tree)
     what = f"{drafter.name} drafter {choice.drafter}, {describe(shape)}"
     console.info(f"{choice.model} in {kind} on {backbone.device}, {backbone.engine} engine, {what}")
     return backbone, drafter, shape
+
+
+def static_tree(choice: Choice) -> "Tree | None":
+    """The chosen static tree, read or searched; None where no drafter was chosen."""
+    from medusa_cli.commands.heads import read_calibration
+    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.search import search
+
+    if choice.static is not None and choice.calibration is not None:
+        return search(read_calibration(choice.calibration).accuracies, choice.static)
+    return load_tree(choice.tree) if choice.tree else None
+
+
+def load_drafting(choice: Choice, backbone: "Backbone", tree: "Tree") -> "tuple[Drafter, Tree | Growth]":
+    """The chosen drafter and what it drafts over; UserError where they do not fit."""
+    from medusa_cli.drafters import load_drafter
+
+    assert choice.drafter is not None
+    drafter = load_drafter(choice.drafter, backbone)
+    check_fit(tree, drafter, choice.tree)
+    return drafter, tree if choice.dynamic is None else growth_of(choice, tree, drafter)
 
 
 def growth_of(choice: Choice, tree: "Tree | Growth", drafter: "Drafter") -> "Growth":

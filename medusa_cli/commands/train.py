@@ -80,15 +80,15 @@ def train(
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
     start = Run.open(origin) if origin is not None else None
-    target = Run.open(run, create=data is not None or start is not None)
+    target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
     if data is None and start is not None:
-        data = start.distill_path
-    source = data or target.distill_path
+        data = start.data_path
+    source = data or target.data_path
     bound = plan.train.max_tokens
     length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
     console.info(

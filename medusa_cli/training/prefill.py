@@ -31,7 +31,7 @@ def load_dataset(
     on_total is told how many tokens must be prefilled, if any, on_progress how many were. UserError for
     missing or unusable data and for states that do not belong to it.
     """
-    path = data or run.distill_path
+    path = data or run.data_path
     _check_owner(path, backbone)
     records, report = read_records(path, backbone)
     stored = path.parent / run.states_path.name

@@ -44,7 +44,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
 
 def joint_dataset(run: Run, backbone: Backbone, recipe: Recipe, data: Path | None) -> Conversations:
     """The run's distilled conversations (or those of `data`), whole; UserError for missing or unusable data."""
-    path = data or run.distill_path
+    path = data or run.data_path
     records, report = read_records(path, backbone)
     train = recipe.train
     return split_conversations(

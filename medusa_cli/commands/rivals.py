@@ -1,0 +1,59 @@
+"""Drafters of several kinds for one model, side by side: a run's own and those of the runs that lie inside it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_cli import console
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.loading import Choice, choose, describe, load_drafting, static_tree
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run, read_json
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.drafters import Drafter
+    from medusa_cli.tree import Growth, Tree
+
+
+def find_rivals(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
+    """Where the drafters lie that methods name: by a run inside the run, else by their kind; UserError if nowhere.
+
+    "medusa" alone is whatever drafter the run has; beside another such name it is the kind.
+    """
+    from medusa_cli.drafters import DRAFTERS
+
+    outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
+    named = [name for name in names if name in DRAFTERS or name in inner]
+    if named in ([], ["medusa"]):
+        return {}
+    found = {}
+    for name in named:
+        if outer is not None and name in inner:
+            found[name] = choose(model, str(outer.path / name), None, tree)
+        elif outer is not None and _kind(outer.path) == name:
+            found[name] = choose(model, run, None, tree)
+        else:
+            place = run or "NAME"
+            raise UserError(
+                f"--methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
+                f"train one with `medusa train drafter={name} --run runs/{place}/{name}`, and give --run {place}",
+            )
+    return found
+
+
+def _kind(folder: Path) -> str | None:
+    """The kind of the drafter in a run, None where there is none."""
+    config = Run(folder).drafter_dir / "config.json"
+    return read_json(config, "the drafter's config").get("drafter") if config.is_file() else None
+
+
+def load_rivals(rivals: dict[str, Choice], backbone: "Backbone") -> "dict[str, tuple[Drafter, Tree | Growth]]":
+    """Each rival's drafter and what it drafts over, said in a line each."""
+    loaded = {}
+    for name, choice in rivals.items():
+        tree = static_tree(choice)
+        assert tree is not None
+        loaded[name] = load_drafting(choice, backbone, tree)
+        console.info(f"{name}: {choice.drafter}, {describe(loaded[name][1])}")
+    return loaded
