@@ -50,9 +50,9 @@ bench-endpoint: $(READY) ## distilling through a server against asking it and no
 FROM ?= smollm2
 
 bench-joint: $(READY) ## train heads and model together by the recipe and "directly", and compare
-	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run medusa2 --from $(FROM)
-	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run direct --from $(FROM)
-	$(BIN)/medusa compare medusa2 direct
+	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run runs/$(FROM)/medusa2 --from $(FROM)
+	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run runs/$(FROM)/direct --from $(FROM)
+	$(BIN)/medusa compare $(FROM) runs/$(FROM)/medusa2 runs/$(FROM)/direct
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

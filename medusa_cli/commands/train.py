@@ -37,7 +37,10 @@ def train(
     origin: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="RUN", help="Another run whose data, and in stage 2 whose heads, this starts from."
+            "--from",
+            metavar="RUN",
+            help="Another run whose data, and in stage 2 whose heads, this starts from. A run inside it "
+            "(runs/RUN/NAME) is calibrated on the same held-out conversations.",
         ),
     ] = None,
     stage: Annotated[
