@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow bench-decode clean
+.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-joint clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -42,6 +42,17 @@ test-slow: $(READY) ## the tests that take minutes
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 --methods hf,hf-lookup,ar,medusa,medusa-dynamic
+
+bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
+	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))
+
+# A run with distilled conversations and the heads of recipes/smollm2-135m-medusa1.yaml.
+FROM ?= smollm2
+
+bench-joint: $(READY) ## train heads and model together by the recipe and "directly", and compare
+	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run runs/$(FROM)/medusa2 --from $(FROM)
+	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run runs/$(FROM)/direct --from $(FROM)
+	$(BIN)/medusa compare $(FROM) runs/$(FROM)/medusa2 runs/$(FROM)/direct
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

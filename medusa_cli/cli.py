@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from medusa_cli import __version__, console
-from medusa_cli.commands import assets, bench, calibrate, chat, demo, distill, train, tree
+from medusa_cli.commands import assets, bench, calibrate, chat, compare, demo, distill, train, tree
 from medusa_cli.errors import UserError
 
 INTERRUPTED = 130
@@ -124,6 +124,7 @@ COMMANDS: dict[Any, str] = {
     tree.tree: "find the best tree of guesses",
     chat.chat: "chat, several tokens a step",
     bench.bench: "measure speedup, acceptance and overhead",
+    compare.compare: "several trainings side by side",
     assets.assets: "fetch the default model and the data",
     demo.demo: "plain and drafted decoding side by side",
 }

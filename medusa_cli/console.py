@@ -2,7 +2,7 @@
 
 import json as jsonlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,12 +70,18 @@ class Bar(Protocol):
     def describe(self, text: str) -> None:
         """Replace the text before the bar."""
 
+    def show(self, cells: Mapping[str, str]) -> None:
+        """Replace the table above the bar: column names and the cells of its one row."""
+
 
 class _Silent:
     def advance(self, count: float = 1) -> None:
         """Nothing to show."""
 
     def describe(self, text: str) -> None:
+        """Nothing to show."""
+
+    def show(self, cells: Mapping[str, str]) -> None:
         """Nothing to show."""
 
 

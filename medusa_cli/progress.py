@@ -1,10 +1,12 @@
 """The progress bar of `console.progress`; apart from it, since rich's progress module is slow to import."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 
@@ -24,8 +26,21 @@ class _Rate(ProgressColumn):
         return Text(f"{done} {self._unit}, {shown}/s")
 
 
+class _Shown(Progress):
+    """Bars below a table of one row, once there is one."""
+
+    cells: Mapping[str, str] = MappingProxyType({})
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.cells:
+            table = Table(*self.cells, box=None, pad_edge=False, header_style="dim")
+            table.add_row(*self.cells.values())
+            yield table
+        yield from super().get_renderables()
+
+
 class _Bar:
-    def __init__(self, shown: Progress, task: TaskID) -> None:
+    def __init__(self, shown: _Shown, task: TaskID) -> None:
         self._shown, self._task = shown, task
 
     def advance(self, count: float = 1) -> None:
@@ -35,6 +50,10 @@ class _Bar:
     def describe(self, text: str) -> None:
         """Replace the text before the bar."""
         self._shown.update(self._task, description=text)
+
+    def show(self, cells: Mapping[str, str]) -> None:
+        """Replace the table above the bar: column names and the cells of its row."""
+        self._shown.cells = cells
 
 
 @contextmanager
@@ -46,5 +65,5 @@ def show_bar(console: Console, description: str, total: float | None, unit: str)
         _Rate(unit),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as shown:
+    with _Shown(*columns, console=console) as shown:
         yield _Bar(shown, shown.add_task(description, total=total))

@@ -1,5 +1,6 @@
 """Hidden states on disk: raw bf16 rows, appended while text is generated and read at random while heads are trained."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -45,6 +46,10 @@ class StateStore:
         size = self.rows * self.hidden_size
         whole = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.bfloat16)
         return whole.view(-1, self.hidden_size)[first : first + count]
+
+    def sync(self) -> None:
+        """Wait until every row is on disk."""
+        os.fsync(self._out.fileno())
 
     def close(self) -> None:
         self._out.close()

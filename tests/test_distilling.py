@@ -165,7 +165,7 @@ def test_kill_minus_nine_loses_and_doubles_nothing(tmp_path: Path) -> None:
     rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 40}"}]} for i in range(60)]
     seed = write(tmp_path / "seed.jsonl", "\n".join(map(json.dumps, rows)))
     command = [sys.executable, "-m", "medusa_cli", "distill", "--seed", seed, "--model", str(model), "--dtype", "fp32"]
-    command += ["--max-new-tokens", "200", "--max-samples", "60", "--batch-size", "2", "--quiet", "--run"]
+    command += ["--max-new-tokens", "200", "--no-dedup", "--batch-size", "2", "--quiet", "--run"]
     path = tmp_path / "killed" / "distill.jsonl"
     child = subprocess.Popen([*command, str(path.parent)], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120

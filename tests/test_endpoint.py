@@ -12,9 +12,12 @@ from typer.testing import CliRunner, Result
 from medusa_cli.backbone import load_backbone
 from medusa_cli.backbone.dialogue import Malformed
 from medusa_cli.cli import app
-from medusa_cli.distilling.endpoint import Endpoint, Failed, Tokenizer, distill_endpoint, with_tokens
+from medusa_cli.commands.endpoint_load import endpoint_load
+from medusa_cli.distilling.endpoint import Endpoint, Failed, distill_endpoint, with_tokens
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
+from medusa_cli.distilling.tokenizer import Tokenizer
+from medusa_cli.errors import UserError
 from medusa_cli.run import Run
 from tests.runs import save_model
 
@@ -34,7 +37,7 @@ class Server:
                 """Silent."""
 
             def do_GET(self) -> None:
-                self._send(200, {"data": []})
+                self._send(200, {"data": [{"id": "served"}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -128,6 +131,31 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model
     assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
 
 
+def test_the_first_name_that_the_server_knows_is_taken(server: Server, model: str) -> None:
+    server.fault = lambda number, body: None if body["model"] == "second" else 404
+    endpoint = Endpoint([server.url], "", Tokenizer(model), first_pause=0.01)
+    endpoint.find(["first", "second", "third"])
+    assert endpoint.model == "second" and len(server.requests) == 2
+    with pytest.raises(UserError, match="'first': status 404.*; give the name .* as --endpoint-model"):
+        endpoint.find(["first", "third"])
+    assert endpoint.listed() == ["served"]
+
+
+def test_what_there_is_no_room_for_is_not_asked(server: Server, model: str) -> None:
+    seeds = [
+        Seed("long", ("w10 " * 90,)),
+        Seed("later", ("w11", "w12 " * 90)),
+        Seed("endless", ("w13" * 10_000,)),
+        Seed("whole", ("w14", "w15")),
+    ]
+    endpoint, skipped = Endpoint([server.url], "served", Tokenizer(model)), []
+    settings = Settings(max_new_tokens=16, capacity=100)
+    made = list(distill_endpoint(endpoint, seeds, settings, concurrency=1, on_skip=skipped.append))
+    assert [seed.id for seed in skipped] == ["long", "endless"]
+    assert [(one.id, len(one.spans)) for one in made if isinstance(one, Distilled)] == [("later", 1), ("whole", 2)]
+    assert len(server.requests) == 3
+
+
 def test_an_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
     speaker = Tokenizer(model)
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
@@ -187,3 +215,24 @@ def test_a_server_that_is_not_there_is_named(model: str, seeds: str, tmp_path: P
     assert done.exit_code == 1 and "--endpoint http://127.0.0.1:9 does not answer" in done.stderr
     done = medusa(*words, "nowhere at all")
     assert done.exit_code == 1 and "is no address" in done.stderr
+
+
+def test_a_model_the_server_does_not_know_is_said_at_once(
+    server: Server, model: str, seeds: str, tmp_path: Path
+) -> None:
+    server.fault = lambda number, body: 400
+    words = ["distill", "--seed", seeds, "--run", str(tmp_path / "run"), "--model", model, "--endpoint", server.url]
+    done = medusa(*words, "--endpoint-model", "other")
+    assert done.exit_code == 1 and "does not answer for the model 'other': status 400" in done.stderr
+    assert len(server.requests) == 1 and not (tmp_path / "run" / "distill.jsonl").exists()
+
+
+def test_the_load_bench_asks_the_same_both_ways(
+    server: Server, model: str, seeds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("medusa_cli.console.result", shown.append)
+    endpoint_load(server.url, "served", model, seed=seeds, questions=6, max_new_tokens=8, concurrency=4, rounds=2)
+    asked = [one["messages"][0]["content"] for one in server.requests if one["messages"][0]["content"] != "Hello"]
+    assert len(set(asked)) == 6 and {asked.count(one) for one in set(asked)} <= {4, 5}  # some warmed the server up
+    assert len(shown) == 3 and "of the server's own throughput" in shown[2]

@@ -288,3 +288,27 @@ def test_what_cannot_be_trained_jointly_is_refused(place: tuple[str, str]) -> No
     assert done.exit_code == 2 and "train.stage=3 is too large" in done.stderr
     done = train(place, "--stage", "2", "--schedule", "cosine")
     assert done.exit_code == 2 and "train.schedule='cosine' is unknown" in done.stderr
+
+
+def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, str], tmp_path: Path) -> None:
+    model, run = place
+    assert train(place).exit_code == 0
+    for name, words in {
+        "medusa2": ["--schedule", "sine"],
+        "direct": ["--schedule", "constant", "train.objective=ce", "train.lambda_0=1", "train.backbone_lr=0.01"],
+    }.items():
+        done = train((model, str(tmp_path / name)), "--stage", "2", "--from", run, *words)
+        assert done.exit_code == 0 and f"the heads start from {run}/drafter" in done.stderr, done.output
+        assert not (tmp_path / name / "distill.jsonl").exists()
+    words = ["compare", run, str(tmp_path / "medusa2"), str(tmp_path / "direct")]
+    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    frozen, medusa2, direct = rows
+    assert frozen["kl"] == 0 and frozen["agreement"] == frozen["perplexity_ratio"] == 1
+    assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0 and "constant 1" in shown.stdout and "frozen" in shown.stdout, shown.output
+    # Heads of another shape are not what --from promised.
+    done = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_layers=2")
+    assert done.exit_code == 1 and "holds no stage-1 heads of this model and this shape" in done.stderr
+    done = CliRunner().invoke(app, ["compare", str(tmp_path / "third")])
+    assert done.exit_code == 1 and "holds no training with a validation" in done.stderr

@@ -1,5 +1,7 @@
 """`medusa distill`: seed prompts in, conversations in the model's own words out."""
 
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +11,8 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.run import DEFAULT_RUN
 
-FAILED = "distill-failed.jsonl"
+# How long processes that share the work wait for the last one.
+PATIENCE = timedelta(days=7)
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
 
@@ -24,8 +27,20 @@ def distill(
     max_samples: options.MaxSamples = None,
     max_new_tokens: options.MaxNewTokens = None,
     max_turns: Annotated[
-        int | None, typer.Option(help="Human turns answered in each conversation. [default: 2]")
+        int | None,
+        typer.Option("--max-turns", "--turns", metavar="N", help="Turns answered in each conversation. [default: 2]"),
     ] = None,
+    self_talk: Annotated[
+        bool,
+        typer.Option("--self-talk", help="The model writes the human's turns too, all but the first of each seed."),
+    ] = False,
+    dedup: Annotated[
+        bool,
+        typer.Option(help="Of seeds whose first prompts differ in case and white space alone, answer one."),
+    ] = True,
+    min_answer_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Drop conversations with an answer shorter than this.")
+    ] = 0,
     temperature: options.Temperature = None,
     random_seed: options.RandomSeed = None,
     context: Annotated[
@@ -41,7 +56,7 @@ def distill(
         ),
     ] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: --model]")
+        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: found by asking]")
     ] = None,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
     device: options.Device = "auto",
@@ -57,10 +72,17 @@ def distill(
 
     Appends to RUN/distill.jsonl and keeps the hidden states beside it, so that training needs no second pass.
     Run the same command again to resume after an interruption, or with a larger --max-samples to get more.
+    Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
+    from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
 
-    console.configure(quiet=quiet, json=json)
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
+    if endpoint is not None and self_talk:
+        raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
+    if endpoint is not None and processes > 1:
+        raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
     given = {
         "seed": seed,
         "max_samples": max_samples,
@@ -73,13 +95,22 @@ def distill(
     plan = load_recipe(recipe, [f"distill.{key}={value}" for key, value in given.items() if value is not None])
     wanted = plan.distill
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
-    settings = _settings(wanted, batch_size)
+    settings = _settings(wanted, batch_size, self_talk)
 
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.distilling import RecordWriter, distill, read_seeds
+    from medusa_cli.commands.answering import FAILED, Files, Meter, connect, from_here, from_server
+    from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
+    from medusa_cli.distilling.filters import unique
+    from medusa_cli.distilling.selftalk import check_self_talk
+    from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.run import Run, provenance
+    from medusa_cli.training import World
 
+    # The end of the work is where the processes wait for one another, and their shares may differ by hours.
+    world = World.join("gloo", PATIENCE)
+    if not world.first:
+        world.wait()  # until the first has fetched what all read
     name = model or plan.model or DEFAULT_MODEL
     seeds, report = read_seeds(wanted.seed)
     chosen = order(seeds, settings, count)
@@ -89,81 +120,72 @@ def distill(
         "--max-samples N takes more"
     )
     console.info(str(report))
-    server = None
-    backbone: Any
-    if endpoint is not None:
-        from medusa_cli.distilling.endpoint import Endpoint, Tokenizer
-
-        backbone = Tokenizer(name)
-        server = Endpoint([url.rstrip("/") for url in endpoint.split(",")], endpoint_model or name, backbone)
-        server.check()
-    else:
-        backbone = load_backbone(
-            name, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+    backbone: Any = (
+        Tokenizer(name)
+        if endpoint is not None
+        else load_backbone(
+            name,
+            device=world.device(device),
+            dtype=dtype,
+            engine=engine,
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
         )
+    )
+    server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
+    if self_talk:
+        check_self_talk(backbone)
     target.bind(backbone.identity)
-    writer = RecordWriter(target, backbone.hidden_size, provenance(backbone.identity, **_header(wanted)))
-    todo = [one for one in chosen if one.id not in writer.done]
-    if len(todo) < len(chosen):
-        console.info(f"resuming: {len(chosen) - len(todo):,} conversations are there already")
-    skipped: list[Any] = []
+    header = provenance(backbone.identity, **_header(wanted, self_talk))
+    files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
+    kept = unique(chosen, files.answered) if dedup else chosen
+    todo = [one for one in kept if one.id not in files.answered]
+    if len(kept) < len(chosen):
+        console.info(f"left out as they ask what another asks: {len(chosen) - len(kept):,} (--no-dedup keeps them)")
+    if len(todo) < len(kept):
+        console.info(f"resuming: {len(kept) - len(todo):,} conversations are there already")
+    mine = world.share(todo)
     failed = 0
-    with console.progress("distilling", total=len(todo), unit="conversations") as bar:
-        made = _Meter(bar)
+    with console.progress("distilling", total=len(mine), unit="conversations") as bar:
+        made = Meter(bar)
         try:
             if server is not None:
-                failed = _from_server(server, todo, settings, concurrency, writer, made, bar)
+                skipped, failed = from_server(server, mine, settings, concurrency, files.writer, made)
             else:
-                for sample in distill(backbone, todo, settings, on_tokens=made.tokens, on_skip=skipped.append):
-                    writer.write(sample)
-                    bar.advance(1)
+                skipped = from_here(backbone, mine, settings, files.writer, made)
         finally:
-            writer.close()
-    if skipped:
-        console.info(f"{len(skipped):,} prompts were skipped: longer than --context {wanted.context} leaves room for")
+            files.writer.close()
+    totals = files.end((len(skipped), made.count, made.rate))
+    whole = files.whole
+    if whole is None:  # the first process speaks for all
+        return
+    too_long, new_tokens, rate = (sum(column) for column in zip(*totals, strict=True))
+    dropped = sum(tokens < min_answer_tokens for tokens in whole.dropped.values())
+    if too_long:
+        console.info(f"{too_long:,} prompts were skipped: longer than --context {wanted.context} leaves room for")
+    if dropped:
+        console.info(f"{dropped:,} conversations were dropped: an answer of fewer than {min_answer_tokens} tokens")
     if failed:
         where = target.path / FAILED
         console.warn(f"{failed:,} conversations failed, see {where}; the same command asks for them again")
     summary = {
         "failed": failed,
         "run": str(target.path),
-        "conversations": len(writer.done),
-        "answer_tokens": writer.tokens,
-        "skipped": len(skipped),
-        "new_tokens": made.count,
-        "tokens_per_s": round(made.rate, 1),
+        "conversations": len(whole.done),
+        "answer_tokens": whole.tokens,
+        "skipped": too_long,
+        "duplicates": len(chosen) - len(kept),
+        "dropped": dropped,
+        "new_tokens": new_tokens,
+        "tokens_per_s": round(rate, 1),
     }
     console.emit_json(summary) if json else console.result(
-        f"{writer.tokens:,} answer tokens in {len(writer.done):,} conversations: {target.distill_path} "
-        f"({made.count:,} made now at {made.rate:,.0f} tokens/s). Next: medusa train --run {run}"
+        f"{whole.tokens:,} answer tokens in {len(whole.done):,} conversations: {target.distill_path} "
+        f"({new_tokens:,} made now at {rate:,.0f} tokens/s). Next: medusa train --run {run}"
     )
 
 
-def _from_server(
-    server: Any, todo: list[Any], settings: Any, concurrency: int, writer: Any, made: "_Meter", bar: Any
-) -> int:
-    """Write what the servers answer, and the seeds that failed into a side file; how many of those there are."""
-    import json
-
-    from medusa_cli.distilling.endpoint import Failed, distill_endpoint
-    from medusa_cli.run import write_atomic
-
-    failed: list[Failed] = []
-    for sample in distill_endpoint(server, todo, settings, concurrency=concurrency, on_tokens=made.tokens):
-        bar.advance(1)
-        if isinstance(sample, Failed):
-            failed.append(sample)
-        else:
-            writer.write(sample)
-    lines = [json.dumps(vars(one), ensure_ascii=False) + "\n" for one in failed]
-    if failed:
-        write_atomic(writer.path.with_name(FAILED), "".join(lines))
-    else:
-        writer.path.with_name(FAILED).unlink(missing_ok=True)
-    return len(failed)
-
-
-def _settings(wanted: Any, batch_size: int) -> Any:
+def _settings(wanted: Any, batch_size: int, self_talk: bool) -> Any:
     from medusa_cli.distilling.engine import Settings
 
     return Settings(
@@ -173,30 +195,13 @@ def _settings(wanted: Any, batch_size: int) -> Any:
         random_seed=wanted.random_seed,
         batch_size=batch_size,
         capacity=wanted.context,
+        self_talk=self_talk,
     )
 
 
-def _header(wanted: Any) -> dict[str, Any]:
+def _header(wanted: Any, self_talk: bool) -> dict[str, Any]:
     """What must agree for conversations to share one file."""
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
-    return {"seed": wanted.seed, "settings": {key: getattr(wanted, key) for key in keys}}
-
-
-class _Meter:
-    """Counts answer tokens and shows their rate in the bar's text."""
-
-    def __init__(self, bar: Any) -> None:
-        import time
-
-        self._clock = time.perf_counter
-        self._start, self._bar, self.count = self._clock(), bar, 0
-
-    @property
-    def rate(self) -> float:
-        """Answer tokens a second so far."""
-        return self.count / max(self._clock() - self._start, 1e-9)
-
-    def tokens(self, count: int) -> None:
-        self.count += count
-        if self.count % 512 < count:
-            self._bar.describe(f"distilling ({self.rate:,.0f} tokens/s)")
+    settings = {key: getattr(wanted, key) for key in keys}
+    # Named where it is used alone, so that files from before it go on.
+    return {"seed": wanted.seed, "settings": settings | ({"self_talk": True} if self_talk else {})}

@@ -27,11 +27,15 @@ def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> 
 
 
 def joint(
-    target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool, start: Any = None
 ) -> tuple[Any, Any, Any, float]:
-    """Stage 2: a backbone that learns, whole conversations, and the run's stage-1 heads where it has such ones."""
+    """Stage 2: a backbone that learns, whole conversations, and stage-1 heads: the run's own where it has such ones.
+
+    UserError where another run is to give the heads and has none that fit.
+    """
     import torch
 
+    from medusa_cli.errors import UserError
     from medusa_cli.training import build_drafter
     from medusa_cli.training.setup import joint_backbone, joint_dataset, stage_1_heads
 
@@ -40,8 +44,18 @@ def joint(
     dataset = joint_dataset(target, backbone, plan, data)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
-    if not resume and stage_1_heads(target, backbone, drafter):
-        console.info(f"the heads start from {target.drafter_dir}")
+    if resume:
+        return backbone, dataset, drafter, coverage
+    giver = start or target
+    if stage_1_heads(giver, backbone, drafter):
+        console.info(f"the heads start from {giver.drafter_dir}")
+    elif start is not None:
+        raise UserError(
+            f"--from {start.path}: it holds no stage-1 heads of this model and this shape",
+            "train such heads there, or give its conversations alone as --data",
+        )
+    else:
+        console.info("the heads start fresh: the run holds no stage-1 heads of this shape")
     return backbone, dataset, drafter, coverage
 
 

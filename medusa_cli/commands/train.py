@@ -34,6 +34,15 @@ def train(
         Path | None,
         typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
     ] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Another run whose data, and in stage 2 whose heads, this starts from. A run inside it "
+            "(runs/RUN/NAME) is calibrated on the same held-out conversations.",
+        ),
+    ] = None,
     stage: Annotated[
         int | None,
         typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]"),
@@ -61,8 +70,9 @@ def train(
 ) -> None:
     """Train a drafter on the model's own answers, the model itself frozen, or with --stage 2 both together.
 
-    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. Typed bare it
-    takes about ten minutes on two cores; Ctrl-C leaves a checkpoint for --resume.
+    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png, checkpoints, and where tensorboard
+    is installed its scalars in RUN/tensorboard. Typed bare it takes about ten minutes on two cores; Ctrl-C leaves a
+    checkpoint for --resume.
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.run import Run, write_atomic
@@ -72,12 +82,15 @@ def train(
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
-    target = Run.open(run, create=data is not None or Run.inside(run))
+    start = Run.open(origin) if origin is not None else None
+    target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
-    plan = _recipe(target, recipe or [], given, resume)
+    plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
+    if data is None and start is not None:
+        data = start.data_path
     source = data or target.data_path
     bound = plan.train.max_tokens
     length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
@@ -96,7 +109,7 @@ def train(
     backbone, dataset, drafter, coverage = (
         frozen(target, plan, data, {**place, "engine": engine})
         if plan.train.stage == 1
-        else joint(target, plan, data, place, resume)
+        else joint(target, plan, data, place, resume, start)
     )
     if world.first:
         world.wait()
@@ -122,8 +135,11 @@ def train(
     _finish(trainer, target, source, coverage, summary, json, run)
 
 
-def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) -> Any:
-    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags."""
+def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, marker: Path) -> Any:
+    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags.
+
+    Where none of them names a model, it is the one of the run that the marker belongs to.
+    """
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import read_json
@@ -135,7 +151,6 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool) 
     settings = [word for word in words if word not in files]
     flags = [f"{key}={value}" for key, value in given.items() if value is not None]
     named_model = path is not None or any(one.startswith("model=") for one in settings + flags)
-    marker = target.path / "run.json"
     if not named_model and marker.is_file():
         settings.insert(0, f"model={read_json(marker, 'the run file')['backbone']['id']}")
     return load_recipe(path, settings + flags)
@@ -169,11 +184,14 @@ def _follow(trainer: Any) -> dict[str, Any]:
 
 def _run(trainer: Any, target: Any) -> dict[str, Any]:
     """Run the training, logging and showing every event; return what the last ones said."""
+    from medusa_cli.commands.live import cells
     from medusa_cli.training import Saved, Stepped, Stopped, Validated
     from medusa_cli.training.log import NAME, TrainLog, read_log
     from medusa_cli.training.picture import draw_curves
+    from medusa_cli.training.tracker import Board
 
     log = TrainLog(target.path / NAME, resumed_at=trainer.step if trainer.step else None)
+    board = Board(target.path / "tensorboard", resumed_at=trainer.step if trainer.step else None)
     summary: dict[str, Any] = {"stopped": False, "positions": 0, "seconds": 0.0, "loss": None}
     start = time.perf_counter()
     try:
@@ -181,13 +199,14 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
             bar.advance(trainer.positions_done)
             for event in trainer.events():
                 log.write(event)
+                board.write(event)
                 if isinstance(event, Stepped):
                     summary["positions"] += event.positions
                     summary["seconds"] += event.seconds
                     summary["loss"] = event.loss
                     bar.advance(event.positions)
-                    shares = _shares(event.accuracies)
-                    bar.describe(f"step {event.step}/{event.steps} loss {event.loss:.3f} top-1 {shares}")
+                    rate = summary["positions"] / max(summary["seconds"], 1e-9)
+                    bar.show(cells(event, trainer.positions - event.total_positions, rate))
                 elif isinstance(event, Validated):
                     shares = _shares(event.accuracies)
                     cost = _cost(event.parts)
@@ -201,6 +220,7 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
                     summary["stopped"] = isinstance(event, Stopped)
     finally:
         log.close()
+        board.close()
     summary["wall_seconds"] = time.perf_counter() - start
     # From the log, because a training resumed at its very end validates no more.
     checks = [line for line in read_log(log.path) if line["event"] == "validated"]

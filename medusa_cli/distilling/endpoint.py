@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 import requests
 import torch
+from jinja2.exceptions import TemplateError
 
 from medusa_cli.backbone.dialogue import Malformed, Speaker, encode
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
+from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.errors import UserError
 
 ATTEMPTS = 8
@@ -41,7 +42,7 @@ class Endpoint:
 
     urls: Sequence[str]
     model: str
-    speaker: Speaker
+    speaker: Tokenizer
     timeout: float = 600.0
     attempts: int = field(default_factory=lambda: ATTEMPTS)
     first_pause: float = field(default_factory=lambda: FIRST_PAUSE)
@@ -76,6 +77,30 @@ class Endpoint:
                     f"--endpoint {url} does not answer ({why})", "start it, or mend the address"
                 ) from reason
 
+    def listed(self) -> list[str]:
+        """The names under which the first server lists its models; none where it does not say."""
+        try:
+            found = self._session.get(f"{self.urls[0]}/v1/models", timeout=5.0).json()["data"]
+            return [str(one["id"]) for one in found]
+        except (requests.RequestException, ValueError, KeyError, TypeError):
+            return []
+
+    def find(self, names: Sequence[str]) -> None:
+        """Take as `model` the first name the servers answer to, asking for one token; UserError if it is none."""
+        question = [{"role": "user", "content": "Hello"}]
+        reasons = []
+        for name in dict.fromkeys(names):
+            self.model = name
+            try:
+                self.answer(question, Settings(max_new_tokens=1))
+                return
+            except UserError as reason:
+                reasons.append(f"{name!r}: {reason.message}")
+        raise UserError(
+            f"--endpoint {self.urls[0]} does not answer for the model {'; '.join(reasons)}",
+            "give the name it serves the model under as --endpoint-model",
+        )
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -103,8 +128,8 @@ class Endpoint:
                     break
             except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as fault:
                 reason = f"{type(fault).__name__}: {fault}"
-            pause = min(LONGEST_PAUSE, self.first_pause * 2**attempt) * random.uniform(0.5, 1.0)
-            self._stopped.wait(pause)
+            if attempt + 1 < self.attempts:
+                self._stopped.wait(min(LONGEST_PAUSE, self.first_pause * 2**attempt) * random.uniform(0.5, 1.0))
         raise UserError(reason, "see the server's log")
 
     def _turn(self) -> str:
@@ -120,21 +145,29 @@ def distill_endpoint(
     *,
     concurrency: int = 8,
     on_tokens: Callable[[int], None] = lambda count: None,
+    on_skip: Callable[[Seed], None] = lambda seed: None,
 ) -> Iterator[Distilled | Failed]:
     """Let the servers answer every seed's turns one after another, `concurrency` conversations at a time.
 
-    Conversations come as they finish, without states: training computes those. A seed fails alone.
+    Conversations come as they finish, without states: training computes those. A seed fails alone. As with the
+    local engine, on_skip is told which first prompts leave no room for an answer in settings.capacity positions.
     """
     waiting = deque(seeds)
-    running: set[Future[Distilled | Failed]] = set()
+    running: set[Future[Distilled | Failed | Seed]] = set()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         try:
             while waiting or running:
+                done: set[Future[Distilled | Failed | Seed]] = set()
+                if running:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                # The servers get their next question before anything is written down: they must not idle.
                 while waiting and len(running) < concurrency:
                     running.add(pool.submit(_converse, endpoint, waiting.popleft(), settings))
-                done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     made = future.result()
+                    if isinstance(made, Seed):
+                        on_skip(made)
+                        continue
                     if isinstance(made, Distilled):
                         on_tokens(sum(end - start for start, end in made.spans))
                     yield made
@@ -142,19 +175,40 @@ def distill_endpoint(
             endpoint.stop()
 
 
-def _converse(endpoint: Endpoint, seed: Seed, settings: Settings) -> Distilled | Failed:
-    """One seed's turns, each answer becoming history of the next."""
+def _converse(endpoint: Endpoint, seed: Seed, settings: Settings) -> Distilled | Failed | Seed:
+    """One seed's turns, each answer becoming history of the next; the seed itself where its prompt is too long.
+
+    A later turn that there is no room for ends the conversation: servers differ in what they do beyond the context.
+    """
     messages: list[dict[str, str]] = [] if seed.system is None else [{"role": "system", "content": seed.system}]
     ended: list[bool] = []
     try:
         for turn in seed.turns[: settings.max_turns]:
             messages.append({"role": "user", "content": turn})
+            if not _fits(endpoint.speaker, messages, settings):
+                if not ended:
+                    return seed
+                messages.pop()
+                break
             text, whole = endpoint.answer(messages, settings)
             messages.append({"role": "assistant", "content": text})
             ended.append(whole)
         return with_tokens(endpoint.speaker, seed.id, messages, ended)
     except (UserError, Malformed) as reason:
         return Failed(seed.id, str(reason))
+
+
+def _fits(speaker: Tokenizer, messages: list[dict[str, str]], settings: Settings) -> bool:
+    """Whether an answer still fits after a prompt."""
+    room = min(settings.capacity, speaker.max_positions) - settings.max_new_tokens
+    # As with the local engine: far too long prompts are not worth tokenising.
+    if len(messages[-1]["content"]) > 8 * settings.capacity:
+        return False
+    try:
+        text = speaker.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError) as reason:  # roles it does not take, or no template at all
+        raise Malformed(f"the chat template refuses it ({reason})") from reason
+    return len(speaker.tokenizer.encode(text, add_special_tokens=False)) <= room
 
 
 def with_tokens(speaker: Speaker, id: str, messages: list[dict[str, str]], ended: Sequence[bool]) -> Distilled:
@@ -172,41 +226,3 @@ def with_tokens(speaker: Speaker, id: str, messages: list[dict[str, str]], ended
             raise Malformed("its token ids do not give the text back")
         kept.append((start, last))
     return Distilled(id, messages, tokens, kept, torch.empty(0, 0))
-
-
-class Tokenizer:
-    """A model's tokenizer and sizes without its weights: what distilling through a server needs of it."""
-
-    def __init__(self, model: str) -> None:
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-        from medusa_cli import assets
-
-        source = assets.model_dir(model)
-        self.id = model
-        try:
-            config = AutoConfig.from_pretrained(source).get_text_config()
-            self.tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as reason:
-            raise UserError(
-                f"--model {model!r}: its tokenizer could not be loaded: {str(reason).splitlines()[0]}",
-                "give the folder or hub id of the model that the server serves",
-            ) from reason
-        try:
-            generation: Any = GenerationConfig.from_pretrained(source)
-        except OSError:
-            generation = None
-        ids: set[int] = set()
-        for owner in (generation, config, self.tokenizer):
-            found = getattr(owner, "eos_token_id", None)
-            ids.update(found if isinstance(found, list) else [] if found is None else [found])
-        self.eos_ids = frozenset(ids)
-        self.hidden_size: int = config.hidden_size
-        self.identity = {
-            "id": model,
-            "architecture": config.model_type,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "layers": config.num_hidden_layers,
-            "fingerprint": None,  # of the weights, which are elsewhere
-        }

@@ -10,16 +10,22 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone, SlotCache
 from medusa_cli.distilling.seeds import Seed
+from medusa_cli.distilling.selftalk import user_turn
 from medusa_cli.errors import UsageError
 
 # Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
 # (attention runs to the longest), while the order of the whole stays mixed.
 WINDOW = 8
+# A user's turn that is longer is no question any more.
+QUESTION_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate: tokens an answer, turns a conversation, temperature (0 is greedy), slots, positions a slot."""
+    """How to generate: tokens an answer, turns a conversation, temperature (0 is greedy), slots, positions a slot.
+
+    self_talk: the model writes the user's turns too, all but the first.
+    """
 
     max_new_tokens: int = 256
     max_turns: int = 2
@@ -27,6 +33,7 @@ class Settings:
     random_seed: int = 0
     batch_size: int = 64
     capacity: int = 1024
+    self_talk: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -67,6 +74,7 @@ class _Slot:
     answer_start: int = 0
     emitted: int = 0  # answer tokens of the whole conversation so far
     turns_asked: int = 1
+    asking_from: int | None = None  # tokens there were when the model began to write the user's turn
 
 
 def order(seeds: list[Seed], settings: Settings, max_samples: int | None = None) -> list[Seed]:
@@ -171,7 +179,7 @@ class _Batch:
         self.states[rows, counts] = hidden.to(self.states)
         for (_, slot), token in zip(live, self._choose(live, logits), strict=True):
             slot.tokens.append(token)
-            slot.emitted += 1
+            slot.emitted += slot.asking_from is None  # states are kept of answers alone
 
     def _choose(self, live: list[tuple[int, _Slot]], logits: Tensor) -> list[int]:
         """Greedy tokens, or one draw a row by inverting its distribution at that conversation's own random number."""
@@ -184,26 +192,59 @@ class _Batch:
 
     def answer_ended(self, slot: _Slot) -> bool:
         count = len(slot.tokens) - slot.answer_start
-        return slot.tokens[-1] in self.backbone.eos_ids or count >= self.settings.max_new_tokens
+        most = self.settings.max_new_tokens if slot.asking_from is None else QUESTION_TOKENS
+        return slot.tokens[-1] in self.backbone.eos_ids or count >= most
 
     def next_turn(self, index: int, slot: _Slot) -> bool:
-        """Close the answer; ask the seed's next turn if there is one and room for its answer."""
+        """Close the turn just written; ask the next question if there is one and room for its answer."""
+        if slot.asking_from is not None:
+            question = self._question(index, slot, slot.asking_from)
+            return bool(question) and self._put(index, slot, question)
         slot.spans.append((slot.answer_start, len(slot.tokens)))
         answer = self.backbone.decode(slot.tokens[slot.answer_start :])
-        earlier = list(slot.messages)
         slot.messages.append({"role": "assistant", "content": answer})
+        if self.settings.self_talk:
+            return slot.turns_asked < self.settings.max_turns and self._let_ask(index, slot)
         if slot.turns_asked >= min(self.settings.max_turns, len(slot.seed.turns)):
             return False
-        question = {"role": "user", "content": slot.seed.turns[slot.turns_asked]}
-        bridge = self._bridge(earlier, answer, question)
-        if bridge is None:
-            return False
-        if bridge[:1] == slot.tokens[-1:]:  # the answer's own end token opens the bridge
-            bridge = bridge[1:]
-        if len(slot.tokens) + len(bridge) + self.settings.max_new_tokens > self.cache.capacity:
+        return self._put(index, slot, slot.seed.turns[slot.turns_asked])
+
+    def _put(self, index: int, slot: _Slot, text: str) -> bool:
+        """Ask this next; False where the template or the slot has no room for it."""
+        question = {"role": "user", "content": text}
+        bridge = self._bridge(slot.messages[:-1], slot.messages[-1]["content"], question)
+        if bridge is None or not self._go_on(index, slot, bridge, self.settings.max_new_tokens):
             return False
         slot.messages.append(question)
         slot.turns_asked += 1
+        return True
+
+    def _let_ask(self, index: int, slot: _Slot) -> bool:
+        """Let the model write the user's next turn, after the template's header of one."""
+        header = user_turn(self.backbone, slot.messages)
+        if header is None:
+            return False
+        slot.asking_from = len(slot.tokens)
+        if self._go_on(index, slot, header, QUESTION_TOKENS + self.settings.max_new_tokens):
+            return True
+        slot.asking_from = None
+        return False
+
+    def _question(self, index: int, slot: _Slot, start: int) -> str:
+        """What the model asked, "" where it found no end; the slot goes back to before, for the template to say it."""
+        ended = slot.tokens[-1] in self.backbone.eos_ids
+        text = self.backbone.decode(slot.tokens[slot.answer_start :]).strip()
+        del slot.tokens[start:]
+        self.cache.lengths[index] = start - 1  # the answer's last token has not been run
+        slot.asking_from = None
+        return text if ended else ""
+
+    def _go_on(self, index: int, slot: _Slot, bridge: list[int], room: int) -> bool:
+        """Feed a bridge from the answer to what follows; False unless `room` more tokens fit after it."""
+        if bridge[:1] == slot.tokens[-1:]:  # the answer's own end token opens the bridge
+            bridge = bridge[1:]
+        if len(slot.tokens) + len(bridge) + room > self.cache.capacity:
+            return False
         # The answer's last token has been decided but not yet run.
         self._ask(index, slot, [slot.tokens[-1], *bridge], in_cache=1)
         return True

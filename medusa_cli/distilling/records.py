@@ -1,6 +1,8 @@
 """The distilled conversations on disk: append-only JSONL plus state rows, whole again after any crash."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,19 @@ from medusa_cli.errors import UserError
 from medusa_cli.run import Run, read_json, write_json
 from medusa_cli.states import StateStore
 
+DROPPED = "distill-dropped.jsonl"
+
 
 class RecordWriter:
     """Appends conversations so that kill -9 at any moment loses only those not yet finished, and doubles none.
 
     The state rows go to disk before the line that names them; on opening, a cut-off last line and rows that no
     line names are dropped. `done` holds the ids of the conversations already there, `tokens` their answer tokens.
+    One with an answer of fewer than `least` tokens is not kept: `dropped` says how many tokens that one had.
     """
 
-    def __init__(self, run: Run, hidden_size: int, header: dict[str, Any]) -> None:
-        self.path = run.distill_path
+    def __init__(self, run: Run, hidden_size: int, header: dict[str, Any], least: int = 0) -> None:
+        self.path, self.header, self.least = run.distill_path, header, least
         self.done: set[str] = set()
         self.tokens = 0
         rows = self._recover()
@@ -34,6 +39,13 @@ class RecordWriter:
             )
         self.states.truncate(rows)
         self.stream = self.path.open("a", encoding="utf-8")
+        self._dropped_path = self.path.with_name(DROPPED)
+        self.dropped: dict[str, int] = {one["id"]: one["tokens"] for one in whole_lines(self._dropped_path)}
+
+    @property
+    def answered(self) -> set[str]:
+        """The conversations that need not be asked again: those kept, and those that would be dropped again."""
+        return self.done | {id for id, tokens in self.dropped.items() if tokens < self.least}
 
     def _recover(self) -> int:
         """Cut the file after its last whole line; return how many state rows its lines name."""
@@ -58,7 +70,11 @@ class RecordWriter:
         return rows
 
     def write(self, sample: Distilled) -> None:
-        """Append one conversation: its states first, then its line."""
+        """Append one conversation, its states first, then its line; or drop it."""
+        shortest = min(end - start for start, end in sample.spans)
+        if shortest < self.least:
+            self.drop(sample.id, shortest)
+            return
         record: dict[str, Any] = {
             "id": sample.id,
             "messages": sample.messages,
@@ -72,9 +88,33 @@ class RecordWriter:
         self.done.add(sample.id)
         self.tokens += sum(end - start for start, end in sample.spans)
 
+    def drop(self, id: str, tokens: int) -> None:
+        """Note a conversation that is not kept, so that it is not asked again."""
+        self.dropped[id] = tokens
+        with self._dropped_path.open("a", encoding="utf-8") as out:
+            out.write("\n" if out.tell() and not self._dropped_path.read_bytes().endswith(b"\n") else "")
+            out.write(json.dumps({"id": id, "tokens": tokens}) + "\n")
+
+    def sync(self) -> None:
+        """Wait until everything is on disk."""
+        self.states.sync()
+        os.fsync(self.stream.fileno())
+
     def close(self) -> None:
         self.stream.close()
         self.states.close()
+
+
+def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, if there is one; a line that was cut off is passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
 
 
 def header_of(run: Run) -> Path:

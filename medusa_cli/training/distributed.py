@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ class World:
     local_rank: int = 0
 
     @classmethod
-    def join(cls) -> "World":
-        """What the launcher's environment variables say; the processes find each other at the first call."""
+    def join(cls, backend: str | None = None, patience: timedelta | None = None) -> "World":
+        """What the launcher's environment variables say; the processes find each other at the first call.
+
+        They talk through NCCL on CUDA and gloo elsewhere, unless a backend is named; patience is how long they wait
+        for one another (None: the backend's own limit, ten minutes or more).
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -27,7 +32,8 @@ class World:
         if torch.cuda.is_available():
             torch.cuda.set_device(world.local_rank)
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+            torch.distributed.init_process_group(backend, timeout=patience)
         return world
 
     @property

@@ -34,6 +34,7 @@ class Stepped:
     total_positions: int  # since the training began
     seconds: float
     parts: dict[str, float]  # what else the loss is made of: lambda_0 and the language model's own loss in stage 2
+    memory: int = 0  # bytes the process has held at most
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stop
 from medusa_cli.training.joint import Conversations, Joint
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, Group, Task
+from medusa_cli.training.tracker import peak_memory
 
 
 class Trainer:
@@ -105,7 +106,10 @@ class Trainer:
             loss, losses, accuracies = meter.means()
             seconds = time.perf_counter() - start
             counts = (meter.positions, done, seconds)
-            yield Stepped(self.step, self.steps, loss, losses, accuracies, lr, norm, *counts, meter.mean_parts())
+            memory = peak_memory(self.backbone.device)
+            yield Stepped(
+                self.step, self.steps, loss, losses, accuracies, lr, norm, *counts, meter.mean_parts(), memory
+            )
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
                 yield self.validate(done)

@@ -1,0 +1,117 @@
+"""How `medusa distill` has its seeds answered: by the model here or by servers, filed, counted and shown."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.assets import MODELS, model_dir
+
+FAILED = "distill-failed.jsonl"
+
+
+def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: Any) -> Any:
+    """The servers at comma-separated addresses, found to answer for the model; UserError where they do not."""
+    from medusa_cli.distilling.endpoint import Endpoint
+
+    server = Endpoint([url.strip().rstrip("/") for url in addresses.split(",")], endpoint_model or name, tokenizer)
+    server.check()
+    # A named model is a folder to whoever starts a server with it. The folder first: one that loads what it is asked
+    # for would look for the name on the hub, for minutes.
+    local = [model_dir(name)] if name in MODELS else [str(Path(name).resolve())] if Path(name).is_dir() else []
+    server.find([endpoint_model] if endpoint_model else [*local, name, *server.listed()])
+    return server
+
+
+def from_here(backbone: Any, todo: Sequence[Any], settings: Any, writer: Any, meter: "Meter") -> list[Any]:
+    """Write the model's answers as they come; the seeds that were too long."""
+    from medusa_cli.distilling import distill
+
+    skipped: list[Any] = []
+    for sample in distill(backbone, list(todo), settings, on_tokens=meter.tokens, on_skip=skipped.append):
+        writer.write(sample)
+        meter.bar.advance(1)
+    return skipped
+
+
+def from_server(
+    server: Any, todo: Sequence[Any], settings: Any, concurrency: int, writer: Any, meter: "Meter"
+) -> tuple[list[Any], int]:
+    """Write what the servers answer; the seeds that were too long, and how many failed.
+
+    Those are named in a side file, which is this command's alone: what failed earlier has been asked again.
+    """
+    from medusa_cli.distilling.endpoint import Failed, distill_endpoint
+    from medusa_cli.run import write_atomic
+
+    failed: list[Failed] = []
+    skipped: list[Any] = []
+    answers = distill_endpoint(
+        server, todo, settings, concurrency=concurrency, on_tokens=meter.tokens, on_skip=skipped.append
+    )
+    for sample in answers:
+        meter.bar.advance(1)
+        if isinstance(sample, Failed):
+            failed.append(sample)
+        else:
+            writer.write(sample)
+    side: Path = writer.path.with_name(FAILED)
+    if failed:
+        write_atomic(side, "".join(json.dumps(vars(one), ensure_ascii=False) + "\n" for one in failed))
+    else:
+        side.unlink(missing_ok=True)
+    return skipped, len(failed)
+
+
+class Files:
+    """Where answers go: the run's file, or under several processes this one's part of it, merged at the end.
+
+    `answered` need not be asked again; `whole`, the run's file, is the first process's alone.
+    """
+
+    def __init__(self, world: Any, target: Any, hidden_size: int, header: dict[str, Any], least: int) -> None:
+        from medusa_cli.distilling import RecordWriter
+        from medusa_cli.distilling.parts import merge_parts, part_of
+
+        self._world, self._target, self._hidden_size = world, target, hidden_size
+        self.whole = RecordWriter(target, hidden_size, header, least) if world.first else None
+        if self.whole is not None:
+            merge_parts(target, self.whole, hidden_size)  # what processes that were interrupted had already
+            world.wait()  # for the others, who began to wait before they loaded anything
+        self.answered = set(world.gather(sorted(self.whole.answered) if self.whole is not None else [])[0])
+        self.writer = (
+            self.whole
+            if self.whole is not None and world.size == 1
+            else RecordWriter(part_of(target, world.rank), hidden_size, header, least)
+        )
+
+    def end(self, counts: Any) -> list[Any]:
+        """Wait for all processes and merge their parts; what each of them counted."""
+        from medusa_cli.distilling.parts import merge_parts
+
+        found: list[Any] = self._world.gather(counts)
+        if self._world.size > 1:
+            if self.whole is not None:
+                merge_parts(self._target, self.whole, self._hidden_size)
+                self.whole.close()
+            self._world.wait()
+            self._world.leave()
+        return found
+
+
+class Meter:
+    """Counts answer tokens and shows their rate in the bar's text."""
+
+    def __init__(self, bar: Any) -> None:
+        self._start, self.bar, self.count = time.perf_counter(), bar, 0
+
+    @property
+    def rate(self) -> float:
+        """Answer tokens a second so far."""
+        return self.count / max(time.perf_counter() - self._start, 1e-9)
+
+    def tokens(self, count: int) -> None:
+        self.count += count
+        if self.count % 512 < count:
+            self.bar.describe(f"distilling ({self.rate:,.0f} tokens/s)")

@@ -1,0 +1,80 @@
+"""`medusa compare`: what several trainings came to, side by side."""
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.errors import UserError
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME.")],
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
+
+    KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
+    often both take the same greedy token; heads on a frozen model (stage 1) cost nothing. All come from the last
+    validation in RUN/train.jsonl.
+    """
+    console.configure(quiet=quiet, json=json)
+    rows = [_row(name) for name in runs]
+    if len({row["data"] for row in rows}) > 1:
+        console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
+    if json:
+        console.emit_json(rows)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    # The numbers stay whole in 80 columns.
+    for name in ("loss", "lambda_0"):
+        table.add_column(name, no_wrap=True)
+    for name in ("KL", "ppl", "same", "top-1 by head, %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["run"],
+            row["objective"],
+            row["lambda_0"],
+            f"{row['kl']:.4f}",
+            f"{row['perplexity_ratio']:.3f}",
+            f"{row['agreement']:.1%}",
+            "/".join(f"{100 * value:.1f}" for value in row["accuracies"]),
+        )
+    console.result(table)
+
+
+def _row(name: str) -> dict[str, Any]:
+    """One run's last validation and what training led to it; UserError where there is none."""
+    from medusa_cli.recipe import load_recipe
+    from medusa_cli.run import Run, read_json
+    from medusa_cli.training.log import NAME, read_log
+
+    run = Run.open(name)
+    checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
+    if not checks or not run.recipe_path.is_file():
+        raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
+    last, train = checks[-1], load_recipe(run.recipe_path).train
+    parts = last["parts"]
+    config = run.drafter_dir / "config.json"
+    made = read_json(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
+    joint = train.stage == 2
+    return {
+        "run": run.name,
+        "stage": train.stage,
+        "objective": train.objective if joint else "frozen",
+        "lambda_0": f"{train.schedule} {train.lambda_0:g}" if joint else "",
+        "steps": last["step"],
+        "positions": last["total_positions"],
+        "kl": parts.get("kl", 0.0),
+        "perplexity_ratio": math.exp(parts["nll"] - parts["nll_original"]) if "nll" in parts else 1.0,
+        "agreement": parts.get("agreement", 1.0),
+        "accuracies": last["accuracies"],
+        "data": made.get("data", {}).get("digest"),
+    }

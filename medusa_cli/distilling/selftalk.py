@@ -1,0 +1,36 @@
+"""Self-talk: the model writes the user's turns as well, after the header its chat template puts before them."""
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.errors import UserError
+
+# Stands where the user's words will be, so that the template can be cut around them.
+MARK = "THE-USERS-WORDS"
+
+
+def user_turn(backbone: Backbone, messages: list[dict[str, str]]) -> list[int] | None:
+    """Token ids of the template between the last answer and the user's next words; None if it cannot be cut there."""
+    cut = _cut(backbone, messages)
+    return None if cut is None else list(backbone.tokenizer.encode(cut[0], add_special_tokens=False))
+
+
+def check_self_talk(backbone: Backbone) -> None:
+    """UserError unless the template lets the model speak for the user and end that turn with a token of its own."""
+    cut = _cut(backbone, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}])
+    after = [] if cut is None else backbone.tokenizer.encode(cut[1], add_special_tokens=False)
+    if not after or after[0] not in backbone.eos_ids:
+        why = "cannot be cut before a user's turn" if cut is None else "ends a user's turn without an end token"
+        raise UserError(
+            f"--self-talk: the chat template of {backbone.id!r} {why}",
+            "leave --self-talk out and use a seed with several human turns",
+        )
+
+
+def _cut(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[str, str] | None:
+    """What the template puts between the last answer's text and a user's words, and after these."""
+    render = backbone.tokenizer.apply_chat_template
+    before = render(messages[:-1], tokenize=False, add_generation_prompt=True) + messages[-1]["content"]
+    after = render([*messages, {"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=False)
+    if not after.startswith(before) or after.count(MARK) != 1:
+        return None
+    header, _, rest = after[len(before) :].partition(MARK)
+    return header, rest

@@ -1,0 +1,143 @@
+"""Distillation by two processes: the same conversations as one makes, whole again after kill -9 of a process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_cli.backbone import load_backbone
+from medusa_cli.distilling import RecordWriter, Seed, Settings, distill
+from medusa_cli.distilling.parts import merge_parts, part_of
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run
+from medusa_cli.states import StateStore
+from tests.runs import save_model
+from tests.test_distributed import TWO
+from tests.tiny import tiny_backbone
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("sharding") / "model")
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("sharding") / "seed.jsonl"
+    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i} w1"}]} for i in range(COUNT)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def command(launcher: list[str], model: str, seed: str, run: Path) -> list[str]:
+    words = [*launcher, "-m", "medusa_cli", "distill", "--seed", seed, "--model", model, "--dtype", "fp32", "--json"]
+    return [*words, "--max-new-tokens", "200", "--batch-size", "2", "--run-dir", str(run)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def finish(words: list[str]) -> dict:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def answers(run: Path) -> dict[str, list[int]]:
+    """Tokens by id, after checking that none is doubled and every state is where its line says."""
+    records = [json.loads(line) for line in (run / "distill.jsonl").read_text().splitlines()]
+    assert len({one["id"] for one in records}) == len(records) == COUNT
+    rows = sorted(tuple(one["state_rows"]) for one in records)
+    assert [first for first, _ in rows] == [sum(count for _, count in rows[:i]) for i in range(len(rows))]
+    assert not list((run / "parts").glob("*"))
+    return {one["id"]: one["tokens"] for one in records}
+
+
+def check_states(run: Path, model: str) -> None:
+    backbone = load_backbone(model, dtype="fp32")
+    store = StateStore(run / "states.bin", backbone.hidden_size)
+    for line in (run / "distill.jsonl").read_text().splitlines()[:: COUNT // 4]:
+        one = json.loads(line)
+        ((start, end),) = one["spans"]
+        hidden = backbone.forward(torch.tensor(one["tokens"]), backbone.new_cache()).hidden[start - 1 : end - 1]
+        assert torch.allclose(store.read(*one["state_rows"]).float(), hidden, atol=0.02, rtol=0.02)
+    store.close()
+
+
+def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
+    model: str, seed: str, tmp_path: Path
+) -> None:
+    one = finish(command([sys.executable], model, seed, tmp_path / "one"))
+    words = command(TWO, model, seed, tmp_path / "two")
+    child = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    parts = [tmp_path / "two" / "parts" / f"00{rank}" / "distill.jsonl" for rank in (0, 1)]
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        if all(part.is_file() and part.read_bytes().count(b"\n") >= 2 for part in parts):
+            break
+        time.sleep(0.02)
+    victim = [pid for pid in _children(child.pid) if _environment(pid).get("RANK") == "1"]
+    os.kill(victim[0], signal.SIGKILL)
+    assert child.wait(timeout=60) != 0  # torchrun ends the others
+    kept = sum(part.read_bytes().count(b"\n") for part in parts)
+    assert 4 <= kept < COUNT
+    two = finish(words)
+    assert two["conversations"] == one["conversations"] == COUNT
+    assert two["answer_tokens"] == one["answer_tokens"] and two["new_tokens"] < one["new_tokens"]
+    assert answers(tmp_path / "two") == answers(tmp_path / "one")
+    check_states(tmp_path / "two", model)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def test_a_server_needs_one_process(model: str, seed: str, tmp_path: Path) -> None:
+    words = [*command(TWO, model, seed, tmp_path / "run"), "--endpoint", "http://127.0.0.1:9"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    assert done.returncode != 0 and "--endpoint needs one process" in done.stderr
+
+
+def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
+    backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
+    seeds = [Seed(f"s{i}", (f"w{i}",)) for i in range(5)]
+    samples = list(distill(backbone, seeds, Settings(max_new_tokens=8, batch_size=2, capacity=64)))
+    header = {"seed": "x", "settings": {}}
+    for rank in (0, 1):
+        part = RecordWriter(part_of(run, rank), backbone.hidden_size, header, least=1)
+        for sample in samples[rank::2]:
+            part.write(sample)
+        part.drop(f"short{rank}", 0)
+        part.close()
+    whole = RecordWriter(run, backbone.hidden_size, header, least=1)
+    whole.write(samples[0])  # as far as an earlier merge had come
+    whole.close()
+    whole = RecordWriter(run, backbone.hidden_size, header, least=1)
+    assert merge_parts(run, whole, backbone.hidden_size) == 4
+    assert whole.answered == {s.id for s in samples} | {"short0", "short1"}
+    whole.close()
+    store = StateStore(run.states_path, backbone.hidden_size)
+    by_id = {sample.id: sample for sample in samples}
+    for line in run.distill_path.read_text().splitlines():
+        one = json.loads(line)
+        assert one["tokens"] == by_id[one["id"]].tokens
+        assert torch.equal(store.read(*one["state_rows"]), by_id[one["id"]].states.to(torch.bfloat16))
+    other = RecordWriter(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
+    other.write(samples[0])
+    other.close()
+    with pytest.raises(UserError, match="distilled with seed"):
+        merge_parts(run, RecordWriter(run, backbone.hidden_size, header), backbone.hidden_size)
