@@ -6,13 +6,14 @@ from typing import Any
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.run import check_backbone, read_json
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (MedusaHeads, HydraHeads, Amphista)}
+DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Firp)}
 
 __all__ = [
     "DRAFTERS",
@@ -21,6 +22,7 @@ __all__ = [
     "Confirmed",
     "Draft",
     "Drafter",
+    "Firp",
     "HydraHeads",
     "Losses",
     "MedusaHeads",
