@@ -104,7 +104,7 @@ def train(
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         if world.first:
             write_atomic(target.recipe_path, plan.to_yaml())
-        items = "answers" if plan.train.stage == 1 else "conversations"
+        items = "conversations" if plan.train.stage == 2 or drafter.whole_sequences else "answers"
         console.info(
             f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held "
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"

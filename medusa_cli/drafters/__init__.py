@@ -26,16 +26,23 @@ __all__ = [
     "HydraHeads",
     "Losses",
     "MedusaHeads",
+    "drafter_kind",
     "load_drafter",
 ]
 
 
-def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
-    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
-    name = config.get("drafter")
+def drafter_kind(folder: Path) -> type[HeadDrafter]:
+    """The class of the drafter a folder holds; UserError where it holds none."""
+    name = read_json(Path(folder) / "config.json", "the drafter's config").get("drafter")
     if name not in DRAFTERS:
         raise UserError(f"{folder} holds no known drafter ({name!r})", f"known are {', '.join(DRAFTERS)}")
+    return DRAFTERS[name]
+
+
+def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
+    """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
+    kind = drafter_kind(folder)
+    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
     widths = (config.get("hidden_size"), config.get("vocab_size"))
     if widths != (backbone.hidden_size, backbone.vocab_size):
         raise UserError(
@@ -53,4 +60,4 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
                 f"the drafter in {folder} was trained for the model with {had}, which was loaded with {has}",
                 "give the --run that holds drafter and adapter together",
             )
-    return DRAFTERS[name].load(Path(folder), backbone)
+    return kind.load(Path(folder), backbone)
