@@ -209,7 +209,7 @@ def _fields() -> dict[str, tuple[Any, Any]]:
 
 
 def _known(key: str, source: str) -> str:
-    """The full name of a key (`drafter` alone is drafter.name, firp.layers drafter.layers); UsageError, with the nearest, if unknown."""
+    """The full name of a key (`drafter` alone is drafter.name); UsageError, with the nearest, if unknown."""
     key = {"drafter": "drafter.name", "firp.layers": "drafter.layers"}.get(key, key)
     known = _fields()
     if key in known:

@@ -18,7 +18,8 @@ def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> 
     from medusa_cli.training.build import drafter_class
 
     kind = drafter_class(plan.drafter.name)
-    backbone = load_backbone(plan.model, **{**place, "engine": engine_for(kind, place["engine"])})
+    place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
+    backbone = load_backbone(plan.model, **place)
     target.bind(backbone.identity)
     dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
