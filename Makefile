@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow bench-decode clean
+.PHONY: help install demo style check test test-slow bench-decode bench-firp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -42,6 +42,9 @@ test-slow: $(READY) ## the tests that take minutes
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 --methods hf,hf-lookup,ar,medusa,medusa-dynamic
+
+bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
+	$(BIN)/medusa bench-firp
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

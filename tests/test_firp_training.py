@@ -233,6 +233,33 @@ def test_bad_settings_end_in_one_line(run: Run, model: str) -> None:
         assert "Traceback" not in result.stderr
 
 
+def test_layers_and_mask_are_compared(run: Run, model: str) -> None:
+    words = [
+        "bench-firp",
+        *SETTINGS[3:],
+        "--run",
+        str(run.path),
+        "--model",
+        model,
+        "--dtype",
+        "fp32",
+        "--tokens",
+        "200",
+    ]
+    result = medusa(*words, "--json", "--quiet")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document == json.loads((run.path / "bench" / "firp-layers.json").read_text())
+    tried = {key: [(one["layers"], one["masked"]) for one in rows] for key, rows in document["figures"].items()}
+    assert tried["5"] == [([layer], False) for layer in range(1, DEPTH)]
+    assert tried["6"] == [([3, 4], False), ([3, 5], False)] and tried["7"] == [([3, 4], False), ([3, 4], True)]
+    assert all(0 <= share <= 1 for rows in document["figures"].values() for one in rows for share in one["accuracies"])
+    result = medusa(*words, "--figure", "7")
+    assert result.exit_code == 0 and "3, 4 masked" in result.stdout
+    assert medusa(*words, "--figure", "8").exit_code == 2
+    assert not (run.path / "checkpoint.pt").exists()  # a bench leaves the run's own training alone
+
+
 def test_a_batch_without_a_trace_is_refused() -> None:
     backbone = backbone_of()
     batch = Batch(torch.randn(4, 32), torch.arange(4), torch.zeros(4, dtype=torch.long))
