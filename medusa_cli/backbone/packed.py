@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.errors import UserError
-
 # oneDNN picks the block layout for about this many rows; 16 was as good as any from 1 to 256 rows, in fp32 the best.
 ROWS_HINT = 16
 
@@ -37,8 +35,6 @@ class PackedLinear(nn.Module):
         self.apply_packed = pack_linear(linear.weight, None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():  # torch itself would warn once and lose the gradient
-            raise UserError("internal: a gradient cannot pass through packed weights")
         return self.apply_packed(x)
 
     def extra_repr(self) -> str:

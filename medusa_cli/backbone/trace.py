@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
 from medusa_cli.backbone.layered import Layers
+from medusa_cli.backbone.packed import PackedLinear
 from medusa_cli.backbone.pseudo import Pseudo
+from medusa_cli.errors import UserError
 
 if TYPE_CHECKING:
     from medusa_cli.backbone.model import Backbone
@@ -59,6 +61,8 @@ def ahead(backbone: "Backbone", made: Trace, pseudo: Pseudo, rows: Tensor) -> Te
     The same as riding in a forward pass; gradients reach the maps, through the layers above them.
     """
     parts = Layers(backbone.model)
+    if torch.is_grad_enabled() and any(isinstance(one, PackedLinear) for one in parts.layers.modules()):
+        raise UserError("internal: packed weights lose gradients; load the backbone with gradients=True")
     size, length = made.states[-1].shape[:2]
     places, where = _side_by_side(rows, size, length)  # [P] in B * W, positions [B, W]
     x = made.states[-1].new_zeros(*where.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
