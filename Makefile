@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-joint clean
+.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-joint bench-firp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -53,6 +53,9 @@ bench-joint: $(READY) ## train heads and model together by the recipe and "direc
 	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run runs/$(FROM)/medusa2 --from $(FROM)
 	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run runs/$(FROM)/direct --from $(FROM)
 	$(BIN)/medusa compare $(FROM) runs/$(FROM)/medusa2 runs/$(FROM)/direct
+
+bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
+	$(BIN)/medusa bench-firp
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

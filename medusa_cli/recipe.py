@@ -26,7 +26,9 @@ class DrafterRecipe:
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
     prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++). attention_layers:
-    Amphista's self-attention layers over its heads (1; 2 is its alpha variant).
+    Amphista's self-attention layers over its heads (1; 2 is its alpha variant). layers: after which of the model's
+    layers the pseudo state of each of FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees
+    none of the earlier ones.
     """
 
     name: str = "medusa"
@@ -38,6 +40,8 @@ class DrafterRecipe:
     rank: int | None = _setting(None, least=1)
     prefix_layers: int = _setting(0, least=0, most=4)
     attention_layers: int = _setting(1, least=0, most=4)
+    layers: tuple[int, ...] | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _fields() -> dict[str, tuple[Any, Any]]:
 
 def _known(key: str, source: str) -> str:
     """The full name of a key (`drafter` alone is drafter.name); UsageError, with the nearest, if unknown."""
-    key = "drafter.name" if key == "drafter" else key
+    key = {"drafter": "drafter.name", "firp.layers": "drafter.layers"}.get(key, key)
     known = _fields()
     if key in known:
         return key
@@ -238,8 +242,17 @@ def _checked(key: str, value: Any) -> Any:
         if value is None:
             return None
         kind = next(one for one in typing.get_args(kind) if one is not type(None))
-    words = {int: "a whole number", float: "a number", str: "a word"}[kind] + (" or null" if optional else "")
+    plain = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+    words = plain.get(kind, "a list of whole numbers such as [1,2]") + (" or null" if optional else "")
     fault = UsageError(f"{key}={value!r} is not {words}", f"give {words}")
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise fault
+        return value
+    if kind not in plain:
+        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
+            raise fault
+        return tuple(value)
     if isinstance(value, bool) or value is None:
         raise fault
     if kind is str:

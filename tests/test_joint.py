@@ -18,7 +18,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.recipe import load_recipe
 from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
-from medusa_cli.training.joint import Conversations, Joint, bucketed
+from medusa_cli.training.conversations import Conversations, bucketed
+from medusa_cli.training.joint import Joint
 from medusa_cli.training.records import ReadReport, Record
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.setup import joint_backbone

@@ -3,6 +3,7 @@
 from medusa_cli.backbone.cache import KVCache
 from medusa_cli.backbone.load import load_backbone
 from medusa_cli.backbone.model import Backbone, Output
+from medusa_cli.backbone.pseudo import Pseudo
 from medusa_cli.backbone.slots import SlotCache
 
-__all__ = ["Backbone", "KVCache", "Output", "SlotCache", "load_backbone"]
+__all__ = ["Backbone", "KVCache", "Output", "Pseudo", "SlotCache", "load_backbone"]

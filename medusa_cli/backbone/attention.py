@@ -1,11 +1,17 @@
 """Attention for few query rows over a long cache: grouped queries stay grouped, keys are never repeated."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
 
 NAME = "medusa_grouped"
+# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D] in its own way: given as a mask.
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def grouped_attention(
@@ -13,7 +19,7 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Attend | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: object,
@@ -29,6 +35,8 @@ def grouped_attention(
                 f"this model's attention uses {option!r}, which tree verification does not support",
                 "use a model with plain softmax attention",
             )
+    if callable(attention_mask) and not isinstance(attention_mask, Tensor):
+        return attention_mask(query, key, value, scaling), None
     batch, heads, rows, dim = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
@@ -58,3 +66,37 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     A bool mask given straight to a model is silently wrong under eager attention.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+class Masks:
+    """Additive masks for a model's kinds of attention; a sliding window counts positions, not rows."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.window: float = getattr(config, "sliding_window", None) or math.inf
+        kinds = getattr(config, "layer_types", None)
+        if not kinds:
+            windowed = self.window < math.inf and getattr(config, "use_sliding_window", True)
+            kinds = ["sliding_attention" if windowed else "full_attention"]
+        self._by_layer: list[str] = list(kinds)
+        self.kinds = sorted(set(kinds))
+
+    def kind_of(self, layer: int) -> str:
+        """The kind of the layer of this index."""
+        return self._by_layer[layer] if len(self.kinds) > 1 else self.kinds[0]
+
+    def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        """What of `visible` [(B,) n, L] rows at `positions` see of `columns` [L] in layers of a kind."""
+        if kind == "full_attention":
+            return visible
+        return visible & (positions[..., None] - columns < self.window)
+
+    def __call__(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
+        """Masks [B, 1, n, L] from visible [(B,) n, L], by kind where the model has two."""
+
+        def expand(kind: str) -> Tensor:
+            mask = self.visible(kind, visible, positions, columns)
+            return additive(mask if mask.dim() == 3 else mask[None], self._dtype)[:, None]
+
+        masks = {kind: expand(kind) for kind in self.kinds}
+        return masks if len(masks) > 1 else masks[self.kinds[0]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -59,6 +60,13 @@ class _Views:
     new_turned: tuple[Tensor, ...] = ()
     turned: tuple[Tensor, ...] = ()
 
+    @classmethod
+    def join(cls, parts: "Sequence[_Views]") -> "_Views":
+        """The views of consecutive layers, side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(tuple(chain(*views)) for views in zip(*(vars(one).values() for one in parts), strict=True)))
+
 
 class KVCache(Cache):
     """The cache of one sequence: one buffer [layers, 2, KV, capacity, D] that doubles when full.
@@ -77,7 +85,7 @@ class KVCache(Cache):
         self.buffer: Tensor | None = None
         self._turn = turn
         self._turned: Tensor | None = None
-        self._end = 0
+        self._spans: list[tuple[int, int, int]] = []  # layers first .. last - 1 hold rows up to end in this pass
 
     def allocate(self, keys: Tensor) -> None:
         """Make the buffer once the first keys [1, KV, n, D] show what it must hold."""
@@ -92,10 +100,18 @@ class KVCache(Cache):
         """Bytes of memory it holds, free rows included."""
         return sum(one.nbytes for one in (self.buffer, self._turned) if one is not None)
 
-    def extend(self, rows: int) -> None:
-        """Make room for `rows` more rows and hand their views to the layers."""
-        self._end = self.length + rows
-        while self.capacity < self._end:
+    def extend(self, rows: int, growth: Sequence[tuple[int, int]] = ()) -> None:
+        """Make room for `rows` more rows and hand their views to the layers.
+
+        growth: pairs (layer, more), in order: from that layer on a pass has so many rows more.
+        """
+        self._spans, first, end = [], 0, self.length + rows
+        for layer, more in growth:
+            if layer > first:
+                self._spans.append((first, layer, end))
+            first, end = layer, end + more
+        self._spans.append((first, len(self.layers), end))
+        while self.capacity < end:
             self.capacity *= 2
         if self.buffer is None:
             return
@@ -110,17 +126,21 @@ class KVCache(Cache):
         self._slice()
 
     def _slice(self) -> None:
+        self.views = _Views.join([self._of(*span) for span in self._spans])
+
+    def _of(self, first: int, last: int, end: int) -> _Views:
         assert self.buffer is not None
-        keys, values = self.buffer[:, 0, None], self.buffer[:, 1, None]
-        new = slice(self.length, self._end)
+        keys, values = self.buffer[first:last, 0, None], self.buffer[first:last, 1, None]
+        new = slice(self.length, end)
         turned: tuple[tuple[Tensor, ...], ...] = ()
         if self._turned is not None:
-            turned = (self._turned[..., new].unbind(0), self._turned[..., : self._end].unbind(0))
-        self.views = _Views(
+            part = self._turned[first:last]
+            turned = (part[..., new].unbind(0), part[..., :end].unbind(0))
+        return _Views(
             keys[:, :, :, new].unbind(0),
             values[:, :, :, new].unbind(0),
-            keys[:, :, :, : self._end].unbind(0),
-            values[:, :, :, : self._end].unbind(0),
+            keys[:, :, :, :end].unbind(0),
+            values[:, :, :, :end].unbind(0),
             *turned,
         )
 

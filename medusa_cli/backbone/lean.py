@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.backbone.layered import Layers, Unsupported, cut
 from medusa_cli.backbone.packed import ROWS_HINT, can_pack
+from medusa_cli.backbone.pseudo import Riders
 
 # Where weights are not packed but only fused: the libraries of these devices read the plain layout.
 PLAIN = ("cuda",)
 # Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice.
 FEW, MANY = 5, 128
-
-
-class Unsupported(Exception):
-    """Why this engine cannot run a model."""
 
 
 class Linear:
@@ -80,32 +78,40 @@ class LeanDecoder:
     """The layers of a transformers decoder; raises Unsupported where its parts are not those this engine knows."""
 
     def __init__(self, model: Any) -> None:
-        base, config = model.base_model, model.config.get_text_config()
-        self._base = base
-        if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
-            raise Unsupported("its parts are not named as in Llama")
+        config = model.config.get_text_config()
+        self._parts = Layers(model)
+        layers, kinds = self._parts.layers, self._parts.kinds
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
-        self._rotary_by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
-        self._layers = [_layer(layer, kind) for layer, kind in zip(base.layers, kinds, strict=True)]
+        self._layers = [_layer(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
         self._kinds = sorted(set(kinds))
-        self._scale: float = base.layers[0].self_attn.scaling
-        self._norm = rms_norm(base.norm)
+        self._scale: float = layers[0].self_attn.scaling
+        self._norm = rms_norm(self._parts.base.norm)
         self.lm_head = Linear(model.get_output_embeddings())
 
     def __call__(
-        self, tokens: Tensor, cache: Any, mask: Tensor | dict[str, Tensor], positions: Tensor, taps: Sequence[int]
+        self,
+        tokens: Tensor,
+        cache: Any,
+        mask: Tensor | dict[str, Tensor],
+        positions: Tensor,
+        taps: Sequence[int],
+        riders: Riders | None = None,
     ) -> Tensor:
-        """States [B, n, H * taps] of tokens [B, n] at positions [B, n]; keys and values go into the cache."""
-        x = self._base.embed_tokens(tokens)
-        tables = {kind: self._rotary(x, positions, kind) for kind in self._kinds}
-        masks = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
-        if tokens.shape[1] > 1:  # once a pass, not once a layer: query heads that share keys are rows of one product
-            masks = {kind: masks[kind].repeat(1, 1, self.heads // self.kv_heads, 1) for kind in self._kinds}
+        """States [B, n, H * taps] of tokens [B, n] at positions [B, n]; keys and values go into the cache.
+
+        With riders, positions and masks are theirs too, and so are the final states after the n.
+        """
+        x = self._parts.base.embed_tokens(tokens)
+        every = {kind: self._rotary(x, positions, kind) for kind in self._kinds}
+        whole = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
+        masks, tables = self._for_rows(tokens.shape[1], whole, every)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
+            if riders is not None and index in riders.pseudo.layers:
+                x = riders.enter(index, x)
+                masks, tables = self._for_rows(x.shape[1], whole, every)
             x = self._attend(layer, x, tables[layer.kind], cache.layers[index], masks[layer.kind])
             x = self._mlp(layer, x)
             if index in taps:
@@ -113,10 +119,18 @@ class LeanDecoder:
         tapped[-1] = self._norm(x)
         return tapped[-1] if tuple(taps) == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1)
 
+    def _for_rows(
+        self, rows: int, masks: dict[str, Tensor], tables: dict[str, tuple[Tensor, Tensor]]
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Masks and rotary tables, by kind, of the layers in which there are the first `rows` rows alone."""
+        masks = {kind: cut(mask, rows) for kind, mask in masks.items()}
+        if rows > 1:  # once a pass, not once a layer: query heads that share keys are rows of one product
+            masks = {kind: mask.repeat(1, 1, self.heads // self.kv_heads, 1) for kind, mask in masks.items()}
+        return masks, {kind: (cos[:, :rows], sin[:, :rows]) for kind, (cos, sin) in tables.items()}
+
     def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, n, 1, D]; the first half of the sines negated, as rotating halves needs them."""
-        rotary = self._base.rotary_emb
-        cos, sin = rotary(x, positions, kind) if self._rotary_by_kind else rotary(x, positions)
+        cos, sin = self._parts.rotary(x, positions, kind)
         half = sin.shape[-1] // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[:, :, None], signed[:, :, None]

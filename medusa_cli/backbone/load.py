@@ -25,14 +25,16 @@ def load_backbone(
     load_in_8bit: bool = False,
     engine: str = "auto",
     adapter: Path | None = None,
+    gradients: bool = False,
 ) -> Backbone:
-    """Load a causal LM and its tokenizer for decoding.
+    """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
     device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over fused weights,
     packed on a CPU; "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
     "auto" is "fast" on a CPU where it can run the model. "random:SHAPE" is a model of random weights, for timing.
     adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
-    Raises UserError for what cannot be found or used.
+    Gradients pass through plain weights alone, which the engine "eager" then keeps; packed ones would lose them
+    without a word. Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
@@ -43,7 +45,8 @@ def load_backbone(
         network = adapters.merge(network, adapter, beside=load_in_4bit or load_in_8bit)
     stamp = adapters.digest(adapter) if adapter is not None else None
     backbone = Backbone(network, tokenizer, id=model, engine=engine, adapter=stamp)
-    if backbone.engine == "eager" and not (load_in_4bit or load_in_8bit) and backbone.device.type == "cpu":
+    packs = backbone.engine == "eager" and backbone.device.type == "cpu" and not gradients
+    if packs and not (load_in_4bit or load_in_8bit):
         pack_linears(network)
     return backbone
 

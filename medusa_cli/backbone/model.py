@@ -1,7 +1,6 @@
 """A Hugging Face decoder seen as a verifier: forward over a chain or a tree of tokens, states for the drafter."""
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,12 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
 from medusa_cli.backbone.cache import KVCache
-from medusa_cli.backbone.lean import LeanDecoder, Unsupported, release_linears
+from medusa_cli.backbone.layered import LayeredDecoder, Unsupported
+from medusa_cli.backbone.lean import LeanDecoder, release_linears
+from medusa_cli.backbone.pseudo import Pseudo, Riders
 from medusa_cli.backbone.slots import SlotCache, run_slots
-from medusa_cli.backbone.support import check_agreement, refuse_unsupported
+from medusa_cli.backbone.support import check_agreement, layered_decoder, refuse_unsupported
+from medusa_cli.backbone.trace import padded_pass
 from medusa_cli.errors import UsageError, UserError
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
@@ -37,11 +39,17 @@ class TreeShape(Protocol):
 class Output:
     """fp32 logits [n, V] (or [1, V], or None) and the tapped hidden states [n, H * taps] of one forward pass.
 
-    The logits of a step on a CPU are overwritten by the next pass: copy them to keep them.
+    ahead: the final states [n, K, H] (or [1, K, H]) of pseudo rows, where there were any. The logits of a step on a
+    CPU are overwritten by the next pass: copy them to keep them.
     """
 
     logits: Tensor | None
     hidden: Tensor
+    ahead: Tensor | None = None
+
+    def ahead_of(self, row: int) -> Tensor | None:
+        """The states [K, H] of a row's pseudo rows."""
+        return None if self.ahead is None else self.ahead[row]
 
 
 class Backbone:
@@ -80,19 +88,21 @@ class Backbone:
         # What decoding with captured steps keeps from answer to answer.
         self.idle_decoders: list[Any] = []
         self._scratch: Tensor | None = None
-        self._lean: LeanDecoder | None = None
+        self.masks = attention.Masks(self.config, self.dtype)
+        # What passes run through in the network's place; None: the network itself.
+        self._decoder: LeanDecoder | LayeredDecoder | None = None
         if engine != "eager":
-            self._lean = self._make_lean(engine)
+            self._decoder = self._make_lean(engine)
 
     @property
     def engine(self) -> str:
         """The engine in use: "fast" or "eager"."""
-        return "eager" if self._lean is None else "fast"
+        return "eager" if self._decoder is None else "fast"
 
     @property
     def captures(self) -> bool:
         """Whether greedy decoding runs captured steps of fixed shapes: under the fast engine on CUDA."""
-        return self._lean is not None and self.device.type == "cuda"
+        return self._decoder is not None and self.device.type == "cuda"
 
     def _make_lean(self, engine: str) -> LeanDecoder | None:
         """The lean decoder, once it has agreed with the network itself; None where "auto" must do without it."""
@@ -110,6 +120,10 @@ class Backbone:
         self.lm_head = lean.lm_head
         release_linears(self.model)
         return lean
+
+    @cached_property
+    def _layered(self) -> LayeredDecoder:
+        return layered_decoder(self)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -142,7 +156,7 @@ class Backbone:
 
     def new_cache(self, capacity: int = 256) -> KVCache:
         """An empty cache of one sequence with room for `capacity` tokens; it grows as needed."""
-        return KVCache(self.num_layers, capacity, turn=self._lean is not None and self.device.type == "cpu")
+        return KVCache(self.num_layers, capacity, turn=self._decoder is not None and self.device.type == "cpu")
 
     def new_slots(self, slots: int, capacity: int) -> SlotCache:
         """Empty caches of `slots` sequences of at most `capacity` tokens each."""
@@ -157,53 +171,55 @@ class Backbone:
         *,
         taps: Sequence[int] = (-1,),
         logits: str = "all",
+        pseudo: Pseudo | None = None,
     ) -> Output:
         """Run tokens [n] after the cached ones, as a chain or as the nodes of a tree, and append n rows to the cache.
 
         A node sits at position length + depth and attends to the cached tokens and to its ancestors and itself.
         taps name the layers whose outputs [n, H] are returned side by side; -1 is the final state after the last
-        norm, which the lm_head reads. logits: "all" rows, the "last" row alone, or "none".
+        norm, which the lm_head reads. logits: "all" rows, the "last" row alone, or "none". pseudo: rows that ride
+        with every node, or with the last token of a chain, and leave nothing in the cache; the tap is -1 then.
         """
         tokens = torch.as_tensor(tokens, device=self.device)
         if tree is None and len(tokens) > PREFILL_ROWS:
-            return self._prefill(tokens, cache, taps, logits)
+            return self._prefill(tokens, cache, taps, logits, pseudo)
         start, rows = cache.length, len(tokens)
-        cache.extend(rows)
         depth = torch.arange(rows, device=self.device) if tree is None else tree.depth.to(self.device)
-        past = torch.ones(rows, start, dtype=torch.bool, device=self.device)
         among = (depth[:, None] >= depth) if tree is None else tree.mask.to(self.device)
-        positions = start + depth
+        riders = None
+        if pseudo is not None:
+            every = torch.arange(rows, device=self.device)
+            riders = Riders(pseudo, every if tree is not None else every[-1:])
+            among, depth = riders.seat(among, depth)
+        cache.extend(rows, riders.growth if riders else ())
+        past = torch.ones(len(depth), start, dtype=torch.bool, device=self.device)
+        # Near the end of the context pseudo rows may stand beyond it, where some models' rotary tables change.
+        positions = (start + depth).clamp(max=self.max_positions - 1)
         columns = torch.cat([torch.arange(start, device=self.device), positions])
-        mask = self._masks(torch.cat([past, among], dim=1), positions, columns)
-        states = self._run(tokens[None], cache, mask, positions[None], taps)[0]
+        mask = self.masks(torch.cat([past, among], dim=1), positions, columns)
+        states = self._run(tokens[None], cache, mask, positions[None], taps, riders)[0]
         cache.length = start + rows
-        return Output(self._logits(states, logits), states)
+        states, ahead = riders.leave(states) if riders else (states, None)
+        return Output(self._logits(states, logits), states, ahead)
 
-    def _prefill(self, tokens: Tensor, cache: KVCache, taps: Sequence[int], logits: str) -> Output:
+    def _prefill(
+        self, tokens: Tensor, cache: KVCache, taps: Sequence[int], logits: str, pseudo: Pseudo | None
+    ) -> Output:
         cache.extend(len(tokens))  # room for all pieces at once
         pieces = tokens.split(PREFILL_ROWS)
-        wanted = ["none" if logits == "last" else logits] * (len(pieces) - 1) + [logits]
-        outputs = [self.forward(p, cache, taps=taps, logits=w) for p, w in zip(pieces, wanted, strict=True)]
+        before = "none" if logits == "last" else logits
+        outputs = [self.forward(piece, cache, taps=taps, logits=before) for piece in pieces[:-1]]
+        outputs.append(self.forward(pieces[-1], cache, taps=taps, logits=logits, pseudo=pseudo))
         scores = [out.logits for out in outputs if out.logits is not None]
-        return Output(torch.cat(scores) if scores else None, torch.cat([out.hidden for out in outputs]))
+        hidden = torch.cat([out.hidden for out in outputs])
+        return Output(torch.cat(scores) if scores else None, hidden, outputs[-1].ahead)
 
     def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Final states [B, L, H] of padded rows of tokens [B, L] of the given lengths, each row alone, for training.
 
         No cache; gradients reach whatever weights of the network learn.
         """
-        positions = torch.arange(tokens.shape[1], device=self.device)
-        causal = positions <= positions[:, None]  # [L, L]
-        real = positions < lengths.to(self.device)[:, None]  # [B, L]
-        visible = (causal & real[:, None]) | torch.eye(len(positions), dtype=torch.bool, device=self.device)
-        mask = self._masks(visible, positions[None].expand(len(tokens), -1), positions)
-        out = self.model.base_model(
-            input_ids=tokens.to(self.device),
-            attention_mask=mask,
-            position_ids=positions[None].expand(len(tokens), -1),
-            use_cache=False,
-        )
-        return out.last_hidden_state
+        return padded_pass(self, tokens, lengths).last_hidden_state
 
     @torch.inference_mode()
     def forward_slots(
@@ -222,34 +238,18 @@ class Backbone:
         assert logits is not None
         return Output(logits.unflatten(0, (slots, rows)), states)
 
-    def _masks(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, n, L] per attention kind from visible [(B,) n, L]; sliding windows count positions."""
-
-        def expand(mask: Tensor) -> Tensor:
-            return attention.additive(mask if mask.dim() == 3 else mask[None], self.dtype)[:, None]
-
-        kinds = set(self._layer_kinds)
-        if kinds == {"full_attention"}:
-            return expand(visible)
-        near = positions[..., None] - columns < (self.config.sliding_window or math.inf)
-        sliding = expand(visible & near)
-        if kinds == {"sliding_attention"}:
-            return sliding
-        return {"full_attention": expand(visible), "sliding_attention": sliding}
-
-    @cached_property
-    def _layer_kinds(self) -> list[str]:
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds:
-            return list(kinds)
-        windowed = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
-        return ["sliding_attention" if windowed else "full_attention"]
-
     def _run(
-        self, tokens: Tensor, cache: Any, mask: Tensor | dict[str, Tensor], positions: Tensor, taps: Sequence[int]
+        self,
+        tokens: Tensor,
+        cache: Any,
+        mask: Tensor | dict[str, Tensor],
+        positions: Tensor,
+        taps: Sequence[int],
+        riders: Riders | None = None,
     ) -> Tensor:
-        if self._lean is not None:
-            return self._lean(tokens, cache, mask, positions, taps)
+        decoder = self._layered if riders is not None and self._decoder is None else self._decoder
+        if decoder is not None:
+            return decoder(tokens, cache, mask, positions, taps, riders)
         out = self.model.base_model(
             input_ids=tokens,
             attention_mask=mask,

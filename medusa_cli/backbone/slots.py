@@ -60,10 +60,11 @@ class Slot(KVCache):
         self._owner.allocate(keys)
         self._slice()
 
-    def extend(self, rows: int) -> None:
-        if self.length + rows > self.capacity:
-            raise ValueError(f"a slot of {self.capacity} rows cannot take {rows} after {self.length}")
-        super().extend(rows)
+    def extend(self, rows: int, growth: Sequence[tuple[int, int]] = ()) -> None:
+        needed = rows + sum(more for _, more in growth)
+        if self.length + needed > self.capacity:
+            raise ValueError(f"a slot of {self.capacity} rows cannot take {needed} after {self.length}")
+        super().extend(rows, growth)
 
 
 class SlotCache(Cache):
@@ -138,5 +139,5 @@ def run_slots(
     visible = (node < 0)[:, None] | (among[:, inside].transpose(0, 1) & (node < len(depth))[:, None])  # [B, n, L]
     positions = lengths + depth
     columns = torch.where(node < 0, columns, lengths + depth[inside])
-    mask = backbone._masks(visible, positions, columns[:, None])
+    mask = backbone.masks(visible, positions, columns[:, None])
     return backbone._run(tokens, cache, mask, positions, taps)

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_cli.backbone.lean import LeanDecoder, Unsupported
+from medusa_cli.backbone.layered import LayeredDecoder, Unsupported
+from medusa_cli.backbone.lean import LeanDecoder
 from medusa_cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -12,20 +13,33 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def check_agreement(backbone: "Backbone", lean: LeanDecoder) -> None:
-    """Raise Unsupported unless the lean decoder gives the network's states for a few tokens, rounding apart."""
+def check_agreement(backbone: "Backbone", decoder: LeanDecoder | LayeredDecoder) -> None:
+    """Raise Unsupported unless a decoder gives the network's states for a few tokens, rounding apart."""
     ids = torch.arange(12, device=backbone.device) * 37 % backbone.vocab_size
     expected = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
-    backbone._lean = lean
+    backbone._decoder = decoder
     try:
         found = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
     except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
         raise Unsupported(str(reason).splitlines()[0]) from reason
     finally:
-        backbone._lean = None
+        backbone._decoder = None
     error = float((found - expected).norm() / expected.norm())
     if error > (0.1 if backbone.dtype == torch.bfloat16 else 1e-3):
         raise Unsupported(f"its states differ from the network's own by {error:.1%}")
+
+
+def layered_decoder(backbone: "Backbone") -> LayeredDecoder:
+    """The network's layers one by one, once they have agreed with the network as a whole; else UserError."""
+    try:
+        layered = LayeredDecoder(backbone.model)
+        check_agreement(backbone, layered)
+    except Unsupported as reason:
+        raise UserError(
+            f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
+            "use a drafter that does not ride in the model's own layers, such as drafter=hydra",
+        ) from reason
+    return layered
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -34,21 +34,24 @@ def measure_costs(
 
     Tokens and states are whatever the model makes of arbitrary ids: a step's time does not depend on them.
     """
-    context = min(context, backbone.max_positions - max(tree.max_depth for tree in trees.values()) - 1)
+    deepest = max(tree.max_depth for tree in trees.values())
+    context = min(context, backbone.max_positions - deepest - 1)
     cache = backbone.new_cache(context + max(tree.size for tree in trees.values()))
     ids = torch.arange(context, device=backbone.device) % backbone.vocab_size
-    hidden = backbone.forward(ids, cache, taps=drafter.taps, logits="none").hidden
+    first = backbone.forward(ids, cache, taps=drafter.taps, logits="none", pseudo=drafter.pseudo(deepest))
+    hidden, ahead = first.hidden, first.ahead_of(-1)
     sampling = Sampling()
     generator = sampling.generator(backbone.device)
     seconds: dict[tuple[int, int], list[float]] = {name: [] for name in trees}
     drafter.reset()
-    drafter.draft(backbone, cache, Confirmed(ids, hidden, 0, 0), next(iter(trees.values())))
+    drafter.draft(backbone, cache, Confirmed(ids, hidden, 0, 0, ahead), next(iter(trees.values())))
     for number in range(rounds + 2):
         for name, tree in trees.items():
+            pseudo = drafter.pseudo(tree.max_depth)
             clock = Clock(backbone)
-            last = Confirmed(ids[-1:], hidden[-1:], number % backbone.vocab_size, context - 1)
+            last = Confirmed(ids[-1:], hidden[-1:], number % backbone.vocab_size, context - 1, ahead)
             draft = drafter.draft(backbone, cache, last, tree)
-            out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps)
+            out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps, pseudo=pseudo)
             assert out.logits is not None
             cache.keep(context, accept(out.logits, draft, sampling, generator).path)
             lap = clock.lap()

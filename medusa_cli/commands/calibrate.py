@@ -53,8 +53,8 @@ def calibrate(
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.commands.dataset import open_dataset
-    from medusa_cli.drafters import load_drafter
+    from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.drafters import drafter_kind, load_drafter
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
@@ -62,7 +62,7 @@ def calibrate(
         name,
         device=device,
         dtype=dtype,
-        engine=engine,
+        engine=engine_for(drafter_kind(folder), engine),
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
         adapter=target.adapter if drafter is None else None,
@@ -70,9 +70,9 @@ def calibrate(
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
     fraction = 0.0 if data else recipe.train.validation_fraction
-    dataset = open_dataset(target, backbone, data=data, fraction=fraction, taps=heads.taps)
+    dataset = open_dataset(target, backbone, heads, recipe, data=data, fraction=fraction)
     answers = _first(dataset.train if data else dataset.held_out, max_samples)
-    with console.progress("calibrating", total=sum(len(one.tokens) for one in answers), unit="tokens") as bar:
+    with console.progress("calibrating", total=sum(one.positions for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
     document = {
         **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),

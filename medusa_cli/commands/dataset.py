@@ -1,16 +1,35 @@
-"""What `train` and `calibrate` share: the run's data set, with a bar while hidden states are computed."""
+"""What `train` and `calibrate` share: the engine and the data set that a drafter of a kind learns with."""
 
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from medusa_cli import console
+from medusa_cli.errors import UsageError
 
 
-def open_dataset(run: Any, backbone: Any, *, data: Path | None, fraction: float, taps: tuple[int, ...]) -> Any:
-    """The data set of a run (or of the file `data`); a prefill, where one is needed, shows its progress."""
+def engine_for(kind: Any, engine: str) -> str:
+    """The engine to load the backbone with; UsageError for --engine fast where pseudo rows need its own layers."""
+    if not kind.whole_sequences:
+        return engine
+    if engine == "fast":
+        raise UsageError(
+            f"--engine fast cannot run {kind.name} over whole conversations: it packs the layers' weights",
+            "leave --engine out; the drafter runs on either engine once it is trained",
+        )
+    return "eager"
+
+
+def open_dataset(run: Any, backbone: Any, kind: Any, recipe: Any, *, data: Path | None, fraction: float) -> Any:
+    """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
+
+    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress.
+    """
     from medusa_cli.training import load_dataset
+    from medusa_cli.training.setup import whole_conversations
 
+    if kind.whole_sequences:
+        return whole_conversations(run, backbone, recipe, data, fraction)
     bars: list[console.Bar] = []
     with ExitStack() as stack:
 
@@ -23,7 +42,7 @@ def open_dataset(run: Any, backbone: Any, *, data: Path | None, fraction: float,
             backbone,
             data=data,
             fraction=fraction,
-            taps=taps,
+            taps=kind.taps,
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
         )

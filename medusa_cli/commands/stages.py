@@ -9,18 +9,19 @@ from medusa_cli import console
 
 
 def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> tuple[Any, Any, Any, float]:
-    """Stage 1: the backbone as it decodes, cached states, a fresh drafter."""
+    """Stage 1: the backbone as it decodes, what a fresh drafter learns from, the drafter."""
     import torch
 
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.commands.dataset import open_dataset
+    from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.training import build_drafter
     from medusa_cli.training.build import drafter_class
 
     kind = drafter_class(plan.drafter.name)
+    place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
     backbone = load_backbone(plan.model, **place)
     target.bind(backbone.identity)
-    dataset = open_dataset(target, backbone, data=data, fraction=plan.train.validation_fraction, taps=kind.taps)
+    dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     return backbone, dataset, drafter, coverage
@@ -37,11 +38,11 @@ def joint(
 
     from medusa_cli.errors import UserError
     from medusa_cli.training import build_drafter
-    from medusa_cli.training.setup import joint_backbone, joint_dataset, stage_1_heads
+    from medusa_cli.training.setup import joint_backbone, stage_1_heads, whole_conversations
 
     backbone = joint_backbone(plan, place)
     target.bind(backbone.identity)
-    dataset = joint_dataset(target, backbone, plan, data)
+    dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if resume:

@@ -17,8 +17,9 @@ from medusa_cli.run import DEFAULT_RUN
 
 # Nats a token from the original beyond which joint training warns.
 FAR = 0.05
-# Positions trained a second on two cores with the default model and recipe; for the estimate only.
-RATE = 1500
+# Positions trained a second on two cores with the default model, from cached states and beside whole passes (a guess);
+# for the estimate only.
+RATE, WHOLE_RATE = 1500, 250
 
 
 def train(
@@ -92,8 +93,11 @@ def train(
     if data is None and start is not None:
         data = start.data_path
     source = data or target.data_path
-    bound = plan.train.max_tokens
-    length = f" or {bound:,} tokens, at most {1 + bound // (60 * RATE)} minutes on two cores" if bound else ""
+    from medusa_cli.training.build import drafter_class
+
+    bound, whole = plan.train.max_tokens, plan.train.stage == 2 or drafter_class(plan.drafter.name).whole_sequences
+    minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
+    length = f" or {bound:,} tokens, at most {minutes} minutes on two cores" if bound else ""
     console.info(
         f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
@@ -117,7 +121,7 @@ def train(
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         if world.first:
             write_atomic(target.recipe_path, plan.to_yaml())
-        items = "answers" if plan.train.stage == 1 else "conversations"
+        items = "conversations" if whole else "answers"
         console.info(
             f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held "
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"

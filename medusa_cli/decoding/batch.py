@@ -42,13 +42,16 @@ def generate_batch(
     """Continue many prompts, `batch_size` at a time; yields each one's steps with its number, in no fixed order.
 
     Every prompt gets what generate gives it alone, or without a drafter what generate_plain does. A step's seconds
-    are its share of the pass over all rows. Raises UsageError for a dynamic tree, UserError as generate does.
+    are its share of the pass over all rows. Raises UsageError for a dynamic tree and for a drafter whose rows ride in
+    the backbone's pass, UserError as generate does.
     """
     if isinstance(tree, Growth):
         raise UsageError("--tree dynamic grows another tree for each row", "use a static tree, or --batch-size 1")
     if batch_size < 1:
         raise UsageError(f"--batch-size {batch_size} is too small", "use 1 or more")
     shape = tree if drafter is not None and tree is not None else Tree.root_only()
+    if drafter is not None and drafter.pseudo(shape.max_depth) is not None:
+        raise UsageError(f"{drafter.name} drafts for one sequence at a time", "use --batch-size 1, or another drafter")
     stops = None if stop_ids is None else frozenset(stop_ids)
     waiting = [Ending(backbone, prompt, max_new_tokens, stops, stop_strings) for prompt in prompts]
     longest = min(max(map(len, prompts), default=0) + max_new_tokens, backbone.max_positions)

@@ -33,7 +33,8 @@ def generate(
     Raises UserError for a prompt longer than the context.
     """
     sampling = sampling or Sampling()
-    if backbone.captures and sampling.greedy and isinstance(tree, Tree):
+    pseudo = drafter.pseudo(tree.max_depth)
+    if backbone.captures and sampling.greedy and isinstance(tree, Tree) and pseudo is None:
         from medusa_cli.decoding.static import generate_static  # it builds on this module
 
         limits: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "stop_strings": stop_strings}
@@ -46,10 +47,10 @@ def generate(
     clock = Clock(backbone)
 
     tokens = torch.tensor(list(prompt), device=backbone.device)
-    out = backbone.forward(tokens, cache, taps=drafter.taps, logits="last")
+    out = backbone.forward(tokens, cache, taps=drafter.taps, logits="last", pseudo=pseudo)
     assert out.logits is not None
     root = choose(out.logits[-1], sampling, generator)
-    confirmed = Confirmed(tokens, out.hidden, root, 0)
+    confirmed = Confirmed(tokens, out.hidden, root, 0, out.ahead_of(-1))
     yield Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
 
     while not ending.done:
@@ -57,12 +58,13 @@ def generate(
         # Positions end with the context: near it the tree is cut to the depth that still fits.
         draft = drafter.draft(backbone, cache, confirmed, fitting(tree, backbone.max_positions - start))
         draft_s = clock.lap()
-        out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps)
+        out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps, pseudo=pseudo)
         assert out.logits is not None
         verdict = accept(out.logits, draft, sampling, generator)
         cache.keep(start, verdict.path)
         path = torch.tensor(verdict.path, device=backbone.device)
-        confirmed = Confirmed(draft.tokens[path], out.hidden[path], verdict.bonus, start)
+        ahead = out.ahead_of(verdict.path[-1])
+        confirmed = Confirmed(draft.tokens[path], out.hidden[path], verdict.bonus, start, ahead)
         fresh = ending.cut([*confirmed.tokens[1:].tolist(), verdict.bonus])
         yield Step(fresh, draft.tree.size - 1, len(verdict.path) - 1, draft_s, clock.lap())
 

@@ -6,13 +6,14 @@ from typing import Any
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.run import check_backbone, read_json
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {drafter.name: drafter for drafter in (MedusaHeads, HydraHeads, Amphista)}
+DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Firp)}
 
 __all__ = [
     "DRAFTERS",
@@ -21,19 +22,27 @@ __all__ = [
     "Confirmed",
     "Draft",
     "Drafter",
+    "Firp",
     "HydraHeads",
     "Losses",
     "MedusaHeads",
+    "drafter_kind",
     "load_drafter",
 ]
 
 
-def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
-    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
-    name = config.get("drafter")
+def drafter_kind(folder: Path) -> type[HeadDrafter]:
+    """The class of the drafter a folder holds; UserError where it holds none."""
+    name = read_json(Path(folder) / "config.json", "the drafter's config").get("drafter")
     if name not in DRAFTERS:
         raise UserError(f"{folder} holds no known drafter ({name!r})", f"known are {', '.join(DRAFTERS)}")
+    return DRAFTERS[name]
+
+
+def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
+    """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
+    kind = drafter_kind(folder)
+    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
     widths = (config.get("hidden_size"), config.get("vocab_size"))
     if widths != (backbone.hidden_size, backbone.vocab_size):
         raise UserError(
@@ -51,4 +60,4 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
                 f"the drafter in {folder} was trained for the model with {had}, which was loaded with {has}",
                 "give the --run that holds drafter and adapter together",
             )
-    return DRAFTERS[name].load(Path(folder), backbone)
+    return kind.load(Path(folder), backbone)

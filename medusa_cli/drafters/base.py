@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.backbone import Backbone, KVCache, Pseudo, SlotCache
+from medusa_cli.backbone.trace import Trace
 from medusa_cli.tree import Growth, Tree
 
 if TYPE_CHECKING:
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Confirmed:
     """What the backbone has just settled: tokens [A+1] at positions start .. start+A, their tapped hidden states
-    [A+1, H * taps], and `root`, the next token, decided but not yet in the cache. Prefill is simply the first one."""
+    [A+1, H * taps], and `root`, the next token, decided but not yet in the cache. Prefill is simply the first one.
+
+    ahead: the final states [K, H] of the last token's pseudo rows, for a drafter that has some ride."""
 
     tokens: Tensor
     hidden: Tensor
     root: int
     start: int
+    ahead: Tensor | None = None
 
 
 def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
@@ -45,12 +49,15 @@ class Draft:
 class Batch:
     """P packed positions: hidden [P, H * taps], next [P] (the token the backbone emits after each), segment [P].
 
-    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target.
+    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target. For a drafter
+    that learns from whole sequences: their trace [B, L], and the rows [P] of its B * L that the positions are.
     """
 
     hidden: Tensor
     next: Tensor
     segment: Tensor
+    trace: Trace | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Drafter(nn.Module, ABC):
     """Guesses the next tokens of a backbone that is always an argument: the state dict holds the drafter alone."""
 
     name: ClassVar[str]
+    whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
     taps: tuple[int, ...] = (-1,)
     num_heads: int
 
@@ -78,6 +86,10 @@ class Drafter(nn.Module, ABC):
         other = copy.copy(self)
         other.reset()
         return other
+
+    def pseudo(self, depth: int) -> Pseudo | None:
+        """Rows that ride in the backbone's next pass, for drafting a tree of this depth after it; most have none."""
+        return None
 
     @abstractmethod
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:

@@ -3,7 +3,7 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +57,7 @@ class HeadDrafter(Drafter):
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
     settings: ClassVar[tuple[str, ...]] = ()  # the recipe's drafter keys that this kind alone reads
+    vocabularies: ClassVar[tuple[str, ...]] = VOCABULARIES  # what its heads can score; without "own" nothing is learnt
     draft_ids: Tensor
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -64,7 +65,7 @@ class HeadDrafter(Drafter):
         self.config = config
         self.num_heads = config.num_heads
         rows = {"draft": config.draft_vocab_size or 0, "own": config.vocab_size, "shared": 0}[config.vocabulary]
-        count = 0 if not rows else 1 if config.matrices == "one" else config.num_heads
+        count = 0 if not rows or "own" not in self.vocabularies else 1 if config.matrices == "one" else config.num_heads
         inner = config.rank or config.hidden_size
         self.matrices = nn.ParameterList([nn.Parameter(torch.empty(rows, inner)) for _ in range(count)])
         # The inner factors of matrices of low rank; without a rank there are none.
@@ -91,8 +92,9 @@ class HeadDrafter(Drafter):
 
         Matrices of low rank start as the best approximation of that rank.
         """
-        if vocabulary not in VOCABULARIES:
-            raise UserError(f"the vocabulary {vocabulary!r} is unknown", f"use one of {', '.join(VOCABULARIES)}")
+        if vocabulary not in cls.vocabularies:
+            known = "unknown" if vocabulary not in VOCABULARIES else f"none that {cls.name} can score"
+            raise UserError(f"the vocabulary {vocabulary!r} is {known}", f"use one of {', '.join(cls.vocabularies)}")
         if matrices not in MATRICES:
             raise UserError(f"the matrices {matrices!r} are unknown", f"use one of {', '.join(MATRICES)}")
         if vocabulary == "draft" and (draft_ids is None or not len(draft_ids)):
@@ -224,7 +226,7 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
-        batch = Batch(batch.hidden.to(self.dtype), batch.next, batch.segment)
+        batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         states_of = self.encode(backbone, batch)
         every = torch.arange(len(batch.next), device=batch.next.device)
         for head in range(self.num_heads):

@@ -2,10 +2,10 @@
 
 from medusa_cli.training.build import build_drafter
 from medusa_cli.training.calibration import Calibration, calibrate
+from medusa_cli.training.conversations import Conversations, split_conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
 from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Event, Saved, Stepped, Stopped, Validated
-from medusa_cli.training.joint import Conversations, split_conversations
 from medusa_cli.training.loop import Trainer
 from medusa_cli.training.prefill import load_dataset
 

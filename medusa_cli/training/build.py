@@ -9,8 +9,8 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
 from medusa_cli.recipe import DrafterRecipe
+from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
-from medusa_cli.training.joint import Conversations
 
 
 def drafter_class(name: str) -> type[HeadDrafter]:
@@ -22,11 +22,12 @@ def drafter_class(name: str) -> type[HeadDrafter]:
     return DRAFTERS[name]
 
 
-def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone) -> str:
-    """What "auto" stands for: a draft vocabulary where it is smaller than the model's own."""
+def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone, kind: type[HeadDrafter]) -> str:
+    """What "auto" stands for: a draft vocabulary where it is smaller than the model's, else the whole of that."""
     if recipe.vocabulary != "auto":
         return recipe.vocabulary
-    return "draft" if recipe.draft_vocab_size < backbone.vocab_size else "own"
+    whole = "own" if "own" in kind.vocabularies else "shared"
+    return "draft" if recipe.draft_vocab_size < backbone.vocab_size else whole
 
 
 def build_drafter(
@@ -41,7 +42,7 @@ def build_drafter(
                     f"drafter.{key}={getattr(recipe, key)} says nothing to {kind.name}",
                     f"leave it out, or use drafter={other.name}",
                 )
-    vocabulary = vocabulary_of(recipe, backbone)
+    vocabulary = vocabulary_of(recipe, backbone, kind)
     draft_ids: Tensor | None = None
     coverage = 1.0
     if vocabulary == "draft":

@@ -1,17 +1,23 @@
 """Calibration: how often the i-th guess of each head is right on held-out conversations (section 2.3.3)."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed
 from medusa_cli.training.data import Answer, Dataset, pack
 
 # A batch's scores of one head [P, M] are held at once.
 POSITIONS = 512
+# Tokens of whole conversations, prompts and padding included, run at once.
+TOKENS = 1024
 # Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
@@ -34,10 +40,10 @@ class Calibration:
 def calibrate(
     backbone: Backbone,
     drafter: HeadDrafter,
-    dataset: Dataset,
+    dataset: Dataset | Conversations,
     *,
     top: int = 10,
-    answers: Sequence[Answer] | None = None,
+    answers: Sequence[Answer] | Sequence[Conversation] | None = None,
     on_progress: Callable[[int], None] = lambda positions: None,
 ) -> Calibration:
     """Measure every head's `top` best guesses on the data set's held-out answers (or those given).
@@ -62,8 +68,7 @@ def calibrate(
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
     places = drafter.places(backbone.device)
     positions = 0
-    for piece in pack(chosen, POSITIONS):
-        batch = dataset.batch(piece, backbone.device, backbone.dtype)
+    for batch in _batches(backbone, dataset, chosen):
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
             rows = torch.nonzero(batch.segment[ahead:] == batch.segment[:-ahead]).squeeze(-1)
@@ -83,7 +88,18 @@ def calibrate(
         )
     shares = hits.double() / counted[:, None]
     temperatures = [TEMPERATURES[int(row.argmin())] for row in log_loss]
-    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, len(chosen))
+    number = sum(len(one.spans) if isinstance(one, Conversation) else 1 for one in chosen)
+    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, number)
+
+
+def _batches(backbone: Backbone, dataset: Dataset | Conversations, chosen: Sequence[Any]) -> Iterator[Batch]:
+    """The chosen answers or conversations of a data set, in batches."""
+    if isinstance(dataset, Conversations):
+        for items in bucketed(chosen, TOKENS, random.Random(0)):
+            yield batch_of(backbone, items, traced=True)
+        return
+    for piece in pack(chosen, POSITIONS):
+        yield dataset.batch(piece, backbone.device, backbone.dtype)
 
 
 def _log_losses(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Stage 2: backbone and heads learn together, the backbone held to what it was (Medusa-2, section 2.2.2)."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,54 +13,10 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.adapter import adapter_off, trained_weights
 from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.recipe import TrainRecipe
-from medusa_cli.training.data import is_held_out
+from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.events import Found
-from medusa_cli.training.records import ReadReport, Record
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.task import Group
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation cut to the training length: id, tokens [n], assistant spans [start, end)."""
-
-    id: str
-    tokens: Tensor
-    spans: list[tuple[int, int]]
-
-    @property
-    def positions(self) -> int:
-        """Answer tokens: what is learnt."""
-        return sum(end - start for start, end in self.spans)
-
-
-@dataclass
-class Conversations:
-    """Whole conversations for joint training and held out."""
-
-    train: list[Conversation]
-    held_out: list[Conversation]
-    report: ReadReport
-    digest: str
-
-    def answer_tokens(self) -> list[Tensor]:
-        """The tokens of every answer to train on."""
-        return [one.tokens[start:end] for one in self.train for start, end in one.spans]
-
-
-def split_conversations(
-    records: Sequence[Record], report: ReadReport, *, max_length: int, fraction: float, digest: str
-) -> Conversations:
-    """Split records as stage 1 does and cut them to max_length tokens; answers of one token are left out."""
-    parts: dict[bool, list[Conversation]] = {False: [], True: []}
-    for record in records:
-        spans = [(s, min(e, max_length)) for s, e in record.spans if min(e, max_length) - s > 1]
-        if spans:
-            cut = Conversation(record.id, torch.tensor(record.tokens[: spans[-1][1]]), spans)
-            parts[is_held_out(record.id, fraction)].append(cut)
-    if fraction > 0 and not parts[True] and len(parts[False]) > 1:
-        parts[True].append(parts[False].pop())
-    return Conversations(parts[False], parts[True], report, digest)
 
 
 class Joint:
@@ -82,15 +37,8 @@ class Joint:
         return [Group(heads, self.train.lr), Group(list(self.weights.values()), slow)]
 
     def batches(self) -> list[list[Conversation]]:
-        train, left = self.train, self.train.max_tokens
-        found: list[list[Conversation]] = []
-        for epoch in range(train.epochs):
-            for batch in bucketed(self.dataset.train, train.batch_tokens, random.Random(f"{train.seed}:{epoch}")):
-                if left is not None and left <= 0:
-                    return found
-                found.append(batch)
-                left = None if left is None else left - sum(one.positions for one in batch)
-        return found
+        train = self.train
+        return scheduled(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
 
     def held_out(self) -> list[list[Conversation]]:
         return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
@@ -127,19 +75,7 @@ class Joint:
 
     def _batch(self, items: list[Conversation]) -> Batch:
         """The states that emit the answers' tokens, in the network as it is now."""
-        lengths = torch.tensor([len(one.tokens) for one in items])
-        tokens = nn.utils.rnn.pad_sequence([one.tokens for one in items], batch_first=True)
-        states = self.backbone.states(tokens, lengths).flatten(0, 1)  # [B * L, H]
-        width = tokens.shape[1]
-        spans = [(row * width, start, end) for row, one in enumerate(items) for start, end in one.spans]
-        rows = torch.cat([torch.arange(at + start - 1, at + end - 1) for at, start, end in spans])
-        segment = torch.cat([torch.full((end - start,), i) for i, (_, start, end) in enumerate(spans)])
-        device = states.device
-        following = tokens.flatten()[rows + 1].to(device)
-        hidden = states[rows.to(device)]
-        if self.train.dtype == "bf16":
-            hidden = hidden.to(torch.bfloat16)
-        return Batch(hidden, following, segment.to(device))
+        return batch_of(self.backbone, items, torch.bfloat16 if self.train.dtype == "bf16" else None)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -160,16 +96,3 @@ class Joint:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state[name])
-
-
-def bucketed(items: Sequence[Conversation], tokens: int, chance: random.Random) -> list[list[Conversation]]:
-    """Micro-batches of conversations of like length, at most `tokens` tokens each with padding, in random order."""
-    order = sorted(items, key=lambda one: (len(one.tokens), chance.random()))
-    batches: list[list[Conversation]] = []
-    for one in order:
-        # Sorted by length, the newest is the longest: all rows are padded to it.
-        if not batches or (len(batches[-1]) + 1) * len(one.tokens) > tokens:
-            batches.append([])
-        batches[-1].append(one)
-    chance.shuffle(batches)
-    return batches

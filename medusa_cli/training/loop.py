@@ -14,12 +14,13 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, TrainRecipe
 from medusa_cli.run import Run
 from medusa_cli.training import checkpoints
+from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset
 from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stopped, Validated
-from medusa_cli.training.joint import Conversations, Joint
+from medusa_cli.training.joint import Joint
 from medusa_cli.training.schedule import learning_rate
-from medusa_cli.training.task import Frozen, Group, Task
+from medusa_cli.training.task import Frozen, Group, Task, Traced
 from medusa_cli.training.tracker import peak_memory
 
 
@@ -54,11 +55,11 @@ class Trainer:
             )
         torch.manual_seed(train.seed)
         self.drafter = drafter.to(backbone.device, torch.float32).train()
-        self.task: Task = (
-            Joint(backbone, drafter, dataset, train)
-            if isinstance(dataset, Conversations)
-            else Frozen(backbone, drafter, dataset, train)
-        )
+        self.task: Task
+        if not isinstance(dataset, Conversations):
+            self.task = Frozen(backbone, drafter, dataset, train)
+        else:
+            self.task = (Joint if train.stage == 2 else Traced)(backbone, drafter, dataset, train)
         self.digest, self.conversations = dataset.digest, dataset.report.read
         groups = self.task.groups()
         self.parameters = [p for group in groups for p in group.parameters]

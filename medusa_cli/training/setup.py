@@ -1,4 +1,4 @@
-"""What joint training starts from: a backbone whose adapter learns, whole conversations, stage-1 heads."""
+"""What trainings on whole conversations start from: these, and for stage 2 a backbone that learns, stage-1 heads."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe
 from medusa_cli.run import Run, check_backbone, read_json
-from medusa_cli.training.joint import Conversations, split_conversations
+from medusa_cli.training.build import drafter_class
+from medusa_cli.training.conversations import Conversations, split_conversations
 from medusa_cli.training.prefill import records_digest
 from medusa_cli.training.records import read_records
 
@@ -19,6 +20,11 @@ from medusa_cli.training.records import read_records
 def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     """Load the recipe's model with fresh LoRA (over 4-bit weights for qlora), or with every weight free to learn."""
     train = recipe.train
+    if drafter_class(recipe.drafter.name).whole_sequences:
+        raise UsageError(
+            f"train.stage=2 cannot train drafter={recipe.drafter.name}: its states ride in a frozen model",
+            "use train.stage=1, or another drafter",
+        )
     quantised = train.tuning == "qlora" or place["load_in_4bit"] or place["load_in_8bit"]
     if train.tuning == "full":
         if quantised:
@@ -42,7 +48,9 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     return backbone
 
 
-def joint_dataset(run: Run, backbone: Backbone, recipe: Recipe, data: Path | None) -> Conversations:
+def whole_conversations(
+    run: Run, backbone: Backbone, recipe: Recipe, data: Path | None, fraction: float
+) -> Conversations:
     """The run's distilled conversations (or those of `data`), whole; UserError for missing or unusable data."""
     path = data or run.data_path
     records, report = read_records(path, backbone)
@@ -51,7 +59,7 @@ def joint_dataset(run: Run, backbone: Backbone, recipe: Recipe, data: Path | Non
         records,
         report,
         max_length=min(train.max_length, train.batch_tokens, backbone.max_positions),
-        fraction=train.validation_fraction,
+        fraction=fraction,
         digest=records_digest(records),
     )
 

@@ -1,5 +1,6 @@
 """What a stage of training trains, on which batches, by which loss; and stage 1, the heads on a frozen backbone."""
 
+import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.recipe import TrainRecipe
+from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.data import Answer, Dataset, pack, plan
 from medusa_cli.training.events import Found
 
@@ -40,26 +42,21 @@ class Task(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-class Frozen:
-    """Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+class _Stage1:
+    """What the two ways of stage 1 share: the drafter alone learns, and the backbone has no state of its own."""
 
-    def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Dataset, train: TrainRecipe) -> None:
-        self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
+    backbone: Backbone
+    drafter: Drafter
+    train: TrainRecipe
 
     def groups(self) -> list[Group]:
         return [Group([p for p in self.drafter.parameters() if p.requires_grad], self.train.lr)]
 
-    def batches(self) -> list[list[Answer]]:
-        train = self.train
-        return plan(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
 
-    def held_out(self) -> list[list[Answer]]:
-        return pack(self.dataset.held_out, self.train.batch_tokens)
-
-    def losses(self, items: list[Answer], progress: float) -> Found:
-        """The heads' loss on the answers' cached states."""
-        dtype = torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
-        batch = self.dataset.batch(items, self.backbone.device, dtype)
+    def _found(self, batch: Batch) -> Found:
         found = self.drafter.loss(self.backbone, batch, self.train.decay, self.train.soft)
         return Found(found.total, found, len(batch.next), {})
 
@@ -71,3 +68,39 @@ class Frozen:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The backbone is frozen: there is nothing to load."""
+
+
+class Frozen(_Stage1):
+    """Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+
+    def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Dataset, train: TrainRecipe) -> None:
+        self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
+
+    def batches(self) -> list[list[Answer]]:
+        train = self.train
+        return plan(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+
+    def held_out(self) -> list[list[Answer]]:
+        return pack(self.dataset.held_out, self.train.batch_tokens)
+
+    def losses(self, items: list[Answer], progress: float) -> Found:
+        """The heads' loss on the answers' cached states."""
+        return self._found(self.dataset.batch(items, self.backbone.device, self._dtype))
+
+
+class Traced(_Stage1):
+    """Stage 1 for drafters that ride in the frozen backbone: it runs whole conversations in every step."""
+
+    def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Conversations, train: TrainRecipe) -> None:
+        self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
+
+    def batches(self) -> list[list[Conversation]]:
+        train = self.train
+        return scheduled(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+
+    def held_out(self) -> list[list[Conversation]]:
+        return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
+
+    def losses(self, items: list[Conversation], progress: float) -> Found:
+        """The heads' loss beside a pass over the conversations; their gradients alone go through the backbone."""
+        return self._found(batch_of(self.backbone, items, self._dtype, traced=True))

@@ -1,0 +1,91 @@
+"""`medusa bench-firp`: where FIRP's pseudo states had best enter this model, as the paper's Figures 5 to 7 ask."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.run import DEFAULT_RUN
+
+TITLES = {
+    5: "head 1 by its layer",
+    6: "head 2 by its layer, head 1 at half the depth",
+    7: "head 2 with the first pseudo state in sight, or masked",
+}
+
+
+def bench_firp(
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Settings such as train.lr=1e-3.")
+    ] = None,
+    run: options.Run = DEFAULT_RUN,
+    model: options.Model = None,
+    data: Annotated[Path | None, typer.Option(help="Conversations. [default: the run's distill.jsonl]")] = None,
+    tokens: Annotated[int, typer.Option(help="Answer tokens each choice is trained on.")] = 20_000,
+    figure: Annotated[int | None, typer.Option(help="5, 6 or 7 alone. [default: all]")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train FIRP heads shortly at one choice of layers after another and compare their held-out accuracy.
+
+    Writes RUN/bench/firp-layers.json. The trainings are short, all alike: they rank the choices, and that is all.
+    """
+    from medusa_cli.errors import UsageError
+    from medusa_cli.recipe import load_recipe
+    from medusa_cli.run import Run, provenance, read_json, write_json
+
+    console.configure(quiet=quiet, json=json)
+    if figure is not None and figure not in TITLES:
+        raise UsageError(f"--figure {figure} is none of these", "use 5, 6 or 7")
+    if tokens < 1:
+        raise UsageError(f"--tokens {tokens} is too small", "use 1 or more")
+    target = Run.open(run, create=data is not None)
+    marker = target.path / "run.json"
+    settings = ["train.lr=1e-2", *(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
+    plan = load_recipe(None, ["drafter=firp", *settings])
+    name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else plan.model)
+    source = data or target.data_path
+    console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")
+
+    from medusa_cli.backbone import load_backbone
+    from medusa_cli.training.setup import whole_conversations
+    from medusa_cli.training.sweep import figures, try_layers
+
+    backbone = load_backbone(name, device=device, dtype=dtype, engine="eager", gradients=True)
+    target.bind(backbone.identity)
+    dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
+    chosen = {key: one for key, one in figures(backbone.num_layers).items() if figure in (None, key)}
+    found: dict[int, list[Any]] = {}
+    with console.progress("training", total=tokens * sum(map(len, chosen.values())), unit="tokens") as bar:
+        for key, choices in chosen.items():
+            found[key] = list(try_layers(backbone, dataset, plan, choices, bar.advance))
+    document = {
+        **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}),
+        "tokens": tokens,
+        "figures": {str(key): [vars(trial) for trial in trials] for key, trials in found.items()},
+    }
+    path = target.path / "bench" / "firp-layers.json"
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, document)
+    if json:
+        console.emit_json(document)
+        return
+    for key, trials in found.items():
+        console.result(_table(key, trials))
+    console.result(str(path))
+
+
+def _table(figure: int, trials: list[Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"Figure {figure}: {TITLES[figure]}")
+    for column in ("layers", "held-out loss", "top-1, %"):
+        table.add_column(column, justify="right")
+    for trial in trials:
+        layers = ", ".join(map(str, trial.layers)) + (" masked" if trial.masked else "")
+        table.add_row(layers, f"{trial.losses[-1]:.3f}", f"{100 * trial.accuracies[-1]:.1f}")
+    return table

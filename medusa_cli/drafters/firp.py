@@ -1,0 +1,148 @@
+"""FIRP: states of the next tokens, guessed in the backbone's middle layers, ride to its end in the verifying pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_cli.backbone import Backbone, KVCache, Pseudo
+from medusa_cli.backbone.packed import pack_linear
+from medusa_cli.backbone.trace import ahead
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses
+from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Growth, Tree
+
+
+@dataclass(frozen=True)
+class FirpConfig(HeadsConfig):
+    """layers: after how many of the backbone's layers each head's pseudo state enters; masked: whether it does not see
+    those of the heads before (the ablation of Figure 7)."""
+
+    layers: tuple[int, ...] = ()
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+
+
+class Firp(HeadDrafter):
+    """K linear maps; head k's turns a state h of layer t_k at position p into that of position p + k (section 3.2).
+
+    The pseudo state goes on through the layers above, seeing the context, itself and the earlier heads' pseudo states,
+    and through the backbone's own norm and lm_head. Training lets it see the same, where the paper shows it the true
+    states of the tokens in between: what is trained is what drafts.
+    """
+
+    name = "firp"
+    config_class = FirpConfig
+    settings = ("layers", "masked")
+    vocabularies = ("draft", "shared")
+    whole_sequences = True
+    config: FirpConfig
+
+    def __init__(self, config: FirpConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.steps = nn.ModuleList(nn.Linear(size, size) for _ in range(config.num_heads))
+        for step in self.steps:
+            assert isinstance(step, nn.Linear)
+            nn.init.eye_(step.weight)
+            nn.init.zeros_(step.bias)
+
+    @classmethod
+    def create(
+        cls,
+        backbone: Backbone,
+        num_heads: int = 3,
+        num_layers: int = 1,
+        vocabulary: str = "draft",
+        draft_ids: Tensor | None = None,
+        matrices: str = "each",
+        rank: int | None = None,
+        **own: Any,
+    ) -> "Firp":
+        """A fresh drafter whose pseudo states are copies of the states they start from; layers as in the config.
+
+        layers None spreads them from a half to five sixths of the depth (the paper's choice for three heads).
+        """
+        for key, value, plain in (("num_layers", num_layers, 1), ("matrices", matrices, "each"), ("rank", rank, None)):
+            if value != plain:
+                raise UsageError(
+                    f"drafter.{key}={value} says nothing to firp", "leave it out: a head is one linear map"
+                )
+        layers = own.pop("layers", None)
+        layers = spread(num_heads, backbone.num_layers) if layers is None else tuple(layers)
+        check_layers(layers, num_heads, backbone.num_layers)
+        return super().create(backbone, num_heads, num_layers, vocabulary, draft_ids, layers=layers, **own)
+
+    def _forget_fast(self) -> None:
+        super()._forget_fast()
+        self._rows: Tensor | None = None
+
+    def pseudo(self, depth: int) -> Pseudo | None:
+        """The pseudo rows of the first `depth` heads."""
+        return self._pseudo(list(self.fast("steps"))[:depth]) if depth else None
+
+    def _pseudo(self, steps: list[nn.Module]) -> Pseudo:
+        def cast(step: nn.Module) -> Any:
+            return lambda x: step(x.to(self.dtype)).to(x.dtype)
+
+        return Pseudo(self.config.layers[: len(steps)], tuple(map(cast, steps)), self.config.masked)
+
+    @torch.inference_mode()
+    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
+        """Fill every node from the pseudo states that came with the last accepted token."""
+        if confirmed.ahead is None and tree.max_depth:
+            raise UserError("internal: firp drafts from pseudo states, and none came with the last pass")
+        scores = [] if confirmed.ahead is None else self.score(backbone, 0, confirmed.ahead[: tree.max_depth]).split(1)
+        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+
+    def matrix(self, backbone: Backbone, head: int) -> Tensor:
+        """The lm_head's rows of the draft vocabulary [M, H], or all of them."""
+        if self.config.vocabulary == "shared":
+            return backbone.lm_head_weight
+        if self._rows is None:
+            self._rows = backbone.lm_head_weight[self.draft_ids.to(backbone.lm_head_weight.device)]
+        return self._rows
+
+    def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
+        if not self._scorers:
+            shared = self.config.vocabulary == "shared"
+            self._scorers = [backbone.lm_head if shared else pack_linear(self.matrix(backbone, 0))]
+        return self._scorers[0](states.to(backbone.dtype)).float()
+
+    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+        if batch.trace is None or batch.rows is None:
+            raise UserError("internal: firp learns from traces of whole sequences, and the batch has none")
+        states = ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
+        return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
+
+    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
+        """Sum over heads k of decay^k times the mean cross-entropy to the backbone's distribution k places on.
+
+        That is the KL divergence of equation 4 up to the distribution's own entropy, which no weight changes; `soft`
+        is not read. Over a draft vocabulary both distributions are those given that the token is in it.
+        """
+        return super().loss(backbone, batch, decay, soft=1.0)
+
+
+def spread(heads: int, depth: int) -> tuple[int, ...]:
+    """Entry layers of K heads, evenly from a half to five sixths of a depth."""
+    shares = [1 / 2 + (1 / 3) * k / max(heads - 1, 1) for k in range(heads)]
+    return tuple(max(1, min(depth - 1, round(share * depth))) for share in shares)
+
+
+def check_layers(layers: tuple[int, ...], heads: int, depth: int) -> None:
+    """UsageError for entry layers that are not one for each head, out of range, or in falling order."""
+    shown = f"drafter.layers={list(layers)}"
+    if len(layers) != heads:
+        raise UsageError(
+            f"{shown} names {len(layers)} layers for {heads} heads", f"name {heads}, or set drafter.num_heads"
+        )
+    if not all(1 <= layer < depth for layer in layers):
+        raise UsageError(f"{shown} is outside this model's {depth} layers", f"use layers from 1 to {depth - 1}")
+    if list(layers) != sorted(layers):
+        raise UsageError(f"{shown} falls", "name the layers in rising order: later heads enter no lower")

@@ -1,0 +1,106 @@
+"""Whole conversations as training data: for what must run the backbone itself, where cached states will not do."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.trace import trace
+from medusa_cli.drafters.base import Batch
+from medusa_cli.training.data import is_held_out
+from medusa_cli.training.records import ReadReport, Record
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation cut to the training length: id, tokens [n], assistant spans [start, end)."""
+
+    id: str
+    tokens: Tensor
+    spans: list[tuple[int, int]]
+
+    @property
+    def positions(self) -> int:
+        """Answer tokens: what is learnt."""
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass
+class Conversations:
+    """Whole conversations for training and held out."""
+
+    train: list[Conversation]
+    held_out: list[Conversation]
+    report: ReadReport
+    digest: str
+
+    def answer_tokens(self) -> list[Tensor]:
+        """The tokens of every answer to train on."""
+        return [one.tokens[start:end] for one in self.train for start, end in one.spans]
+
+
+def split_conversations(
+    records: Sequence[Record], report: ReadReport, *, max_length: int, fraction: float, digest: str
+) -> Conversations:
+    """Split records as stage 1 does and cut them to max_length tokens; answers of one token are left out."""
+    parts: dict[bool, list[Conversation]] = {False: [], True: []}
+    for record in records:
+        spans = [(s, min(e, max_length)) for s, e in record.spans if min(e, max_length) - s > 1]
+        if spans:
+            cut = Conversation(record.id, torch.tensor(record.tokens[: spans[-1][1]]), spans)
+            parts[is_held_out(record.id, fraction)].append(cut)
+    if fraction > 0 and not parts[True] and len(parts[False]) > 1:
+        parts[True].append(parts[False].pop())
+    return Conversations(parts[False], parts[True], report, digest)
+
+
+def bucketed(items: Sequence[Conversation], tokens: int, chance: random.Random) -> list[list[Conversation]]:
+    """Micro-batches of conversations of like length, at most `tokens` tokens each with padding, in random order."""
+    order = sorted(items, key=lambda one: (len(one.tokens), chance.random()))
+    batches: list[list[Conversation]] = []
+    for one in order:
+        # Sorted by length, the newest is the longest: all rows are padded to it.
+        if not batches or (len(batches[-1]) + 1) * len(one.tokens) > tokens:
+            batches.append([])
+        batches[-1].append(one)
+    chance.shuffle(batches)
+    return batches
+
+
+def scheduled(
+    items: Sequence[Conversation], tokens: int, epochs: int, seed: int, positions: int | None
+) -> list[list[Conversation]]:
+    """Every micro-batch of a training in order, each epoch anew; at most about so many positions."""
+    found: list[list[Conversation]] = []
+    left = positions
+    for epoch in range(epochs):
+        for batch in bucketed(items, tokens, random.Random(f"{seed}:{epoch}")):
+            if left is not None and left <= 0:
+                return found
+            found.append(batch)
+            left = None if left is None else left - sum(one.positions for one in batch)
+    return found
+
+
+def batch_of(
+    backbone: Backbone, items: Sequence[Conversation], dtype: torch.dtype | None = None, traced: bool = False
+) -> Batch:
+    """The states (of dtype, None: the network's) that emit the answers' tokens, in the network as it is now.
+
+    traced: with what pseudo rows need, and without gradients of the network.
+    """
+    lengths = torch.tensor([len(one.tokens) for one in items])
+    tokens = nn.utils.rnn.pad_sequence([one.tokens for one in items], batch_first=True)
+    made = trace(backbone, tokens, lengths) if traced else None
+    states = (backbone.states(tokens, lengths) if made is None else made.states[-1]).flatten(0, 1)  # [B * L, H]
+    width = tokens.shape[1]
+    spans = [(row * width, start, end) for row, one in enumerate(items) for start, end in one.spans]
+    rows = torch.cat([torch.arange(at + start - 1, at + end - 1) for at, start, end in spans])
+    segment = torch.cat([torch.full((end - start,), i) for i, (_, start, end) in enumerate(spans)])
+    following = tokens.flatten()[rows + 1].to(states.device)
+    rows = rows.to(states.device)
+    hidden = states[rows] if dtype is None else states[rows].to(dtype)
+    return Batch(hidden, following, segment.to(states.device), made, rows)

@@ -1,0 +1,186 @@
+"""FIRP in decoding: pseudo rows against a slow reference, losslessness, one pass a step, what stays, files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding import generate, generate_batch, generate_plain
+from medusa_cli.drafters import Firp, load_drafter
+from medusa_cli.drafters.firp import spread
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.run import provenance
+from medusa_cli.tree import Growth, Tree
+from tests.tiny import FAMILIES, tiny_backbone
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
+PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
+DEPTH = 6
+
+
+def backbone_of(family: str = "llama", engine: str = "eager", positions: int = 512) -> Backbone:
+    return tiny_backbone(family, layers=DEPTH, engine=engine, positions=positions)
+
+
+def firp(backbone: Backbone, heads: int = 3, vocabulary: str = "shared", scale: float = 0.3, **own: Any) -> Firp:
+    torch.manual_seed(0)
+    ids = torch.randperm(backbone.vocab_size)[:24] if vocabulary == "draft" else None
+    drafter = Firp.create(backbone, heads, vocabulary=vocabulary, draft_ids=ids, **own)
+    with torch.no_grad():
+        for weight in drafter.parameters():  # files hold bf16
+            weight.copy_((weight + scale * torch.randn_like(weight) / 4).to(torch.bfloat16))
+    return drafter.eval()
+
+
+@torch.no_grad()
+def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 512) -> Tensor:
+    """The last token's final pseudo states [K, H], from nothing: every row at once, a dense mask, eager attention."""
+    model = copy.deepcopy(backbone_of(family, positions=positions).model)
+    model.set_attn_implementation("eager")
+    base, config, n = model.model, model.config.get_text_config(), len(tokens)
+    x = base.embed_tokens(torch.tensor([tokens]))
+    for index, layer in enumerate(base.layers):
+        for at, step in zip(drafter.config.layers, drafter.steps, strict=True):
+            if at == index:
+                x = torch.cat([x, step(x[:, n - 1 : n])], dim=1)
+        rows = torch.arange(x.shape[1])
+        seen = rows[:, None] >= rows
+        if drafter.config.masked:
+            seen &= (rows < n) | (rows[:, None] == rows)
+        kind = (getattr(config, "layer_types", None) or [None] * DEPTH)[index]
+        if kind == "sliding_attention" or (kind is None and getattr(config, "sliding_window", None)):
+            seen &= rows[:, None] - rows < config.sliding_window
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        tables = base.rotary_emb(x, rows[None], kind) if family == "gemma3" else base.rotary_emb(x, rows[None])
+        x = layer(x, attention_mask=mask, position_embeddings=tables, position_ids=rows[None])
+    return base.norm(x)[0, n:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pseudo_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str, masked: bool) -> None:
+    backbone = backbone_of(family, engine)
+    drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
+    cache = backbone.new_cache(4)  # grows
+    out = backbone.forward(torch.tensor(PROMPT), cache, logits="last", pseudo=drafter.pseudo(3))
+    assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
+    assert torch.allclose(out.ahead_of(-1), reference(family, drafter, PROMPT), atol=1e-4)
+    tokens = torch.arange(20, 20 + TREE.size)
+    out = backbone.forward(tokens, cache, TREE, pseudo=drafter.pseudo(3))
+    assert out.ahead is not None and out.ahead.shape == (TREE.size, 3, backbone.hidden_size)
+    for node in (0, 3, 8):
+        path = PROMPT + tokens[TREE.path(node)].tolist()
+        assert torch.allclose(out.ahead[node], reference(family, drafter, path), atol=1e-4), node
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_a_prompt_of_several_pieces_ends_in_its_last_tokens_pseudo_rows(engine: str) -> None:
+    backbone = backbone_of("llama", engine, positions=1024)
+    drafter = firp(backbone)
+    prompt = [5 + i * 7 % 50 for i in range(530)]
+    out = backbone.forward(torch.tensor(prompt), backbone.new_cache(), logits="last", pseudo=drafter.pseudo(2))
+    expected = reference("llama", drafter, prompt, positions=1024)
+    assert out.hidden.shape[0] == 530 and torch.allclose(out.ahead_of(-1), expected[:2], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str) -> None:
+    backbone = backbone_of(family, engine)
+    drafter = firp(backbone)
+    nodes, path = torch.arange(20, 20 + TREE.size), TREE.path(7)
+    caches, outputs = [], []
+    for pseudo in (None, drafter.pseudo(3)):
+        cache = backbone.new_cache(8)
+        backbone.forward(torch.tensor(PROMPT), cache, pseudo=pseudo)
+        outputs.append(backbone.forward(nodes, cache, TREE, pseudo=pseudo))
+        cache.keep(len(PROMPT), path)
+        outputs.append(backbone.forward(torch.tensor([9, 8]), cache, pseudo=pseudo))
+        caches.append(cache)
+    for without, ridden in zip(outputs[:2], outputs[2:], strict=True):
+        assert torch.allclose(without.logits, ridden.logits, atol=1e-4)
+        assert torch.allclose(without.hidden, ridden.hidden, atol=1e-4)
+    length = len(PROMPT) + len(path) + 2
+    assert caches[0].length == caches[1].length == length
+    assert torch.allclose(*(cache.buffer[:, :, :, :length] for cache in caches), atol=1e-4)
+    # What comes after sees the kept rows alone: the same as one chain without any pseudo row.
+    whole = PROMPT + nodes[path].tolist() + [9, 8]
+    alone = backbone.forward(torch.tensor(whole), backbone.new_cache())
+    assert torch.allclose(outputs[3].logits, alone.logits[-2:], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [TREE, Tree.chain(3), Growth(9, 3), Tree.root_only()], ids=str)
+def test_firp_is_lossless(family: str, engine: str, shape: Tree | Growth) -> None:
+    backbone = backbone_of(family, engine)
+    drafter = firp(backbone, vocabulary="draft" if engine == "fast" else "shared")
+    steps = generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=())
+    plain = generate_plain(backbone_of(family), PROMPT, max_new_tokens=40, stop_ids=())
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+def test_the_contexts_end_is_reached_and_not_passed() -> None:
+    backbone = backbone_of(positions=32)
+    steps = generate(backbone, firp(backbone), TREE, PROMPT, max_new_tokens=60, stop_ids=())
+    plain = generate_plain(backbone, PROMPT, max_new_tokens=60, stop_ids=())
+    found = [t for s in steps for t in s.tokens]
+    assert found == [t for s in plain for t in s.tokens] and len(found) == 32 - len(PROMPT)
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [TREE, Growth(9, 3)], ids=str)
+def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | Growth) -> None:
+    backbone = backbone_of("llama", engine)
+    drafter = firp(backbone)
+    backbone.forward(torch.tensor([1]), backbone.new_cache(), pseudo=drafter.pseudo(1))  # the engine is checked once
+    passes: list[int] = []
+    norm = "_norm" if engine == "fast" else "norm"
+    owner = backbone._decoder if engine == "fast" else backbone.model.model
+    assert owner is not None
+    inner = getattr(owner, norm)
+    # Whatever reaches the last norm has gone through the layers: rows are counted there.
+    object.__setattr__(owner, norm, lambda x: passes.append(x.shape[1]) or inner(x))
+    steps = list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=()))
+    assert len(passes) == len(steps)
+    assert passes[0] == len(PROMPT) + 3
+    assert passes[1:] == [4 * (step.drafted + 1) for step in steps[1:]]
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    backbone = backbone_of()
+    for vocabulary in ("draft", "shared"):
+        drafter = firp(backbone, vocabulary=vocabulary, masked=True, layers=[1, 4, 5])
+        drafter.save(tmp_path, provenance(backbone.identity))
+        loaded = load_drafter(tmp_path, backbone)
+        assert isinstance(loaded, Firp) and loaded.config == drafter.config
+        assert sum(weight.numel() for weight in loaded.parameters()) == 3 * (32 * 32 + 32)
+        rule = {"max_new_tokens": 30, "stop_ids": ()}
+        ours, theirs = (list(generate(backbone, one, TREE, PROMPT, **rule)) for one in (drafter, loaded))
+        assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
+
+
+def test_the_default_layers_are_a_half_to_five_sixths_of_the_depth() -> None:
+    assert spread(3, 30) == (15, 20, 25) and spread(1, 30) == (15,)
+    assert spread(4, 30) == (15, 18, 22, 25) and spread(4, 2) == (1, 1, 1, 1)
+
+
+def test_a_model_whose_layers_are_unknown_is_refused() -> None:
+    import transformers as hf
+
+    config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    backbone = Backbone(hf.GPT2LMHeadModel(config).eval(), id="tiny-gpt2")
+    drafter = firp(backbone)
+    with pytest.raises(UserError, match="cannot be run one by one: its parts are not named as in Llama"):
+        next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
+
+
+def test_many_prompts_at_once_are_refused() -> None:
+    backbone = backbone_of()
+    with pytest.raises(UsageError, match="firp drafts for one sequence at a time"):
+        list(generate_batch(backbone, firp(backbone), TREE, [[5], [6]], batch_size=2, max_new_tokens=4))
