@@ -11,7 +11,7 @@ from medusa_cli.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
-ENGINES = ("auto", "eager", "fast")
+ENGINES = ("auto", "eager", "fast", "int8", "int4")
 
 
 def _device(value: str) -> str:
@@ -105,7 +105,8 @@ Engine = Annotated[
         metavar="NAME",
         callback=_engine,
         help="How the backbone runs: fast (lean layers; packed weights on a CPU, captured steps under CUDA), eager "
-        "(transformers' own), or auto.",
+        "(transformers' own), auto (fast on a CPU where it can), or int8 or int4: fast over weights rounded to so many "
+        "bits, which changes the model (CPU).",
     ),
 ]
 LoadIn4bit = Annotated[

@@ -69,6 +69,7 @@ class TrainRecipe:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
     (heads alone for the share heads_first of the steps, then rising to the end) or sine. backbone_lr: null is a quarter
     of lr. max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
+    gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
     """
 
     stage: int = _setting(1, least=1, most=2)
@@ -82,6 +83,7 @@ class TrainRecipe:
     heads_first: float = _setting(0.1, least=0.0, most=0.9)
     backbone_lr: float | None = _setting(None, least=0.0)
     max_length: int = _setting(1024, least=16)
+    gradient_checkpointing: bool = False
     optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
     epochs: int = _setting(2, least=1)
     max_tokens: int | None = _setting(800_000, least=1)

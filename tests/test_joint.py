@@ -313,3 +313,19 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert done.exit_code == 1 and "holds no stage-1 heads of this model and this shape" in done.stderr
     done = CliRunner().invoke(app, ["compare", str(tmp_path / "third")])
     assert done.exit_code == 1 and "holds no training with a validation" in done.stderr
+
+
+def test_states_computed_again_give_the_same_gradients() -> None:
+    def gradients(again: bool) -> list[torch.Tensor]:
+        backbone, _, data, task = joint("llama", "train.schedule=constant")
+        if again:
+            backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
+        backbone.model.train()
+        assert backbone.model.is_gradient_checkpointing == again
+        task.losses(data.train[:3], 0.5).total.backward()
+        return [weight.grad for weight in task.weights.values()]
+
+    kept, again = gradients(False), gradients(True)
+    assert any(float(grad.abs().max()) > 0 for grad in kept)
+    for one, other in zip(kept, again, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

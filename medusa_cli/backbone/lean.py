@@ -16,17 +16,22 @@ from torch.nn import functional as F
 from medusa_cli.backbone.layered import Layers, Unsupported, cut
 from medusa_cli.backbone.packed import ROWS_HINT, can_pack
 from medusa_cli.backbone.pseudo import Riders
+from medusa_cli.backbone.rounded import FEW_ROWS, Rounded, round_weight
 
 # Where weights are not packed but only fused: the libraries of these devices read the plain layout.
 PLAIN = ("cuda",)
-# Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice.
-FEW, MANY = 5, 128
+# Between these numbers of rows two plain products over turned keys beat torch's fused attention, up to twice; after a
+# long text they do for fewer rows as well.
+FEW, MANY, LONG = 5, 128, 1024
 
 
 class Linear:
-    """One or more nn.Linear on the same input as one product, packed on a CPU, with what follows it on the way out."""
+    """One or more nn.Linear on the same input as one product, packed on a CPU, with what follows it on the way out.
 
-    def __init__(self, *linears: Any) -> None:
+    bits: round the weights to so many, where there is a kernel; few rows then go through that.
+    """
+
+    def __init__(self, *linears: Any, bits: int | None = None) -> None:
         for linear in linears:
             plain = linear.weight.device.type in PLAIN
             if type(linear) is not nn.Linear or not (plain or can_pack(linear.weight)):
@@ -38,19 +43,32 @@ class Linear:
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.packed = not plain
+        self.rounded: Rounded | None = None
+        self.few = 0  # elements of the widest input that goes through the rounded weights
+        if bits is not None and (made := round_weight(self.weight, bits)) is not None:
+            self.rounded, self.weight = made
+            self.few = FEW_ROWS[bits] * self.weight.shape[1]
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), ROWS_HINT)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.rounded is not None and x.numel() <= self.few:
+            return self._few(self.rounded, x)
         if not self.packed:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """W x + b + other."""
+        if self.rounded is not None and x.numel() <= self.few:
+            return self._few(self.rounded, x).add_(other)
         if not self.packed:
             return F.linear(x, self.weight, self.bias).add_(other)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+
+    def _few(self, product: Rounded, x: Tensor) -> Tensor:
+        found = product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return found if self.bias is None else found.add_(self.bias)
 
 
 Norm = Callable[[Tensor], Tensor]
@@ -75,20 +93,23 @@ class _Layer:
 
 
 class LeanDecoder:
-    """The layers of a transformers decoder; raises Unsupported where its parts are not those this engine knows."""
+    """The layers of a transformers decoder; raises Unsupported where its parts are not those this engine knows.
 
-    def __init__(self, model: Any) -> None:
+    bits: round the weights of its linear layers to so many.
+    """
+
+    def __init__(self, model: Any, bits: int | None = None) -> None:
         config = model.config.get_text_config()
         self._parts = Layers(model)
         layers, kinds = self._parts.layers, self._parts.kinds
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        self._layers = [_layer(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+        self._layers = [_layer(layer, kind, bits) for layer, kind in zip(layers, kinds, strict=True)]
         self._kinds = sorted(set(kinds))
         self._scale: float = layers[0].self_attn.scaling
         self._norm = rms_norm(self._parts.base.norm)
-        self.lm_head = Linear(model.get_output_embeddings())
+        self.lm_head = Linear(model.get_output_embeddings(), bits=bits)
 
     def __call__(
         self,
@@ -147,7 +168,7 @@ class LeanDecoder:
         query, key = query_key.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
         keys, values = cache.update(key, value.transpose(1, 2))
         query = query.reshape(batch, self.kv_heads, -1, self.head_dim)
-        if cache.turned is not None and FEW < rows <= MANY:
+        if cache.turned is not None and (rows > FEW or keys.shape[2] > LONG) and rows <= MANY:
             scores = torch.baddbmm(mask[0], query[0], cache.turned, alpha=self._scale)  # [KV, G * n, L]
             attended = torch.bmm(scores.softmax(-1), values[0])
         else:
@@ -165,7 +186,7 @@ class LeanDecoder:
         return layer.down.plus(inner, x)
 
 
-def _layer(layer: Any, kind: str) -> _Layer:
+def _layer(layer: Any, kind: str, bits: int | None) -> _Layer:
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
     if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
@@ -178,15 +199,15 @@ def _layer(layer: Any, kind: str) -> _Layer:
     return _Layer(
         kind=kind,
         attention_norm=rms_norm(layer.input_layernorm),
-        qkv=Linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=Linear(attention.q_proj, attention.k_proj, attention.v_proj, bits=bits),
         query_norm=rms_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=rms_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        out=Linear(attention.o_proj),
+        out=Linear(attention.o_proj, bits=bits),
         out_norm=rms_norm(layer.post_attention_layernorm) if after else None,
         mlp_norm=rms_norm(layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm),
-        gate_up=Linear(mlp.gate_proj, mlp.up_proj),
+        gate_up=Linear(mlp.gate_proj, mlp.up_proj, bits=bits),
         activation=mlp.act_fn,
-        down=Linear(mlp.down_proj),
+        down=Linear(mlp.down_proj, bits=bits),
         down_norm=rms_norm(layer.post_feedforward_layernorm) if after else None,
     )
 

@@ -10,9 +10,10 @@ from medusa_cli.backbone import adapter as adapters
 from medusa_cli.backbone import blank
 from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
+from medusa_cli.backbone.rounded import BITS
 from medusa_cli.errors import UsageError, UserError
 
-ENGINES = ("auto", "eager", "fast")
+ENGINES = ("auto", "eager", "fast", *BITS)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -30,8 +31,9 @@ def load_backbone(
     """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
     device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over fused weights,
-    packed on a CPU; "eager" transformers' own layers, their weights packed where the CPU has kernels for that;
-    "auto" is "fast" on a CPU where it can run the model. "random:SHAPE" is a model of random weights, for timing.
+    packed on a CPU; "int8" and "int4" are "fast" over rounded weights; "eager" is transformers' own layers, their
+    weights packed where the CPU has kernels for that; "auto" is "fast" on a CPU where it can run the model.
+    "random:SHAPE" is a model of random weights, for timing.
     adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
     Gradients pass through plain weights alone, which the engine "eager" then keeps; packed ones would lose them
     without a word. Raises UserError for what cannot be found or used.

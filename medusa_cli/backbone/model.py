@@ -14,6 +14,7 @@ from medusa_cli.backbone.cache import KVCache
 from medusa_cli.backbone.layered import LayeredDecoder, Unsupported
 from medusa_cli.backbone.lean import LeanDecoder, release_linears
 from medusa_cli.backbone.pseudo import Pseudo, Riders
+from medusa_cli.backbone.rounded import BITS, check_rounding
 from medusa_cli.backbone.slots import SlotCache, run_slots
 from medusa_cli.backbone.support import check_agreement, layered_decoder, refuse_unsupported
 from medusa_cli.backbone.trace import padded_pass
@@ -55,9 +56,9 @@ class Output:
 class Backbone:
     """A frozen causal LM with one token sequence at a time; unmodified but for its attention function.
 
-    With engine "fast" its layers run through LeanDecoder, with "auto" where that knows the model. The network's own
-    linear layers are then given up. Raises UserError for models whose attention a tree mask cannot express, and
-    UsageError where "fast" is asked for and cannot be had.
+    With engine "fast" its layers run through LeanDecoder, with "auto" where that knows the model, with "int8" and
+    "int4" over rounded weights, which change the model. The network's own linear layers are then given up. Raises
+    UserError for models whose attention a tree mask cannot express, UsageError for an engine that cannot be had.
     """
 
     def __init__(
@@ -91,13 +92,11 @@ class Backbone:
         self.masks = attention.Masks(self.config, self.dtype)
         # What passes run through in the network's place; None: the network itself.
         self._decoder: LeanDecoder | LayeredDecoder | None = None
+        self.engine = "eager"
         if engine != "eager":
             self._decoder = self._make_lean(engine)
-
-    @property
-    def engine(self) -> str:
-        """The engine in use: "fast" or "eager"."""
-        return "eager" if self._decoder is None else "fast"
+        if self._decoder is not None:
+            self.engine = engine if engine in BITS else "fast"
 
     @property
     def captures(self) -> bool:
@@ -108,14 +107,19 @@ class Backbone:
         """The lean decoder, once it has agreed with the network itself; None where "auto" must do without it."""
         if engine == "auto" and self.device.type == "cuda":
             return None  # not measured there yet
+        if engine in BITS:
+            check_rounding(engine, self.dtype, self.device)
         try:
             lean = LeanDecoder(self.model)
             check_agreement(self, lean)
+            if engine in BITS:  # the same layers once more, over other weights
+                lean = LeanDecoder(self.model, BITS[engine])
+                self.weight_bytes = self.weight_bytes * BITS[engine] // 16
         except Unsupported as reason:
             if engine == "auto":
                 return None
             raise UsageError(
-                f"--engine fast cannot run the model {self.id!r}: {reason}", "use --engine auto or eager"
+                f"--engine {engine} cannot run the model {self.id!r}: {reason}", "use --engine auto or eager"
             ) from reason
         self.lm_head = lean.lm_head
         release_linears(self.model)

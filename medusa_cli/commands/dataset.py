@@ -12,7 +12,7 @@ def engine_for(kind: Any, engine: str) -> str:
     """The engine to load the backbone with; UsageError for --engine fast where pseudo rows need its own layers."""
     if not kind.whole_sequences:
         return engine
-    if engine == "fast":
+    if engine not in ("auto", "eager"):
         raise UsageError(
             f"--engine fast cannot run {kind.name} over whole conversations: it packs the layers' weights",
             "leave --engine out; the drafter runs on either engine once it is trained",

@@ -44,6 +44,8 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     backbone = Backbone(network, tokenizer, id=recipe.model)
     assert backbone.identity  # taken now: training changes what it is read from
     adapter.unfreeze(network, everything=train.tuning == "full")
+    if train.gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
     network.train()
     return backbone
 

@@ -1,0 +1,76 @@
+"""Engines over rounded weights: what they stand for, how far off they are, where they cannot be had."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.lean import Linear
+from medusa_cli.backbone.packed import can_pack
+from medusa_cli.backbone.rounded import BITS, FEW_ROWS, round_weight
+from medusa_cli.decoding import Stats, generate
+from medusa_cli.drafters import MedusaHeads
+from medusa_cli.errors import UsageError
+from medusa_cli.tree import Tree
+from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 kernels here")
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rounded_weight_is_near_and_its_product_is_that_of_what_it_stands_for(bits: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 96).to(torch.bfloat16)
+    product, restored = round_weight(weight, bits)
+    spread = weight.float().unflatten(1, (-1, 32)).amax(-1) - weight.float().unflatten(1, (-1, 32)).amin(-1)
+    step = weight.float().abs().amax(1, keepdim=True) / 127 if bits == 8 else spread.repeat_interleave(32, 1) / 15
+    # Half a step of rounding, and the rounding to bf16 of scales, offsets and results.
+    assert ((restored.float() - weight.float()).abs() <= 0.5 * step + 0.02 * weight.float().abs().amax()).all()
+    x = torch.randn(5, 96).to(torch.bfloat16)
+    assert off(product(x), x.float() @ restored.float().T) < 1e-2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_rows_and_many_compute_the_same(bits: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 32, bias=True).to(torch.bfloat16) for _ in range(2)]
+    fused = Linear(*layers, bits=bits)
+    x, other = torch.randn(1, 40, 64).to(torch.bfloat16), torch.randn(1, 40, 64).to(torch.bfloat16)
+    many, summed = fused(x), fused.plus(x, other)
+    for rows in (1, FEW_ROWS[bits], FEW_ROWS[bits] + 1):
+        assert off(fused(x[:, :rows]), many[:, :rows]) < 2e-2
+        assert off(fused.plus(x[:, :rows], other[:, :rows]), summed[:, :rows]) < 2e-2
+    assert 1e-4 < off(many, F.linear(x, torch.cat([one.weight for one in layers]), fused.bias)) < 0.2
+
+
+def test_shapes_without_a_kernel_keep_their_weights() -> None:
+    odd = nn.Linear(40, 30, bias=False).to(torch.bfloat16)
+    assert Linear(odd, bits=4).rounded is None and Linear(odd, bits=8).rounded is not None
+
+
+@pytest.mark.parametrize("engine", ["int8", "int4"])
+def test_a_model_decodes_over_rounded_weights(engine: str) -> None:
+    network = tiny_model("llama").to(torch.bfloat16)
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data = round_weight(layer.weight.data, BITS[engine])[1]
+    expected = Backbone(network, tiny_tokenizer())
+    backbone = Backbone(tiny_model("llama").to(torch.bfloat16), tiny_tokenizer(), engine=engine)
+    assert backbone.engine == engine and backbone.weight_bytes < expected.weight_bytes
+    for rows in (3, 40):
+        ids = torch.arange(5, 5 + rows)
+        found = backbone.forward(ids, backbone.new_cache()).hidden
+        assert off(found, expected.forward(ids, expected.new_cache()).hidden) < 5e-2
+    heads = MedusaHeads.create(backbone, 2, 1, "own").to(torch.bfloat16).eval()
+    steps = list(generate(backbone, heads, Tree.dense([2, 1]), [5, 9, 20], max_new_tokens=20))
+    assert Stats.of(steps).tokens == 20
+
+
+def test_what_cannot_be_rounded_is_refused() -> None:
+    with pytest.raises(UsageError, match="--engine int8 rounds bf16 weights on a CPU, not float32"):
+        tiny_backbone(engine="int8")
