@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from medusa_cli.backbone.packed import can_pack
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.taken import Taken
@@ -74,8 +76,6 @@ def test_a_difference_is_found_with_its_margin() -> None:
     (result,) = measure(backbone, {"ar": good, "medusa": odd}, [question], 3)
     found = result.answers["medusa"].divergence
     assert (found.turn, found.position, found.expected, found.actual) == (0, 1, 10, 12)
-    import torch
-
     ids = torch.tensor([*backbone.encode_chat([{"role": "user", "content": "w1"}]), 9])
     scores = backbone.forward(ids, backbone.new_cache()).logits[-1]
     assert found.margin == pytest.approx(float(scores[10] - scores[12]), abs=1e-4)
@@ -250,3 +250,15 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     assert refused.exit_code == 1 and "is not calibrated" in refused.stderr
     searched = medusa(*words, "hydra", "--tree", "static:5")
     assert searched.exit_code == 0 and "hydra/drafter, tree of 5 nodes" in searched.stderr
+
+
+@pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 kernels here")
+def test_rounded_weights_say_how_far_they_move_the_model(place: Path) -> None:
+    words = ["--json", "--dtype", "bf16", "--limit", "2", "--methods"]
+    found = json.loads(bench(place, *words, "hf,ar", "--engine", "int8").stdout)
+    assert found["engine"] == "int8" and found["rounding"]["tokens"] > 0
+    assert 0 < found["rounding"]["kl"] < 0.1 and 0.5 < found["rounding"]["agreement"] <= 1
+    assert "Rounded to 8 bits" in " ".join(found["facts"])
+    assert json.loads(bench(place, *words, "hf,ar").stdout)["rounding"] is None
+    refused = bench(place, "--engine", "int8", "--methods", "ar")
+    assert refused.exit_code == 2 and "--engine int8 rounds bf16 weights on a CPU, not float32" in refused.stderr

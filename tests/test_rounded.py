@@ -1,5 +1,7 @@
 """Engines over rounded weights: what they stand for, how far off they are, where they cannot be had."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from medusa_cli.backbone.lean import Linear
 from medusa_cli.backbone.packed import can_pack
 from medusa_cli.backbone.rounded import BITS, FEW_ROWS, round_weight
 from medusa_cli.decoding import Stats, generate
-from medusa_cli.drafters import MedusaHeads
+from medusa_cli.drafters import MedusaHeads, load_drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
 from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
@@ -54,11 +56,11 @@ def test_shapes_without_a_kernel_keep_their_weights() -> None:
 
 
 @pytest.mark.parametrize("engine", ["int8", "int4"])
-def test_a_model_decodes_over_rounded_weights(engine: str) -> None:
+def test_a_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> None:
     network = tiny_model("llama").to(torch.bfloat16)
-    for layer in network.modules():
+    for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear):
-            layer.weight.data = round_weight(layer.weight.data, BITS[engine])[1]
+            layer.weight.data = round_weight(layer.weight.data, 8 if name == "lm_head" else BITS[engine])[1]
     expected = Backbone(network, tiny_tokenizer())
     backbone = Backbone(tiny_model("llama").to(torch.bfloat16), tiny_tokenizer(), engine=engine)
     assert backbone.engine == engine and backbone.weight_bytes < expected.weight_bytes
@@ -66,7 +68,9 @@ def test_a_model_decodes_over_rounded_weights(engine: str) -> None:
         ids = torch.arange(5, 5 + rows)
         found = backbone.forward(ids, backbone.new_cache()).hidden
         assert off(found, expected.forward(ids, expected.new_cache()).hidden) < 5e-2
-    heads = MedusaHeads.create(backbone, 2, 1, "own").to(torch.bfloat16).eval()
+    MedusaHeads.create(backbone, 2, 1, "own").save(tmp_path, {})
+    heads = load_drafter(tmp_path, backbone)
+    assert heads.bits == 8 and load_drafter(tmp_path, expected).bits is None
     steps = list(generate(backbone, heads, Tree.dense([2, 1]), [5, 9, 20], max_new_tokens=20))
     assert Stats.of(steps).tokens == 20
 

@@ -109,7 +109,8 @@ class LeanDecoder:
         self._kinds = sorted(set(kinds))
         self._scale: float = layers[0].self_attn.scaling
         self._norm = rms_norm(self._parts.base.norm)
-        self.lm_head = Linear(model.get_output_embeddings(), bits=bits)
+        # Four bits are too few for the last matrix: alone they moved the default model ten times as far as all others.
+        self.lm_head = Linear(model.get_output_embeddings(), bits=bits and 8)
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """Weights rounded to 8 or 4 bits, of which a step over few rows reads half or a quarter of the bytes.
 
-This changes the model. The kernels are torch's own for CPUs, over bf16 rows; beyond a few rows they lose to packed
-bf16 weights, which is why whoever uses them keeps both.
+This changes the model; with 4 bits the lm_head keeps 8. The kernels are torch's own for CPUs, over bf16 rows; beyond a
+few rows they lose to packed bf16 weights, which is why whoever uses them keeps both.
 """
 
 from dataclasses import dataclass

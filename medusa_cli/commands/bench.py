@@ -141,7 +141,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Load, measure and summarise; the document that --json prints."""
     from medusa_cli.assets import gguf_path
-    from medusa_cli.benchmarks import build_methods, measure, summarise
+    from medusa_cli.backbone.rounded import BITS
+    from medusa_cli.benchmarks import build_methods, drift, measure, summarise
     from medusa_cli.commands.loading import describe, growth_of, load
     from medusa_cli.commands.rivals import load_rivals
     from medusa_cli.run import provenance
@@ -174,6 +175,12 @@ def run_bench(
         f"{len(chosen)} questions, up to {tokens} new tokens a turn, "
         f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", {describe(shape)}" if shape else "") + "."
     ]
+    moved = drift(backbone, plain, results) if "hf" in names and backbone.engine in BITS else None
+    if moved is not None:
+        facts.append(
+            f"Rounded to {BITS[backbone.engine]} bits, the model moves by {moved['kl']:.4f} nats a token and chooses "
+            f"the same for {moved['agreement']:.1%} of {moved['tokens']:,} tokens; hf is not rounded."
+        )
     if batch_size > 1:
         facts.append(
             f"{batch_size} questions side by side; a batch's seconds are shared among its answers by their tokens."
@@ -189,6 +196,7 @@ def run_bench(
         "engine": backbone.engine,
         "device": str(backbone.device),
         "sampling": vars(rule),
+        "rounding": moved,
         **summarise(results, compared=rule.greedy),
     }
 

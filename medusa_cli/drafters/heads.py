@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.packed import pack_linear, pack_linears
+from medusa_cli.backbone.rounded import BITS
 from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.errors import UserError
@@ -59,6 +60,7 @@ class HeadDrafter(Drafter):
     settings: ClassVar[tuple[str, ...]] = ()  # the recipe's drafter keys that this kind alone reads
     vocabularies: ClassVar[tuple[str, ...]] = VOCABULARIES  # what its heads can score; without "own" nothing is learnt
     draft_ids: Tensor
+    bits: int | None = None  # what its weights are rounded to for drafting
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class HeadDrafter(Drafter):
         """A copy of the submodule `name` with its linear layers packed for drafting."""
         if name not in self._fast:
             self._fast[name] = copy.deepcopy(getattr(self, name))
-            pack_linears(self._fast[name])
+            pack_linears(self._fast[name], self.bits)
         return self._fast[name]
 
     @property
@@ -165,7 +167,8 @@ class HeadDrafter(Drafter):
         if self.config.vocabulary == "shared":
             return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
         if not self._scorers:
-            self._scorers += [pack_linear(matrix.detach()) for matrix in self.matrices]  # forks share this very list
+            # Forks share this very list.
+            self._scorers += [pack_linear(matrix.detach(), bits=self.bits) for matrix in self.matrices]
         return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
 
     def confidences(self, head: int, scores: Tensor, growth: Growth) -> tuple[list[list[float]], list[list[int]]]:
@@ -279,4 +282,6 @@ class HeadDrafter(Drafter):
                 f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
                 "train it again, or give another --drafter",
             ) from reason
+        # Beside rounded weights plain ones would be the larger part of drafting; guesses may be rough.
+        drafter.bits = 8 if backbone.engine in BITS else None
         return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
