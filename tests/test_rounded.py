@@ -71,7 +71,7 @@ def test_a_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> No
     MedusaHeads.create(backbone, 2, 1, "own").save(tmp_path, {})
     heads = load_drafter(tmp_path, backbone)
     assert heads.bits == 8 and load_drafter(tmp_path, expected).bits is None
-    steps = list(generate(backbone, heads, Tree.dense([2, 1]), [5, 9, 20], max_new_tokens=20))
+    steps = list(generate(backbone, heads, Tree.dense([2, 1]), [5, 9, 20], max_new_tokens=20, stop_ids=()))
     assert Stats.of(steps).tokens == 20
 
 
