@@ -5,6 +5,7 @@ rotary self-attention with or without norms on queries and keys, a gated MLP); a
 keeps the eager engine.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,11 @@ class Linear:
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.packed = not plain
         self.rounded: Rounded | None = None
+        self.nbytes = self.weight.nbytes
         self.few = 0  # elements of the widest input that goes through the rounded weights
         if bits is not None and (made := round_weight(self.weight, bits)) is not None:
             self.rounded, self.weight = made
+            self.nbytes = self.weight.numel() * bits // 8
             self.few = FEW_ROWS[bits] * self.weight.shape[1]
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), ROWS_HINT)
@@ -140,6 +143,12 @@ class LeanDecoder:
                 tapped[index] = x
         tapped[-1] = self._norm(x)
         return tapped[-1] if tuple(taps) == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the matrices that a step over few rows reads, scales apart."""
+        layers = [(one.qkv, one.out, one.gate_up, one.down) for one in self._layers]
+        return sum(one.nbytes for one in (*itertools.chain(*layers), self.lm_head))
 
     def _for_rows(
         self, rows: int, masks: dict[str, Tensor], tables: dict[str, tuple[Tensor, Tensor]]

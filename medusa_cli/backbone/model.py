@@ -114,7 +114,7 @@ class Backbone:
             check_agreement(self, lean)
             if engine in BITS:  # the same layers once more, over other weights
                 lean = LeanDecoder(self.model, BITS[engine])
-                self.weight_bytes = self.weight_bytes * BITS[engine] // 16
+                self.weight_bytes = lean.weight_bytes
         except Unsupported as reason:
             if engine == "auto":
                 return None
