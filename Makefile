@@ -41,7 +41,8 @@ test-slow: $(READY) ## the tests that take minutes
 
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps
-	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 --methods hf,hf-lookup,ar,medusa,medusa-dynamic
+	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 \
+		--methods hf,hf-lookup,ar,medusa,medusa-dynamic$$($(BIN)/python -c 'import llama_cpp' 2>/dev/null && echo ,llama.cpp)
 
 bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
 	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))
