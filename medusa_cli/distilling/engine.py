@@ -235,7 +235,7 @@ class _Batch:
         ended = slot.tokens[-1] in self.backbone.eos_ids
         text = self.backbone.decode(slot.tokens[slot.answer_start :]).strip()
         del slot.tokens[start:]
-        self.cache.lengths[index] = start - 1  # the answer's last token has not been run
+        self.cache.slots[index].truncate(start - 1)  # the answer's last token has not been run
         slot.asking_from = None
         return text if ended else ""
 
