@@ -271,6 +271,8 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     _, run = place
     done = train(place, "--stage", "2", "--tuning", "full", "train.objective=ce")
     assert done.exit_code == 0, done.output
+    beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
+    assert beside["kl"] is None and beside["agreement"] is None, "the original is gone: nothing to be held against"
     tuned = Path(run) / "tuned"
     assert (tuned / "model" / "config.json").is_file() and (tuned / "drafter" / "config.json").is_file()
     runner = CliRunner()

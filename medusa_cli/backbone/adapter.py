@@ -55,6 +55,11 @@ def adapter_off(network: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def original(layer: Any) -> Any:
+    """A linear layer as it was before an adapter was attached to it."""
+    return getattr(layer, "base_layer", layer)
+
+
 def save(network: Any, folder: Path, backbone: str) -> None:
     """Write the adapter in peft's layout into a folder that replaces an earlier one only when it is complete."""
     from peft import get_peft_model_state_dict

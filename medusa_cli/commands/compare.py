@@ -18,8 +18,8 @@ def compare(
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
     KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
-    often both take the same greedy token; heads on a frozen model (stage 1) cost nothing. All come from the last
-    validation in RUN/train.jsonl.
+    often both take the same greedy token; heads on a frozen model (stage 1) cost nothing, and a model trained in full
+    keeps no original to be held against (-). All come from the last validation in RUN/train.jsonl.
     """
     console.configure(quiet=quiet, json=json)
     rows = [_row(name) for name in runs]
@@ -42,9 +42,9 @@ def compare(
             row["run"],
             row["objective"],
             row["lambda_0"],
-            f"{row['kl']:.4f}",
-            f"{row['perplexity_ratio']:.3f}",
-            f"{row['agreement']:.1%}",
+            _shown(row["kl"], ".4f"),
+            _shown(row["perplexity_ratio"], ".3f"),
+            _shown(row["agreement"], ".1%"),
             "/".join(f"{100 * value:.1f}" for value in row["accuracies"]),
         )
     console.result(table)
@@ -65,6 +65,7 @@ def _row(name: str) -> dict[str, Any]:
     config = run.drafter_dir / "config.json"
     made = read_json(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
     joint = train.stage == 2
+    ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {
         "run": run.name,
         "stage": train.stage,
@@ -72,9 +73,13 @@ def _row(name: str) -> dict[str, Any]:
         "lambda_0": f"{train.schedule} {train.lambda_0:g}" if joint else "",
         "steps": last["step"],
         "positions": last["total_positions"],
-        "kl": parts.get("kl", 0.0),
-        "perplexity_ratio": math.exp(parts["nll"] - parts["nll_original"]) if "nll" in parts else 1.0,
-        "agreement": parts.get("agreement", 1.0),
+        "kl": parts.get("kl", None if joint else 0.0),
+        "perplexity_ratio": ratio if joint else 1.0,
+        "agreement": parts.get("agreement", None if joint else 1.0),
         "accuracies": last["accuracies"],
         "data": made.get("data", {}).get("digest"),
     }
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

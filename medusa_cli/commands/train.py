@@ -269,7 +269,7 @@ def _finish(
 def _cost(parts: dict[str, float]) -> str:
     """What joint training has made of the model so far, as words after a validation; nothing in stage 1."""
     if "kl" not in parts:
-        return ""
+        return f"; perplexity {math.exp(parts['nll']):.3f}" if "nll" in parts else ""
     words = (
         f"; KL to the original {parts['kl']:.4f} nats, perplexity {math.exp(parts['nll']):.3f} "
         f"(original {math.exp(parts['nll_original']):.3f}), greedy agreement {parts['agreement']:.1%}"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
+from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.adapter import adapter_off, trained_weights
 from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.recipe import TrainRecipe
+from medusa_cli.training.blocks import LogSoftmax, loss_by_blocks
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import lambda_0
@@ -54,24 +55,45 @@ class Joint:
             return Found(heads.total, heads, len(batch.next), {"lambda_0": weight})
         batch = self._batch(items)
         heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft)
-        scores = self.backbone.lm_head(batch.hidden).float()  # [P, V]
-        plain = F.cross_entropy(scores, batch.next)
-        if train.objective == "ce" and not self._measuring:
-            return self._found(plain, weight, heads, len(batch.next))
-        with torch.no_grad(), adapter_off(self.backbone.model):
-            original = self.backbone.lm_head(self._batch(items).hidden).float()
-        kl = F.kl_div(scores.log_softmax(-1), original.log_softmax(-1), reduction="batchmean", log_target=True)
-        found = self._found(kl if train.objective == "kl" else plain, weight, heads, len(batch.next))
-        if self._measuring:
-            found.parts["kl"] = float(kl)
-            found.parts["nll"] = float(plain)
-            found.parts["nll_original"] = float(F.cross_entropy(original, batch.next))
-            found.parts["agreement"] = float((scores.argmax(-1) == original.argmax(-1)).float().mean())
-        return found
+        teacher = None
+        # Trained in full, the network keeps no original to be held against.
+        if train.tuning != "full" and (train.objective == "kl" or self._measuring):
+            with torch.no_grad(), adapter_off(self.backbone.model):
+                teacher = self._batch(items).hidden
+        model, cost = self._model_loss(batch, teacher)
+        parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
+        return Found(model + weight * heads.total, heads, len(batch.next), parts)
 
-    def _found(self, model: Tensor, weight: float, heads: Any, positions: int) -> Found:
-        parts = {"lambda_0": weight, "lm": float(model.detach())}
-        return Found(model + weight * heads.total, heads, positions, parts)
+    def _model_loss(self, batch: Batch, teacher: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+        """L_LM, and while evaluating what the change costs; teacher: the original's final states [P, H], if any."""
+        lm_head: Any = self.backbone.lm_head
+        original = adapter.original(lm_head)
+        measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
+        cost = dict.fromkeys(measured if self._measuring else (), 0.0)
+        log_softmax = LogSoftmax()
+
+        def of(scores: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+            targets = batch.next[block]
+            plain = F.nll_loss(scores, targets, reduction="sum")
+            if cost:
+                cost["nll"] += float(plain)
+            if teacher is None:
+                return plain, _less_one(scores.exp_(), targets)
+            aim = log_softmax(original(teacher[block]))
+            shares = torch.exp(aim, out=log_softmax.spare[: len(aim)])
+            kl = torch.dot(shares.view(-1), aim.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
+            if cost:
+                cost["kl"] += float(kl)
+                cost["nll_original"] += float(F.nll_loss(aim, targets, reduction="sum"))
+                cost["agreement"] += float((scores.argmax(-1) == aim.argmax(-1)).sum())
+            if self.train.objective == "kl":
+                return kl, scores.exp_().sub_(shares)
+            return plain, _less_one(scores.exp_(), targets)
+
+        count = len(batch.next)
+        weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
+        total = loss_by_blocks(of, lm_head, batch.hidden, weights) / count
+        return total, {key: value / count for key, value in cost.items()}
 
     def _batch(self, items: list[Conversation]) -> Batch:
         """The states that emit the answers' tokens, in the network as it is now."""
@@ -96,3 +118,8 @@ class Joint:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state[name])
+
+
+def _less_one(shares: Tensor, targets: Tensor) -> Tensor:
+    """Probabilities [n, V] less one at the targets [n], in place: the gradient of their cross-entropy by the logits."""
+    return shares.scatter_add_(1, targets[:, None], shares.new_full((len(targets), 1), -1.0))
