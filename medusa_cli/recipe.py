@@ -62,13 +62,14 @@ class TrainRecipe:
     """How to train: sizes are in positions (answer tokens), intervals in optimiser steps.
 
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
-    all epochs together (null: no bound). Head k's loss weighs decay^k (Medusa, section 2.2.1). soft is the share
-    of the backbone's own distribution in a target, the rest is the token it emitted: 0 is hard, 1 soft cross-entropy.
+    all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
+    decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
+    the token it emitted: 0 is hard, 1 soft cross-entropy.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
     (heads alone for the share heads_first of the steps, then rising to the end) or sine. backbone_lr: null is a quarter
-    of lr. max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
+    of the heads'. max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
     gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
     """
 
@@ -87,7 +88,7 @@ class TrainRecipe:
     optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
     epochs: int = _setting(2, least=1)
     max_tokens: int | None = _setting(800_000, least=1)
-    lr: float = _setting(2e-3, least=0.0)
+    lr: float | None = _setting(None, least=0.0)
     min_lr_ratio: float = _setting(0.05, least=0.0, most=1.0)
     warmup_steps: int = _setting(20, least=0)
     batch_tokens: int = _setting(1024, least=2)

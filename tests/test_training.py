@@ -15,7 +15,7 @@ from medusa_cli import console
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
-from medusa_cli.drafters import load_drafter
+from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.cross_entropy import linear_cross_entropy
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, load_recipe
@@ -24,7 +24,7 @@ from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_draf
 from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.schedule import learning_rate
-from medusa_cli.training.task import Frozen
+from medusa_cli.training.task import Frozen, head_rate
 from tests.tiny import END_ID, tiny_backbone
 
 # A language that a head can learn: each answer counts on from the question's number.
@@ -463,3 +463,10 @@ def test_a_run_of_another_model_is_refused(run: Run, model_folder: str) -> None:
     run.bind(tiny_backbone("qwen3").identity)
     result = medusa(*train_words(run, model_folder, "--quiet"))
     assert result.exit_code == 1 and "was made for the model 'tiny-qwen3'" in result.stderr
+
+
+def test_a_recipe_without_a_rate_takes_the_drafters_own() -> None:
+    plain, named = load_recipe().train, load_recipe(None, ["train.lr=5e-4"]).train
+    medusa, firp = (DRAFTERS[name].__new__(DRAFTERS[name]) for name in ("medusa", "firp"))
+    assert head_rate(medusa, plain) == medusa.learning_rate < firp.learning_rate == head_rate(firp, plain)
+    assert head_rate(medusa, named) == head_rate(firp, named) == 5e-4

@@ -71,6 +71,7 @@ def save(network: Any, folder: Path, backbone: str) -> None:
     state = get_peft_model_state_dict(network, adapter_name="default")
     with replacing_folder(folder) as part:
         save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
+        (part / WEIGHTS).chmod(0o644)
         config.save_pretrained(part)
 
 

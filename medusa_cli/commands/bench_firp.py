@@ -45,7 +45,7 @@ def bench_firp(
         raise UsageError(f"--tokens {tokens} is too small", "use 1 or more")
     target = Run.open(run, create=data is not None)
     marker = target.path / "run.json"
-    settings = ["train.lr=1e-2", *(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
+    settings = [*(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
     plan = load_recipe(None, ["drafter=firp", *settings])
     name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else plan.model)
     source = data or target.data_path

@@ -41,6 +41,7 @@ class Firp(HeadDrafter):
     settings = ("layers", "masked")
     vocabularies = ("draft", "shared")
     whole_sequences = True
+    learning_rate = 1e-2  # the maps start as the identity and have far to go
     config: FirpConfig
 
     def __init__(self, config: FirpConfig) -> None:

@@ -260,6 +260,7 @@ class HeadDrafter(Drafter):
         if self.config.vocabulary == "draft":
             tensors["draft_ids"] = self.draft_ids.to("cpu", torch.int32)
         save_file(tensors, folder / self.weights_file)
+        (folder / self.weights_file).chmod(0o644)  # as readable as what lies beside it
         owner = provenance.get("backbone", {})
         base = owner.get("id") if isinstance(owner, dict) else owner
         config = {"drafter": self.name, "base_model_name_or_path": base, **self.config_json()}

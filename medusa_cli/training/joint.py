@@ -17,7 +17,7 @@ from medusa_cli.training.blocks import LogSoftmax, loss_by_blocks
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import lambda_0
-from medusa_cli.training.task import Group
+from medusa_cli.training.task import Group, head_rate
 
 
 class Joint:
@@ -34,8 +34,9 @@ class Joint:
 
     def groups(self) -> list[Group]:
         heads = [p for p in self.drafter.parameters() if p.requires_grad]
-        slow = self.train.lr / 4 if self.train.backbone_lr is None else self.train.backbone_lr
-        return [Group(heads, self.train.lr), Group(list(self.weights.values()), slow)]
+        rate = head_rate(self.drafter, self.train)
+        slow = rate / 4 if self.train.backbone_lr is None else self.train.backbone_lr
+        return [Group(heads, rate), Group(list(self.weights.values()), slow)]
 
     def batches(self) -> list[list[Conversation]]:
         train = self.train

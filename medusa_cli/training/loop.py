@@ -143,14 +143,14 @@ class Trainer:
             one["lr"] = peak * share
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return train.lr * share, norm
+        return self.peaks[0] * share, norm
 
     def _refuse(self, what: str, items: list[Any]) -> None:
         names = list(dict.fromkeys(item.id for item in items))
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise UserError(
             f"{what} at step {self.step + 1} of {self.steps}, on the conversations {shown}",
-            f"lower train.lr (now {self.recipe.train.lr:g}) or leave those conversations out",
+            f"lower train.lr (now {self.peaks[0]:g}) or leave those conversations out",
         )
 
     def validate(self, done: int) -> Validated:

@@ -42,6 +42,11 @@ class Task(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+def head_rate(drafter: Drafter, train: TrainRecipe) -> float:
+    """The peak learning rate of the heads: the recipe's, or else the one that suits this kind of drafter."""
+    return drafter.learning_rate if train.lr is None else train.lr
+
+
 class _Stage1:
     """What the two ways of stage 1 share: the drafter alone learns, and the backbone has no state of its own."""
 
@@ -50,7 +55,7 @@ class _Stage1:
     train: TrainRecipe
 
     def groups(self) -> list[Group]:
-        return [Group([p for p in self.drafter.parameters() if p.requires_grad], self.train.lr)]
+        return [Group([p for p in self.drafter.parameters() if p.requires_grad], head_rate(self.drafter, self.train))]
 
     @property
     def _dtype(self) -> torch.dtype:
