@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from medusa_cli.backbone.packed import can_pack
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
+from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.taken import Taken
 from medusa_cli.cli import app
 from medusa_cli.decoding import Stats, Step
@@ -52,7 +53,10 @@ def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> Non
     assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
     assert document["methods"]["medusa"]["acceptance_rate"] >= 1 and document["tree_nodes"] == 6
     reports = list((place / "mine" / "bench").glob("*.md"))
-    assert reports and "| medusa |" in reports[0].read_text()
+    page = reports[0].read_text()
+    assert "| medusa |" in page and "| drafting |" in page and "Acceptance rate by category" in page
+    alone = json.loads(bench(place, "--json", "--category", "b", "--methods", "ar,medusa").stdout)
+    assert set(alone["methods"]["medusa"]["per_category"]) == {"b"} and alone["methods"]["ar"]["questions"] == 2
 
 
 def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> None:
@@ -150,6 +154,14 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
     assert methods["medusa"]["acceptance_rate"] == pytest.approx(2)
     assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+
+
+def test_categories_are_chosen_by_name() -> None:
+    questions = [Question(str(i), "abc"[i % 3], ("x",)) for i in range(9)]
+    assert of_categories(questions, None) == questions
+    assert {q.category for q in of_categories(questions, "a, c")} == {"a", "c"}
+    with pytest.raises(UsageError, match="'math' is none of these questions'; use some of a, b, c"):
+        of_categories(questions, "math")
 
 
 def test_limits_are_spread_over_the_categories() -> None:

@@ -44,6 +44,18 @@ def read_questions(path: Path) -> tuple[list[Question], int]:
     return questions, skipped
 
 
+def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
+    """The questions of some categories, with commas between them; all for None. UsageError for one that none is of."""
+    if wanted is None:
+        return list(questions)
+    known = list(dict.fromkeys(question.category for question in questions))
+    names = [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--category {name!r} is none of these questions'", f"use some of {', '.join(known)}")
+    return [question for question in questions if question.category in names]
+
+
 def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
     """At most `limit` questions, taken from the categories in turn; all of them for None. UsageError below 1."""
     if limit is None:

@@ -86,20 +86,34 @@ def _categories(results: Sequence[Result], name: str, baseline: str) -> dict[str
 
 def markdown(document: dict[str, Any]) -> str:
     """The report as a page of Markdown."""
-    rows = figures(document)
+    rows = figures(document, wide=True)
     lines = [f"# {document['title']}", "", *document["facts"], ""]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(row) + " |" for row in rows[1:]]
-    names = list(document["methods"])
-    lines += ["", "Speedup by category", "", "| category | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for category in document["methods"][names[0]]["per_category"]:
-        cells = [f"{document['methods'][name]['per_category'][category]['speedup']:.2f}" for name in names]
-        lines.append(f"| {category} | " + " | ".join(cells) + " |")
+    for title, (names, *grid) in by_category(document):
+        lines += ["", title, "", "| " + " | ".join(names) + " |", "|---|" + "---|" * len(names[1:])]
+        lines += ["| " + " | ".join(row) + " |" for row in grid]
     return "\n".join(lines) + "\n"
 
 
-def figures(document: dict[str, Any]) -> list[list[str]]:
-    """The closing table as text cells, the heading first."""
+def by_category(document: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Speedups and acceptance rates as titled tables of text cells, the heading first; none for one category."""
+    methods = document["methods"]
+    drafted = [name for name, one in methods.items() if one["acceptance_rate"] > 1]
+    found = []
+    for title, key, names in (
+        (f"Speedup over {document['baseline']} by category", "speedup", list(methods)),
+        ("Acceptance rate by category", "acceptance_rate", drafted),
+    ):
+        categories = list(next(iter(methods.values()))["per_category"])
+        if len(categories) > 1 and names:
+            cells = [[f"{methods[name]['per_category'][one][key]:.2f}" for name in names] for one in categories]
+            found.append((title, [["category", *names], *([a, *b] for a, b in zip(categories, cells, strict=True))]))
+    return found
+
+
+def figures(document: dict[str, Any], wide: bool = False) -> list[list[str]]:
+    """The closing table as text cells, the heading first; `wide` has a step's time and its share of drafting too."""
     rows = [
         [
             "method",
@@ -109,6 +123,7 @@ def figures(document: dict[str, Any]) -> list[list[str]]:
             "acceptance rate",
             "overhead",
             "identical",
+            *(("step, ms", "drafting") if wide else ()),
         ]
     ]
     for name, one in document["methods"].items():
@@ -121,8 +136,13 @@ def figures(document: dict[str, Any]) -> list[list[str]]:
                 f"{one['speedup']:.2f}",
                 f"{low:.2f}-{high:.2f}",
                 f"{one['acceptance_rate']:.2f}",
-                "-" if one["overhead"] is None else f"{one['overhead']:.2f}",
+                _cell(one["overhead"], ".2f"),
                 "reference" if name == document["reference"] and one["identical"] is not None else same,
+                *((_cell(one["step_ms"], ".1f"), _cell(one["draft_share"], ".1%")) if wide else ()),
             ]
         )
     return rows
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -18,6 +18,9 @@ def bench(
     questions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Other questions, JSONL in FastChat's form.")
     ] = None,
+    category: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Questions of these categories alone, such as math,coding.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="At most N questions, spread over the categories. [default: all]")
     ] = None,
@@ -77,7 +80,7 @@ def bench(
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.benchmarks.methods import check_methods, parse_methods
-    from medusa_cli.benchmarks.questions import read_questions, spread
+    from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
     from medusa_cli.commands.loading import choose, sampling_of
     from medusa_cli.commands.rivals import find_rivals
 
@@ -93,7 +96,7 @@ def bench(
 
         source = mt_bench_path()
     found, skipped = read_questions(source)
-    chosen = spread(found, limit)
+    chosen = spread(of_categories(found, category), limit)
     if skipped:
         console.warn(f"{source}: {skipped} lines are no questions and were skipped")
     title = "MT-Bench" if questions is None else questions.name
@@ -228,7 +231,7 @@ def show(document: dict[str, Any]) -> None:
     """The closing table, the categories, and where outputs part."""
     from rich.table import Table
 
-    from medusa_cli.benchmarks.report import figures
+    from medusa_cli.benchmarks.report import by_category, figures
 
     rows = figures(document)
     table = Table(title=document["title"], caption=" ".join(document["facts"]))
@@ -238,16 +241,13 @@ def show(document: dict[str, Any]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     console.result(table)
-    names = list(document["methods"])
-    categories = document["methods"][names[0]]["per_category"]
-    if len(categories) > 1:
-        table = Table(title=f"Speedup over {document['baseline']} by category")
-        table.add_column("category")
-        for name in names:
+    for title, grid in by_category(document) if len(document["methods"]) > 1 else ():
+        table = Table(title=title)
+        table.add_column(grid[0][0])
+        for name in grid[0][1:]:
             table.add_column(name, justify="right")
-        for category in categories:
-            cells = (document["methods"][name]["per_category"][category]["speedup"] for name in names)
-            table.add_row(category, *(f"{cell:.2f}" for cell in cells))
+        for row in grid[1:]:
+            table.add_row(*row)
         console.result(table)
     for name, one in document["methods"].items():
         for part in one["divergences"][:5]:
