@@ -47,13 +47,18 @@ bench-decode: $(READY) ## time steps by rows and engine, then decoding end to en
 bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
 	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))
 
-# A run with distilled conversations and the heads of recipes/smollm2-135m-medusa1.yaml.
-FROM ?= smollm2
+# A run with distilled conversations, and in its folder medusa/ the heads that stage 2 starts from.
+RUN ?= runs/smollm2
 
-bench-joint: $(READY) ## train heads and model together by the recipe and "directly", and compare
-	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run runs/$(FROM)/medusa2 --from $(FROM)
-	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run runs/$(FROM)/direct --from $(FROM)
-	$(BIN)/medusa compare $(FROM) runs/$(FROM)/medusa2 runs/$(FROM)/direct
+bench-joint: $(READY) ## train heads and model together by the recipe and "directly": what it gains, what it costs
+	test -d $(RUN)/medusa/drafter || $(BIN)/medusa train recipes/smollm2-135m-medusa1.yaml --run $(RUN)/medusa
+	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run $(RUN)/medusa2 --from $(RUN)/medusa
+	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run $(RUN)/direct
+	for name in medusa medusa2 direct; do $(BIN)/medusa calibrate --run $(RUN)/$$name || exit 1; done
+	$(BIN)/medusa tree --run $(RUN)/medusa --budget 64 --output $(RUN)/joint.json
+	for name in medusa medusa2 direct; do $(BIN)/medusa bench --mt-bench --limit 8 --max-new-tokens 128 \
+		--run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
+	$(BIN)/medusa compare $(RUN)/medusa $(RUN)/medusa2 $(RUN)/direct
 
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
 	$(BIN)/medusa bench-firp

@@ -1,6 +1,8 @@
 """LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
 
 import hashlib
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +21,13 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
 
     Attach before the network becomes a Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    with _quiet():
+        from peft import LoraConfig, inject_adapter_in_model
 
     names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
-    inject_adapter_in_model(config, network)
+    with _quiet():
+        inject_adapter_in_model(config, network)
     network.medusa_lora = config  # what `save` writes beside the weights
 
 
@@ -80,7 +84,8 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
 
     UserError where the adapter is not for this network.
     """
-    from peft import PeftModel
+    with _quiet():
+        from peft import PeftModel
 
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
@@ -104,6 +109,20 @@ def untie(network: Any) -> None:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         network.config.get_text_config().tie_word_embeddings = False
         network.config.tie_word_embeddings = False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' hints: on kernels that a CPU can do without, and on tied weights, which `untie` parts."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def digest(folder: Path) -> str:
