@@ -8,6 +8,9 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.run import DEFAULT_RUN
 
+# Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
+WHOLE = 100
+
 
 def calibrate(
     run: options.Run = DEFAULT_RUN,
@@ -33,6 +36,7 @@ def calibrate(
     Writes RUN/calibration.json and the heat map calibration.png. Typed bare it uses the conversations that
     `medusa train` held out.
     """
+    from medusa_cli.drafters import drafter_kind
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import Run, provenance, read_json, write_json
@@ -48,13 +52,15 @@ def calibrate(
     name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model)
     folder = drafter or target.drafter_dir
     source = data or target.data_path
+    if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
+        max_samples = WHOLE
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import engine_for, open_dataset
-    from medusa_cli.drafters import drafter_kind, load_drafter
+    from medusa_cli.drafters import load_drafter
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
