@@ -61,10 +61,15 @@ class World:
         return [*turns, (items[-1], False)] if self.rank >= self.size - missing else turns
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over the processes."""
+        """Replace every gradient by its sum over the processes; one that no process has stays None."""
         if self.size == 1:
             return
-        for parameter in parameters:
+        # To an optimizer a gradient of zeros is a step, and none at all is not: they must not be taken for each other.
+        found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(found)
+        for parameter, known in zip(parameters, found.tolist(), strict=True):
+            if not known:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             torch.distributed.all_reduce(parameter.grad)
