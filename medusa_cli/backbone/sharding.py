@@ -29,7 +29,9 @@ def split_layers(network: Any, device: str) -> None:
         # Vectors weigh next to nothing, and the fingerprint of a backbone reads its norms.
         fully_shard(layer, mesh=mesh, ignored_params={one for one in layer.parameters() if one.dim() < 2})
     # It splits nothing more, but makes one pass of the layers' own: the next layer is gathered while one runs.
+    kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
+    base.__class__ = kind  # transformers knows by its name which states a model can return
     for tensor in chain(network.parameters(), network.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
