@@ -123,8 +123,7 @@ class Trainer:
         value = float(found.total.detach())
         if not math.isfinite(value):
             self._refuse(f"the loss is {value}", items)
-        if found.total.requires_grad:  # a cut-off end of one token has no target for any head
-            (found.total * weight).backward()
+        (found.total * weight).backward()
         if weight:
             meter.add(found)
 
