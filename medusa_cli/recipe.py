@@ -64,7 +64,8 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
     decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
-    the token it emitted: 0 is hard, 1 soft cross-entropy.
+    the token it emitted: 0 is hard, 1 soft cross-entropy. shard: of several processes each holds a part of the
+    backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -85,6 +86,7 @@ class TrainRecipe:
     backbone_lr: float | None = _setting(None, least=0.0)
     max_length: int = _setting(1024, least=16)
     gradient_checkpointing: bool = False
+    shard: bool = False
     optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
     epochs: int = _setting(2, least=1)
     max_tokens: int | None = _setting(800_000, least=1)

@@ -11,6 +11,7 @@ from medusa_cli.backbone import blank
 from medusa_cli.backbone.model import Backbone
 from medusa_cli.backbone.packed import pack_linears
 from medusa_cli.backbone.rounded import BITS
+from medusa_cli.backbone.sharding import split_layers
 from medusa_cli.errors import UsageError, UserError
 
 ENGINES = ("auto", "eager", "fast", *BITS)
@@ -27,6 +28,7 @@ def load_backbone(
     engine: str = "auto",
     adapter: Path | None = None,
     gradients: bool = False,
+    shard: bool = False,
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
@@ -36,25 +38,34 @@ def load_backbone(
     "random:SHAPE" is a model of random weights, for timing.
     adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
     Gradients pass through plain weights alone, which the engine "eager" then keeps; packed ones would lose them
-    without a word. Raises UserError for what cannot be found or used.
+    without a word. shard: with the layers split over all processes (see split_layers), which "eager" alone runs.
+    Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
+    if shard and engine not in ("auto", "eager"):
+        raise UsageError(f"--engine {engine} cannot run layers split by --shard", "leave one of them out")
     network, tokenizer = load_network(
-        model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
+        model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit, shard=shard
     )
     if adapter is not None:
         network = adapters.merge(network, adapter, beside=load_in_4bit or load_in_8bit)
     stamp = adapters.digest(adapter) if adapter is not None else None
-    backbone = Backbone(network, tokenizer, id=model, engine=engine, adapter=stamp)
-    packs = backbone.engine == "eager" and backbone.device.type == "cpu" and not gradients
+    backbone = Backbone(network, tokenizer, id=model, engine="eager" if shard else engine, adapter=stamp)
+    packs = backbone.engine == "eager" and backbone.device.type == "cpu" and not (gradients or shard)
     if packs and not (load_in_4bit or load_in_8bit):
         pack_linears(network)
     return backbone
 
 
 def load_network(
-    model: str, *, device: str = "auto", dtype: str = "auto", load_in_4bit: bool = False, load_in_8bit: bool = False
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
+    shard: bool = False,
 ) -> tuple[Any, Any]:
     """The unmodified transformers model and its tokenizer, on the device; arguments and errors as in load_backbone."""
     from safetensors import SafetensorError
@@ -80,7 +91,7 @@ def load_network(
     if model.startswith(blank.PREFIX):
         if "quantization_config" in options:
             raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
-        return blank.blank_network(model, place, kind), None
+        return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
     source = assets.model_dir(model)
     try:
         network = AutoModelForCausalLM.from_pretrained(source, **options)
@@ -95,7 +106,15 @@ def load_network(
     if load_in_4bit or load_in_8bit:
         _keep_gradients(network)
         return network, tokenizer
-    return network.to(place), tokenizer
+    return _placed(network, place, shard), tokenizer
+
+
+def _placed(network: Any, place: str, shard: bool) -> Any:
+    """The network on its device, or with shard this process's part of it."""
+    if not shard:
+        return network.to(place)
+    split_layers(network, place)
+    return network
 
 
 def resolve_device(device: str) -> str:

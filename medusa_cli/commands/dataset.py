@@ -20,10 +20,13 @@ def engine_for(kind: Any, engine: str) -> str:
     return "eager"
 
 
-def open_dataset(run: Any, backbone: Any, kind: Any, recipe: Any, *, data: Path | None, fraction: float) -> Any:
+def open_dataset(
+    run: Any, backbone: Any, kind: Any, recipe: Any, *, data: Path | None, fraction: float, together: Any = None
+) -> Any:
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
-    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress.
+    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. together: the
+    processes among which the backbone is split.
     """
     from medusa_cli.training import load_dataset
     from medusa_cli.training.setup import whole_conversations
@@ -45,4 +48,5 @@ def open_dataset(run: Any, backbone: Any, kind: Any, recipe: Any, *, data: Path 
             taps=kind.taps,
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
+            together=together,
         )

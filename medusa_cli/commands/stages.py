@@ -8,8 +8,13 @@ from typing import Any
 from medusa_cli import console
 
 
-def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> tuple[Any, Any, Any, float]:
-    """Stage 1: the backbone as it decodes, what a fresh drafter learns from, the drafter."""
+def frozen(
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any
+) -> tuple[Any, Any, Any, float]:
+    """Stage 1: the backbone as it decodes, what a fresh drafter learns from, the drafter.
+
+    together: the processes that load a split backbone side by side; this one alone where it is whole.
+    """
     import torch
 
     from medusa_cli.backbone import load_backbone
@@ -19,20 +24,22 @@ def frozen(target: Any, plan: Any, data: Path | None, place: dict[str, Any]) -> 
 
     kind = drafter_class(plan.drafter.name)
     place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
-    backbone = load_backbone(plan.model, **place)
-    target.bind(backbone.identity)
-    dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=plan.train.validation_fraction)
+    backbone = load_backbone(plan.model, **place, shard=plan.train.shard)
+    with together.first_ahead():
+        target.bind(backbone.identity)
+    fraction = plan.train.validation_fraction
+    dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=fraction, together=together)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     return backbone, dataset, drafter, coverage
 
 
 def joint(
-    target: Any, plan: Any, data: Path | None, place: dict[str, Any], resume: bool, start: Any = None
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any, resume: bool, start: Any = None
 ) -> tuple[Any, Any, Any, float]:
     """Stage 2: a backbone that learns, whole conversations, and stage-1 heads: the run's own where it has such ones.
 
-    UserError where another run is to give the heads and has none that fit.
+    together as in `frozen`. UserError where another run is to give the heads and has none that fit.
     """
     import torch
 
@@ -41,7 +48,8 @@ def joint(
     from medusa_cli.training.setup import joint_backbone, stage_1_heads, whole_conversations
 
     backbone = joint_backbone(plan, place)
-    target.bind(backbone.identity)
+    with together.first_ahead():
+        target.bind(backbone.identity)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +57,14 @@ def train(
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Stage 2: the same as --tuning lora.")] = False,
     qlora: Annotated[bool, typer.Option("--qlora", help="Stage 2: the same as --tuning qlora.")] = False,
+    shard: Annotated[
+        bool | None,
+        typer.Option(
+            "--shard/--no-shard",
+            help="Under torchrun: split the frozen model's layers over the processes. [default: --no-shard]",
+            show_default=False,
+        ),
+    ] = None,
     heads: Annotated[int | None, typer.Option(help="Heads to train, the same as drafter.num_heads=N.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
@@ -86,7 +94,7 @@ def train(
     start = Run.open(origin) if origin is not None else None
     target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
-    given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None}
+    given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
@@ -105,18 +113,19 @@ def train(
 
     from medusa_cli.commands.stages import frozen, joint
     from medusa_cli.training import Trainer, World
+    from medusa_cli.training.setup import check_shard
 
     world = World.join()
-    if not world.first:
-        world.wait()  # until the first has computed and written what all read
     place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
-    backbone, dataset, drafter, coverage = (
-        frozen(target, plan, data, {**place, "engine": engine})
-        if plan.train.stage == 1
-        else joint(target, plan, data, place, resume, start)
-    )
-    if world.first:
-        world.wait()
+    check_shard(plan.train, place, world)
+    # The first computes and writes what all read, but runs a split model with the others alone.
+    together = world if plan.train.shard else World()
+    with nullcontext() if plan.train.shard else world.first_ahead():
+        backbone, dataset, drafter, coverage = (
+            frozen(target, plan, data, {**place, "engine": engine}, together)
+            if plan.train.stage == 1
+            else joint(target, plan, data, place, together, resume, start)
+        )
     with _stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         if world.first:

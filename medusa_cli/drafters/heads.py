@@ -196,7 +196,8 @@ class HeadDrafter(Drafter):
             counted.append(none + len(targets))
             known = targets >= 0
             if rows is None or not known.any():
-                per_head.append(batch.hidden.sum() * 0.0)
+                # Zero by way of the head's states: a pass back through a split model must be made all the same.
+                per_head.append(states_of(k - 1, none[None][:0]).sum() * 0.0)
                 correct.append(none)
                 continue
             rows = rows[known]

@@ -11,8 +11,8 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, differences, from_dict
 from medusa_cli.run import Run, check_backbone, replacing, replacing_folder
 
-# What a resumed training may set anew: it changes when something is looked at, not what is learnt.
-MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens")
+# What a resumed training may set anew: when something is looked at and where weights lie, not what is learnt.
+MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")
 
 
 @dataclass(frozen=True)

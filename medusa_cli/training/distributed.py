@@ -1,7 +1,8 @@
 """Several processes under torchrun (or accelerate launch): who they are, and what they add up."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,11 +50,26 @@ class World:
         """This process's part of some items."""
         return list(items[self.rank :: self.size])
 
+    def turns(self, items: Sequence[Any], together: bool) -> list[tuple[Any, bool]]:
+        """This process's part of some items, each with whether it counts.
+
+        together: as many for every process, as passes through a split model must be; whoever has none left takes the
+        last one again, which does not count.
+        """
+        turns = [(one, True) for one in self.share(items)]
+        missing = -len(items) % self.size if together else 0
+        return [*turns, (items[-1], False)] if self.rank >= self.size - missing else turns
+
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over the processes."""
+        """Replace every gradient by its sum over the processes; one that no process has stays None."""
         if self.size == 1:
             return
-        for parameter in parameters:
+        # To an optimizer a gradient of zeros is a step, and none at all is not: they must not be taken for each other.
+        found = torch.tensor([float(one.grad is not None) for one in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(found)
+        for parameter, known in zip(parameters, found.tolist(), strict=True):
+            if not known:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             torch.distributed.all_reduce(parameter.grad)
@@ -71,6 +87,15 @@ class World:
         found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, value)
         return found
+
+    @contextmanager
+    def first_ahead(self) -> Iterator[None]:
+        """What the first process does, and writes, before the others do it."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
 
     def wait(self) -> None:
         """Go on when all are here."""

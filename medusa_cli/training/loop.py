@@ -97,8 +97,8 @@ class Trainer:
                 self.save()
                 yield Stopped(self.step, self.steps)
                 return
-            for batch in self.world.share(group):
-                self._backward(batch, len(group), meter)
+            for batch, new in self.world.turns(group, train.shard):
+                self._backward(batch, 1 / len(group) if new else 0.0, meter)
             meter = Meter.of(self.world.gather(meter))
             self.world.add_gradients(self.parameters)
             lr, norm = self._update(group)
@@ -118,14 +118,14 @@ class Trainer:
                 self.save()
                 yield Saved(self.step)
 
-    def _backward(self, items: list[Any], share: int, meter: Meter) -> None:
+    def _backward(self, items: list[Any], weight: float, meter: Meter) -> None:
         found = self._losses(items)
         value = float(found.total.detach())
         if not math.isfinite(value):
             self._refuse(f"the loss is {value}", items)
-        if found.total.requires_grad:  # a cut-off end of one token has no target for any head
-            (found.total / share).backward()
-        meter.add(found)
+        (found.total * weight).backward()
+        if weight:
+            meter.add(found)
 
     def _losses(self, items: list[Any]) -> Found:
         half = self.recipe.train.dtype == "bf16"
@@ -159,8 +159,10 @@ class Trainer:
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad(), self.task.evaluating():
-            for items in self.world.share(self.validation):
-                meter.add(self._losses(items))
+            for items, new in self.world.turns(self.validation, self.recipe.train.shard):
+                found = self._losses(items)
+                if new:
+                    meter.add(found)
         meter = Meter.of(self.world.gather(meter))
         self.drafter.train()
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())

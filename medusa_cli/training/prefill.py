@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.run import Run, check_backbone, read_json, replacing
 from medusa_cli.states import StateStore
 from medusa_cli.training.data import Dataset, split
+from medusa_cli.training.distributed import World
 from medusa_cli.training.records import Record, read_records
 
 
@@ -25,11 +27,13 @@ def load_dataset(
     taps: Sequence[int] = (-1,),
     on_total: Callable[[int], None] = lambda tokens: None,
     on_progress: Callable[[int], None] = lambda tokens: None,
+    together: World | None = None,
 ) -> Dataset:
     """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
 
-    on_total is told how many tokens must be prefilled, if any, on_progress how many were. UserError for
-    missing or unusable data and for states that do not belong to it.
+    on_total is told how many tokens must be prefilled, if any, on_progress how many were. together: the processes
+    among which the backbone is split; all make the passes, the first one writes. UserError for missing or unusable
+    data and for states that do not belong to it.
     """
     path = data or run.data_path
     _check_owner(path, backbone)
@@ -44,9 +48,11 @@ def load_dataset(
     records = [Record(one.id, one.tokens, one.spans, None) for one in records]
     rows = sum(record.answer_tokens for record in records)
     cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
-    if not cached.is_file():
+    together = together or World()
+    if not together.gather(cached.is_file())[0]:  # all as the first one sees it
         on_total(sum(len(record.tokens) for record in records))
-        _prefill(backbone, records, taps, cached, on_progress)
+        _prefill(backbone, records, taps, cached if together.first else None, on_progress)
+        together.wait()
     width = backbone.hidden_size * len(taps)
     return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction)
 
@@ -93,15 +99,20 @@ def _prefill(
     backbone: Backbone,
     records: Sequence[Record],
     taps: Sequence[int],
-    path: Path,
+    path: Path | None,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Run each conversation once; write, for every span [s, e), its states at s - 1 .. e - 2, all or none."""
-    with replacing(path) as part:
-        store = StateStore(part, backbone.hidden_size * len(taps))
+    """Run each conversation once; write, for every span [s, e), its states at s - 1 .. e - 2, all or none.
+
+    path None: make the passes alone, for those who need them made.
+    """
+    with ExitStack() as stack:
+        store = StateStore(stack.enter_context(replacing(path)), backbone.hidden_size * len(taps)) if path else None
         for record in records:
             cache = backbone.new_cache(len(record.tokens))
             hidden = backbone.forward(torch.tensor(record.tokens), cache, taps=taps, logits="none").hidden
-            store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
+            if store is not None:
+                store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
             on_progress(len(record.tokens))
-        store.close()
+        if store is not None:
+            store.close()

@@ -9,12 +9,34 @@ from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import Recipe
+from medusa_cli.recipe import Recipe, TrainRecipe
 from medusa_cli.run import Run, check_backbone, read_json
 from medusa_cli.training.build import drafter_class
 from medusa_cli.training.conversations import Conversations, split_conversations
+from medusa_cli.training.distributed import World
 from medusa_cli.training.prefill import records_digest
 from medusa_cli.training.records import read_records
+
+
+def check_shard(train: TrainRecipe, place: dict[str, Any], world: World) -> None:
+    """UsageError where train.shard is set and the model cannot be split."""
+    if not train.shard:
+        return
+    if world.size == 1:
+        raise UsageError(
+            "--shard splits the model over several processes, and there is one",
+            "start it with `torchrun --nproc_per_node N -m medusa_cli train ... --run-dir RUN`, or give --no-shard",
+        )
+    tuning = train.tuning if train.stage == 2 else None
+    if tuning == "full":
+        raise UsageError(
+            "--shard splits frozen weights, and train.tuning=full trains them all",
+            "use train.tuning=lora, or give --no-shard",
+        )
+    if tuning == "qlora" or place["load_in_4bit"] or place["load_in_8bit"]:
+        raise UsageError(
+            "--shard cannot split weights of 4 or 8 bits", "leave --qlora and --load-in-... out, or give --no-shard"
+        )
 
 
 def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
@@ -35,7 +57,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
                 "use train.objective=ce, or train.tuning=lora",
             )
     place = {**place, "load_in_4bit": train.tuning == "qlora" or place["load_in_4bit"]}
-    network, tokenizer = load_network(recipe.model, **place)
+    network, tokenizer = load_network(recipe.model, **place, shard=train.shard)
     if train.tuning == "full":
         network = network.float()
     else:
