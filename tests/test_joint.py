@@ -310,9 +310,18 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0 and "constant 1" in shown.stdout and "frozen" in shown.stdout, shown.output
+    # With rates of nothing, going on from stage 2 leaves what it left.
+    again, data = str(tmp_path / "again"), ["--data", f"{run}/distill.jsonl"]
+    words = ["--stage", "2", "--from", str(tmp_path / "medusa2"), *data, "train.lr=0", "train.backbone_lr=0"]
+    done = train((model, again), *words)
+    assert done.exit_code == 0 and "the heads and the adapter start from" in done.stderr, done.output
+    row = json.loads(CliRunner().invoke(app, ["compare", again, "--json"]).stdout)[0]
+    assert row["kl"] == pytest.approx(medusa2["kl"], rel=1e-3) and row["accuracies"] == medusa2["accuracies"]
+    done = train((model, again), *words, "train.lora_rank=2")
+    assert done.exit_code == 1 and "keep train.lora_rank" in done.stderr, done.output
     # Heads of another shape are not what --from promised.
     done = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_layers=2")
-    assert done.exit_code == 1 and "holds no stage-1 heads of this model and this shape" in done.stderr
+    assert done.exit_code == 1 and "holds no heads of this model and this shape" in done.stderr
     done = CliRunner().invoke(app, ["compare", str(tmp_path / "third")])
     assert done.exit_code == 1 and "holds no training with a validation" in done.stderr
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from medusa_cli.errors import UserError
@@ -59,6 +60,20 @@ def adapter_off(network: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def take_up(network: Any, folder: Path) -> None:
+    """Copy a saved adapter into the attached one, to train it on; UserError where it is not of the same shape."""
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / WEIGHTS)
+    weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
+    keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
+    if any(keys[name] not in saved or saved[keys[name]].shape != one.shape for name, one in weights.items()):
+        raise UserError(f"the adapter {folder} has other weights than the one to be trained", "keep train.lora_rank")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(saved[keys[name]])
+
+
 def original(layer: Any) -> Any:
     """A linear layer as it was before an adapter was attached to it."""
     return getattr(layer, "base_layer", layer)
@@ -72,7 +87,8 @@ def save(network: Any, folder: Path, backbone: str) -> None:
     config = network.medusa_lora
     config.base_model_name_or_path = backbone
     config.inference_mode = True
-    state = get_peft_model_state_dict(network, adapter_name="default")
+    # The weights of the lm_head that an adapter is for are the model's own: it would save them as well.
+    state = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
     with replacing_folder(folder) as part:
         save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
         (part / WEIGHTS).chmod(0o644)

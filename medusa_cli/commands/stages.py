@@ -39,13 +39,14 @@ def joint(
 ) -> tuple[Any, Any, Any, float]:
     """Stage 2: a backbone that learns, whole conversations, and stage-1 heads: the run's own where it has such ones.
 
-    together as in `frozen`. UserError where another run is to give the heads and has none that fit.
+    Another run may give heads of stage 2 as well, with their adapter. together as in `frozen`. UserError where another
+    run is to give the heads and has none that fit.
     """
     import torch
 
     from medusa_cli.errors import UserError
     from medusa_cli.training import build_drafter
-    from medusa_cli.training.setup import joint_backbone, stage_1_heads, whole_conversations
+    from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conversations
 
     backbone = joint_backbone(plan, place)
     with together.first_ahead():
@@ -56,11 +57,13 @@ def joint(
     if resume:
         return backbone, dataset, drafter, coverage
     giver = start or target
-    if stage_1_heads(giver, backbone, drafter):
+    if trained_heads(giver, backbone, drafter):
         console.info(f"the heads start from {giver.drafter_dir}")
+    elif start is not None and trained_heads(start, backbone, drafter, adapted=True):
+        console.info(f"the heads and the adapter start from {start.path}")
     elif start is not None:
         raise UserError(
-            f"--from {start.path}: it holds no stage-1 heads of this model and this shape",
+            f"--from {start.path}: it holds no heads of this model and this shape",
             "train such heads there, or give its conversations alone as --data",
         )
     else:

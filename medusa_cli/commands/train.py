@@ -40,8 +40,8 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Another run whose data, and in stage 2 whose heads, this starts from. A run inside it "
-            "(runs/RUN/NAME) is calibrated on the same held-out conversations.",
+            help="Another run whose data, and in stage 2 whose heads (and adapter, if any), this starts from. A run "
+            "inside it (runs/RUN/NAME) is calibrated on the same held-out conversations.",
         ),
     ] = None,
     stage: Annotated[

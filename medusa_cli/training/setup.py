@@ -88,13 +88,16 @@ def whole_conversations(
     )
 
 
-def stage_1_heads(run: Run, backbone: Backbone, drafter: HeadDrafter) -> bool:
-    """Copy the run's stage-1 drafter into a fresh one of the same shape; False where there is no such drafter."""
+def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool = False) -> bool:
+    """Copy the run's drafter into a fresh one of the same shape; False where there is no such drafter.
+
+    Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to.
+    """
     path = run.drafter_dir / "config.json"
     if not path.is_file():
         return False
     made = read_json(path, "the drafter's config").get("provenance", {}).get("backbone", {})
-    if not isinstance(made, dict) or made.get("adapter"):
+    if not isinstance(made, dict) or bool(made.get("adapter")) != adapted:
         return False
     try:
         check_backbone(made, backbone.identity, "the drafter")
@@ -103,6 +106,10 @@ def stage_1_heads(run: Run, backbone: Backbone, drafter: HeadDrafter) -> bool:
         return False
     if found.config != drafter.config:
         return False
+    if adapted:
+        if run.adapter is None or adapter.digest(run.adapter) != made["adapter"]:
+            return False
+        adapter.take_up(backbone.model, run.adapter)
     with torch.no_grad():
         for name, weight in drafter.named_weights().items():
             weight.copy_(found.named_weights()[name])
