@@ -53,12 +53,13 @@ RUN ?= runs/smollm2
 bench-joint: $(READY) ## train heads and model together by the recipe and "directly": what it gains, what it costs
 	test -d $(RUN)/medusa/drafter || $(BIN)/medusa train recipes/smollm2-135m-medusa1.yaml --run $(RUN)/medusa
 	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run $(RUN)/medusa2 --from $(RUN)/medusa
+	$(BIN)/medusa train recipes/smollm2-135m-medusa2-settle.yaml --run $(RUN)/settled --from $(RUN)/medusa2
 	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run $(RUN)/direct
-	for name in medusa medusa2 direct; do $(BIN)/medusa calibrate --run $(RUN)/$$name || exit 1; done
+	$(BIN)/medusa calibrate --run $(RUN)/medusa
 	$(BIN)/medusa tree --run $(RUN)/medusa --budget 64 --output $(RUN)/joint.json
-	for name in medusa medusa2 direct; do $(BIN)/medusa bench --mt-bench --limit 8 --max-new-tokens 128 \
-		--run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
-	$(BIN)/medusa compare $(RUN)/medusa $(RUN)/medusa2 $(RUN)/direct
+	for name in medusa medusa2 settled direct; do $(BIN)/medusa bench --mt-bench --limit 8 --max-new-tokens 128 \
+		--methods ar,medusa --run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
+	$(BIN)/medusa compare $(RUN)/medusa $(RUN)/medusa2 $(RUN)/settled $(RUN)/direct
 
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
 	$(BIN)/medusa bench-firp
