@@ -37,6 +37,18 @@ def test_chain_tree_and_kept_path_equal_the_eager_engine(family: str, taps: tupl
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+def test_what_was_forgotten_or_never_written_is_not_seen() -> None:
+    backbone, outputs = both("llama")[0], []
+    for rest in (0.0, 50.0):
+        cache = backbone.new_cache(200)
+        backbone.forward(torch.arange(5, 18), cache)
+        with torch.inference_mode():
+            cache.buffer[:, :, :, 13:] = rest
+            cache._turned[..., 13:] = rest
+        outputs.append(backbone.forward(torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slots_equal_the_eager_engine(family: str) -> None:
     results = []

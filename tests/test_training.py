@@ -1,5 +1,6 @@
 """Training: data and its states, packing, the step's arithmetic, crash and resume, and the command."""
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,6 +22,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, load_recipe
 from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
+from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.schedule import learning_rate
@@ -470,3 +472,7 @@ def test_a_recipe_without_a_rate_takes_the_drafters_own() -> None:
     medusa, firp = (DRAFTERS[name].__new__(DRAFTERS[name]) for name in ("medusa", "firp"))
     assert head_rate(medusa, plain) == medusa.learning_rate < firp.learning_rate == head_rate(firp, plain)
     assert head_rate(medusa, named) == head_rate(firp, named) == 5e-4
+
+
+def test_memory_is_kept_where_the_c_library_can() -> None:
+    assert keep_freed_memory() == hasattr(ctypes.CDLL(None), "mallopt")

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+# Lengths of products over turned keys are multiples of it.
+ROUND = 64
+
 
 class _Layer(CacheLayerMixin):
     """One layer's share of its owner's buffer, as transformers' attention sees it."""
@@ -35,9 +38,12 @@ class _Layer(CacheLayerMixin):
         return views.keys[index], views.values[index]
 
     @property
-    def turned(self) -> Tensor | None:
-        """All keys so far with their last two dimensions exchanged, [KV, D, L], where the cache keeps them."""
-        return self.owner.views.turned[self.index] if self.owner.views.turned else None
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """All keys so far with their last two dimensions exchanged, [KV, D, L'], and the values [1, KV, L', D].
+
+        L' is the cache's `rounded` length; only a cache that `turns` has them.
+        """
+        return self.owner.views.turned[self.index], self.owner.views.wide_values[self.index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.length + query_length, 0
@@ -59,6 +65,7 @@ class _Views:
     values: tuple[Tensor, ...]
     new_turned: tuple[Tensor, ...] = ()
     turned: tuple[Tensor, ...] = ()
+    wide_values: tuple[Tensor, ...] = ()
 
     @classmethod
     def join(cls, parts: "Sequence[_Views]") -> "_Views":
@@ -73,7 +80,8 @@ class KVCache(Cache):
 
     Rows beyond `length` are free. A forward pass over n tokens begins with `extend(n)` and writes n rows; `keep` then
     says which of them stay. The layers' views are made once a pass, not once a layer. With `turn` the keys are kept a
-    second time, [layers, KV, D, capacity], as products of many queries with them want them.
+    second time, [layers, KV, D, capacity], as products of many queries with them want them; free rows then hold zeros
+    or what was forgotten, so that products may run over some of them under a mask.
     """
 
     views: _Views
@@ -83,16 +91,18 @@ class KVCache(Cache):
         self.length = 0
         self.capacity = max(1, capacity)
         self.buffer: Tensor | None = None
-        self._turn = turn
+        self.turns = turn
         self._turned: Tensor | None = None
         self._spans: list[tuple[int, int, int]] = []  # layers first .. last - 1 hold rows up to end in this pass
 
     def allocate(self, keys: Tensor) -> None:
         """Make the buffer once the first keys [1, KV, n, D] show what it must hold."""
         shape = (len(self.layers), 2, keys.shape[1], self.capacity, keys.shape[-1])
-        self.buffer = keys.new_empty(*shape)
-        if self._turn:
-            self._turned = keys.new_empty(shape[0], shape[2], shape[4], shape[3])
+        if self.turns:
+            self.buffer = keys.new_zeros(*shape)
+            self._turned = keys.new_zeros(shape[0], shape[2], shape[4], shape[3])
+        else:
+            self.buffer = keys.new_empty(*shape)
         self._slice()
 
     @property
@@ -116,14 +126,18 @@ class KVCache(Cache):
         if self.buffer is None:
             return
         if self.buffer.shape[3] < self.capacity:
-            grown = self.buffer.new_empty(*self.buffer.shape[:3], self.capacity, self.buffer.shape[4])
+            grown = self.buffer.new_zeros(*self.buffer.shape[:3], self.capacity, self.buffer.shape[4])
             grown[:, :, :, : self.length] = self.buffer[:, :, :, : self.length]
             self.buffer = grown
             if self._turned is not None:
-                wide = self._turned.new_empty(*self._turned.shape[:3], self.capacity)
+                wide = self._turned.new_zeros(*self._turned.shape[:3], self.capacity)
                 wide[..., : self.length] = self._turned[..., : self.length]
                 self._turned = wide
         self._slice()
+
+    def rounded(self, rows: int) -> int:
+        """So many rows or a few more: lengths that recur, where every new one costs a product its preparation."""
+        return min(-(-rows // ROUND) * ROUND, self.capacity)
 
     def _slice(self) -> None:
         self.views = _Views.join([self._of(*span) for span in self._spans])
@@ -134,8 +148,8 @@ class KVCache(Cache):
         new = slice(self.length, end)
         turned: tuple[tuple[Tensor, ...], ...] = ()
         if self._turned is not None:
-            part = self._turned[first:last]
-            turned = (part[..., new].unbind(0), part[..., :end].unbind(0))
+            part, wide = self._turned[first:last], self.rounded(end)
+            turned = (part[..., new].unbind(0), part[..., :wide].unbind(0), values[:, :, :, :wide].unbind(0))
         return _Views(
             keys[:, :, :, new].unbind(0),
             values[:, :, :, new].unbind(0),

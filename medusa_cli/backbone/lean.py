@@ -131,12 +131,12 @@ class LeanDecoder:
         x = self._parts.base.embed_tokens(tokens)
         every = {kind: self._rotary(x, positions, kind) for kind in self._kinds}
         whole = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
-        masks, tables = self._for_rows(tokens.shape[1], whole, every)
+        masks, tables = self._for_rows(tokens.shape[1], whole, every, cache)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             if riders is not None and index in riders.pseudo.layers:
                 x = riders.enter(index, x)
-                masks, tables = self._for_rows(x.shape[1], whole, every)
+                masks, tables = self._for_rows(x.shape[1], whole, every, cache)
             x = self._attend(layer, x, tables[layer.kind], cache.layers[index], masks[layer.kind])
             x = self._mlp(layer, x)
             if index in taps:
@@ -151,12 +151,16 @@ class LeanDecoder:
         return sum(one.nbytes for one in (*itertools.chain(*layers), self.lm_head))
 
     def _for_rows(
-        self, rows: int, masks: dict[str, Tensor], tables: dict[str, tuple[Tensor, Tensor]]
+        self, rows: int, masks: dict[str, Tensor], tables: dict[str, tuple[Tensor, Tensor]], cache: Any
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Masks and rotary tables, by kind, of the layers in which there are the first `rows` rows alone."""
         masks = {kind: cut(mask, rows) for kind, mask in masks.items()}
         if rows > 1:  # once a pass, not once a layer: query heads that share keys are rows of one product
             masks = {kind: mask.repeat(1, 1, self.heads // self.kv_heads, 1) for kind, mask in masks.items()}
+        columns = next(iter(masks.values())).shape[3]
+        if _turned(cache, rows, columns):
+            more = cache.rounded(columns) - columns
+            masks = {kind: F.pad(mask, (0, more), value=torch.finfo(mask.dtype).min) for kind, mask in masks.items()}
         return masks, {kind: (cos[:, :rows], sin[:, :rows]) for kind, (cos, sin) in tables.items()}
 
     def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -178,8 +182,9 @@ class LeanDecoder:
         query, key = query_key.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
         keys, values = cache.update(key, value.transpose(1, 2))
         query = query.reshape(batch, self.kv_heads, -1, self.head_dim)
-        if cache.turned is not None and (rows > FEW or keys.shape[2] > LONG) and rows <= MANY:
-            scores = torch.baddbmm(mask[0], query[0], cache.turned, alpha=self._scale)  # [KV, G * n, L]
+        if _turned(cache.owner, rows, keys.shape[2]):
+            turned, values = cache.turned
+            scores = torch.baddbmm(mask[0], query[0], turned, alpha=self._scale)  # [KV, G * n, L']
             attended = torch.bmm(scores.softmax(-1), values[0])
         else:
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self._scale)
@@ -194,6 +199,11 @@ class LeanDecoder:
         if layer.down_norm is not None:
             return x + layer.down_norm(layer.down(inner))
         return layer.down.plus(inner, x)
+
+
+def _turned(cache: Any, rows: int, columns: int) -> bool:
+    """Whether so many rows attend to so many columns by products over the cache's turned keys."""
+    return cache.turns and (rows > FEW or columns > LONG) and rows <= MANY
 
 
 def _layer(layer: Any, kind: str, bits: int | None) -> _Layer:

@@ -17,7 +17,6 @@ class _SlotLayer(CacheLayerMixin):
     """One layer of the first B slots, as transformers' attention sees it: each slot is written at its own length."""
 
     is_sliding = False
-    turned = None
 
     def __init__(self, owner: "SlotCache", index: int) -> None:
         super().__init__()
@@ -73,6 +72,8 @@ class SlotCache(Cache):
     A pass over n tokens in each of the first B slots begins with `begin(B, n)` and writes behind each slot's length;
     `keep` then says which of these rows stay.
     """
+
+    turns = False
 
     def __init__(self, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[_SlotLayer(self, index) for index in range(num_layers)])

@@ -113,8 +113,10 @@ def train(
 
     from medusa_cli.commands.stages import frozen, joint
     from medusa_cli.training import Trainer, World
+    from medusa_cli.training.allocator import keep_freed_memory
     from medusa_cli.training.setup import check_shard
 
+    keep_freed_memory()
     world = World.join()
     place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
     check_shard(plan.train, place, world)
