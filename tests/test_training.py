@@ -435,6 +435,20 @@ def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> 
     assert "hidden states" in result.stderr and run.drafter_dir.is_dir()
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista", "firp"])
+def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_path: Path, kind: str) -> None:
+    words = [f"drafter={kind}", *(["drafter.vocabulary=shared"] if kind == "firp" else [])]
+    assert medusa(*train_words(run, model_folder, *words)).exit_code == 0
+    second = Run(tmp_path / "second")
+    done = medusa(*train_words(second, model_folder, *words, "--from", str(run.path), "train.lr=0"))
+    assert done.exit_code == 0 and f"the heads start from {run.drafter_dir}" in done.stderr, done.output
+    (first, again) = (next(place.drafter_dir.glob("*.safetensors")).read_bytes() for place in (run, second))
+    assert first == again  # a rate of nothing leaves what it was given
+    other = ["--from", str(run.path), "drafter.num_heads=3"]
+    done = medusa(*train_words(second, model_folder, *words, *other))
+    assert done.exit_code == 0 and "holds none of this kind and shape" in done.stderr, done.output
+
+
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [

@@ -9,9 +9,9 @@ from medusa_cli import console
 
 
 def frozen(
-    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any, resume: bool, start: Any = None
 ) -> tuple[Any, Any, Any, float]:
-    """Stage 1: the backbone as it decodes, what a fresh drafter learns from, the drafter.
+    """Stage 1: the backbone as it decodes, what the drafter learns from, and a drafter: fresh, or another run's.
 
     together: the processes that load a split backbone side by side; this one alone where it is whole.
     """
@@ -21,6 +21,7 @@ def frozen(
     from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.training import build_drafter
     from medusa_cli.training.build import drafter_class
+    from medusa_cli.training.setup import trained_heads
 
     kind = drafter_class(plan.drafter.name)
     place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
@@ -31,6 +32,11 @@ def frozen(
     dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=fraction, together=together)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    if start is not None and not resume:
+        if trained_heads(start, backbone, drafter):
+            console.info(f"the heads start from {start.drafter_dir}")
+        else:
+            console.info(f"the heads start fresh: {start.path} holds none of this kind and shape")
     return backbone, dataset, drafter, coverage
 
 

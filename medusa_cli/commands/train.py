@@ -40,8 +40,9 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Another run whose data, and in stage 2 whose heads (and adapter, if any), this starts from. A run "
-            "inside it (runs/RUN/NAME) is calibrated on the same held-out conversations.",
+            help="Another run whose data, and whose heads where they fit (in stage 2 with their adapter), this starts "
+            "from; for its data alone give --data. A run inside it (runs/RUN/NAME) is calibrated on the same held-out "
+            "conversations.",
         ),
     ] = None,
     stage: Annotated[
@@ -124,7 +125,7 @@ def train(
     together = world if plan.train.shard else World()
     with nullcontext() if plan.train.shard else world.first_ahead():
         backbone, dataset, drafter, coverage = (
-            frozen(target, plan, data, {**place, "engine": engine}, together)
+            frozen(target, plan, data, {**place, "engine": engine}, together, resume, start)
             if plan.train.stage == 1
             else joint(target, plan, data, place, together, resume, start)
         )
