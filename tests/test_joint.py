@@ -213,6 +213,7 @@ def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str
     assert not (Path(run) / "adapter").exists()
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # users should see none
 def test_a_merged_adapter_computes_what_an_unmerged_one_does(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family="qwen2")  # tied: the trap is a merge into the embeddings
     network, _ = load_network(model, dtype="fp32")

@@ -100,17 +100,16 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
 
     UserError where the adapter is not for this network.
     """
-    with _quiet():
-        from peft import PeftModel
-
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
-    try:
-        if beside:
-            PeftModel.from_pretrained(network, str(folder))
-            return network
+    if not beside:
         untie(network)
-        return PeftModel.from_pretrained(network, str(folder)).merge_and_unload()
+    try:
+        with _quiet():
+            from peft import PeftModel
+
+            adapted = PeftModel.from_pretrained(network, str(folder))
+            return network if beside else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError) as reason:
         raise UserError(
             f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
@@ -129,13 +128,17 @@ def untie(network: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' hints: on kernels that a CPU can do without, and on tied weights, which `untie` parts."""
+    """Without the libraries' hints.
+
+    They are on kernels that a CPU can do without, on tied weights, which `untie` parts, and on names that peft uses.
+    """
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             yield
     finally:
         logger.setLevel(level)
