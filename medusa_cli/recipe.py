@@ -64,7 +64,8 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
     decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
-    the token it emitted: 0 is hard, 1 soft cross-entropy. shard: of several processes each holds a part of the
+    the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far a head's state is from the one the
+    backbone had where its target was emitted. shard: of several processes each holds a part of the
     backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
@@ -101,6 +102,7 @@ class TrainRecipe:
     beta2: float = _setting(0.95, least=0.0, most=1.0)
     decay: float = _setting(0.8, least=0.0, most=1.0)
     soft: float = _setting(0.0, least=0.0, most=1.0)
+    regress: float = _setting(0.0, least=0.0)
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

@@ -112,8 +112,13 @@ class Drafter(nn.Module, ABC):
         return torch.stack([one.draft(backbone, slot, settled, tree).tokens for one, slot, settled in each])
 
     @abstractmethod
-    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
-        """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets."""
+    def loss(
+        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
+    ) -> Losses:
+        """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets.
+
+        regress: the weight of the distance between the heads' states and the backbone's own.
+        """
 
     @abstractmethod
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:

@@ -121,13 +121,15 @@ class Firp(HeadDrafter):
         states = ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
         return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
 
-    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
+    def loss(
+        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
+    ) -> Losses:
         """Sum over heads k of decay^k times the mean cross-entropy to the backbone's distribution k places on.
 
         That is the KL divergence of equation 4 up to the distribution's own entropy, which no weight changes; `soft`
         is not read. Over a draft vocabulary both distributions are those given that the token is in it.
         """
-        return super().loss(backbone, batch, decay, soft=1.0)
+        return super().loss(backbone, batch, decay, soft=1.0, regress=regress)
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

@@ -178,18 +178,22 @@ class HeadDrafter(Drafter):
         log_p = best.values - scaled.logsumexp(-1, keepdim=True)
         return log_p.tolist(), self.draft_ids[best.indices].tolist()
 
-    def loss(self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0) -> Losses:
+    def loss(
+        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
+    ) -> Losses:
         """Sum over heads k of decay^k times the mean cross-entropy to the token k places on (equation 1).
 
         soft is the weight of the backbone's own distribution there in the target, the rest being the token itself.
         A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
-        cross-entropy and counts as a miss in the accuracy.
+        cross-entropy and counts as a miss in the accuracy. regress weighs the mean smooth L1 distance between a head's
+        states and those that the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more
+        than a token: the fewer the positions, the more it helps. It is in the total alone.
         """
         place = self.places(batch.next.device)
         none = torch.zeros((), dtype=torch.long, device=batch.next.device)
         states_of = self.encode(backbone, batch)
         teacher = self._teacher(backbone, batch) if soft else None
-        per_head, correct, counted = [], [], []
+        per_head, apart, correct, counted = [], [], [], []
         for k in range(1, self.num_heads + 1):
             rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1) if len(batch.next) > k else None
             targets = place[batch.next[rows + k]] if rows is not None else none[None][:0]
@@ -202,11 +206,17 @@ class HeadDrafter(Drafter):
                 continue
             rows = rows[known]
             aim = None if teacher is None else teacher[rows + k]
-            states = self.inner(k - 1, states_of(k - 1, rows))
-            loss, hits = linear_cross_entropy(states, self.matrix(backbone, k - 1), targets[known], aim, soft)
+            states = states_of(k - 1, rows)
+            if regress:
+                goals = batch.hidden[rows + k, -self.config.hidden_size :].detach().float()
+                apart.append(decay**k * F.smooth_l1_loss(states.float(), goals))
+            read = self.inner(k - 1, states)
+            loss, hits = linear_cross_entropy(read, self.matrix(backbone, k - 1), targets[known], aim, soft)
             per_head.append(loss)
             correct.append(hits)
         total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
+        if apart:
+            total = total + regress * torch.stack(apart).sum()
         return Losses(total, per_head, torch.stack(correct), torch.stack(counted))
 
     @torch.no_grad()

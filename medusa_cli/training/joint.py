@@ -52,10 +52,10 @@ class Joint:
         if not learns and not self._measuring:  # the heads alone: the backbone is still what it was
             with torch.no_grad():
                 batch = self._batch(items)
-            heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft)
+            heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft, train.regress)
             return Found(heads.total, heads, len(batch.next), {"lambda_0": weight})
         batch = self._batch(items)
-        heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft)
+        heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft, train.regress)
         teacher = None
         # Trained in full, the network keeps no original to be held against.
         if train.tuning != "full" and (train.objective == "kl" or self._measuring):

@@ -62,7 +62,7 @@ class _Stage1:
         return torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
 
     def _found(self, batch: Batch) -> Found:
-        found = self.drafter.loss(self.backbone, batch, self.train.decay, self.train.soft)
+        found = self.drafter.loss(self.backbone, batch, self.train.decay, self.train.soft, self.train.regress)
         return Found(found.total, found, len(batch.next), {})
 
     def evaluating(self) -> AbstractContextManager[Any]:
