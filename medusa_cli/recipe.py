@@ -70,9 +70,9 @@ class TrainRecipe:
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
-    (heads alone for the share heads_first of the steps, then rising to the end) or sine. backbone_lr: null is a quarter
-    of the heads'. max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
-    gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
+    (heads alone for the share heads_first of the steps, 1 for all, then rising to the end) or sine. backbone_lr: null
+    is a quarter of the heads'. max_length: where conversations are cut; batch_tokens counts their tokens then, padding
+    included. gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
     """
 
     stage: int = _setting(1, least=1, most=2)
@@ -83,7 +83,7 @@ class TrainRecipe:
     objective: str = _setting("kl", among=("kl", "ce"))
     lambda_0: float = _setting(0.2, least=0.0)
     schedule: str = _setting("warmup", among=("constant", "warmup", "sine"))
-    heads_first: float = _setting(0.1, least=0.0, most=0.9)
+    heads_first: float = _setting(0.1, least=0.0, most=1.0)
     backbone_lr: float | None = _setting(None, least=0.0)
     max_length: int = _setting(1024, least=16)
     gradient_checkpointing: bool = False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
@@ -318,6 +319,15 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert done.exit_code == 0 and "the heads and the adapter start from" in done.stderr, done.output
     row = json.loads(CliRunner().invoke(app, ["compare", again, "--json"]).stdout)[0]
     assert row["kl"] == pytest.approx(medusa2["kl"], rel=1e-3) and row["accuracies"] == medusa2["accuracies"]
+    # The heads alone, all the time: the adapter stays what it is.
+    last = tmp_path / "last"
+    words[-2:] = ["--schedule", "warmup", "train.heads_first=1"]
+    done = train((model, str(last)), *words)
+    assert done.exit_code == 0, done.output
+    theirs, ours = (load_file(one / "adapter" / adapter.WEIGHTS) for one in (tmp_path / "medusa2", last))
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    theirs, ours = (load_file(one / "drafter" / MedusaHeads.weights_file) for one in (tmp_path / "medusa2", last))
+    assert not any(torch.equal(ours[name], weight) for name, weight in theirs.items() if "weight" in name)
     done = train((model, again), *words, "train.lora_rank=2")
     assert done.exit_code == 1 and "keep train.lora_rank" in done.stderr, done.output
     # Heads of another shape are not what --from promised.

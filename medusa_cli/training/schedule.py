@@ -17,13 +17,14 @@ def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmu
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """The heads' weight at a share of the training done, and whether the backbone learns yet (Medusa, section 2.2.2).
 
-    constant: the peak throughout. warmup: for this share the heads learn alone, then both do, with the
-    weight rising in a straight line to its peak at the end. sine: it rises as a quarter of a sine to its peak.
+    constant: the peak throughout. warmup: for this share the heads learn alone (for all of it, if it is 1), then both
+    do, with the weight rising in a straight line to its peak at the end. sine: it rises as a quarter of a sine to its
+    peak.
     """
     if schedule == "constant":
         return peak, True
     if schedule == "sine":
         return peak * math.sin(0.5 * math.pi * progress), True
-    if progress < share:
+    if progress < share or share == 1:
         return 1.0, False
     return peak * (progress - share) / (1 - share), True
