@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
 BIN := .venv/bin
+JOINT := recipes/smollm2-135m-medusa2
 READY := .venv/.installed
 
 help: ## list the targets
@@ -50,16 +51,21 @@ bench-endpoint: $(READY) ## distilling through a server against asking it and no
 # A run with distilled conversations, and in its folder medusa/ the heads that stage 2 starts from.
 RUN ?= runs/smollm2
 
-bench-joint: $(READY) ## train heads and model together by the recipe and "directly": what it gains, what it costs
+bench-joint: $(READY) ## train heads and model together by the recipes and "directly": what it gains, what it costs
 	test -d $(RUN)/medusa/drafter || $(BIN)/medusa train recipes/smollm2-135m-medusa1.yaml --run $(RUN)/medusa
-	$(BIN)/medusa train recipes/smollm2-135m-medusa2.yaml --run $(RUN)/medusa2 --from $(RUN)/medusa
-	$(BIN)/medusa train recipes/smollm2-135m-medusa2-settle.yaml --run $(RUN)/settled --from $(RUN)/medusa2
+	$(BIN)/medusa train $(JOINT).yaml --run $(RUN)/medusa2 --from $(RUN)/medusa
+	$(BIN)/medusa train $(JOINT).yaml --run $(RUN)/longer --from $(RUN)/medusa2 train.schedule=constant \
+		train.max_tokens=350000 train.seed=2
+	$(BIN)/medusa train $(JOINT)-settle.yaml --run $(RUN)/settling --from $(RUN)/longer train.lambda_0=0.12 \
+		train.max_tokens=150000 train.backbone_lr=7e-4 train.seed=3
+	$(BIN)/medusa train $(JOINT)-settle.yaml --run $(RUN)/settled --from $(RUN)/settling
+	$(BIN)/medusa train $(JOINT)-heads.yaml --run $(RUN)/joint --from $(RUN)/settled
 	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run $(RUN)/direct
 	$(BIN)/medusa calibrate --run $(RUN)/medusa
 	$(BIN)/medusa tree --run $(RUN)/medusa --budget 64 --output $(RUN)/joint.json
-	for name in medusa medusa2 settled direct; do $(BIN)/medusa bench --mt-bench --limit 8 --max-new-tokens 128 \
-		--methods ar,medusa --run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
-	$(BIN)/medusa compare $(RUN)/medusa $(RUN)/medusa2 $(RUN)/settled $(RUN)/direct
+	for name in medusa medusa2 longer settled joint direct; do $(BIN)/medusa bench --mt-bench --limit 8 \
+		--max-new-tokens 128 --methods ar,medusa --run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
+	$(BIN)/medusa compare $(foreach name,medusa medusa2 longer settled joint direct,$(RUN)/$(name))
 
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
 	$(BIN)/medusa bench-firp
