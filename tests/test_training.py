@@ -202,6 +202,17 @@ def answers_of(*lengths: int) -> list[Answer]:
     return [Answer(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
 
 
+def test_parts_of_one_conversation_are_held_out_together() -> None:
+    whole = [f"A{n:06d}" for n in range(400)]
+    held = {name for name in whole if is_held_out(f"{name}_0", 0.2)}
+    assert 40 < len(held) < 120
+    for name in whole:
+        assert {is_held_out(f"{name}_{part}", 0.2) for part in range(1, 30)} == {name in held}
+    # Numbered names are no parts: each conversation goes its own way.
+    for kind in ("example", "c", "sharegpt", "conversation7"):
+        assert len({is_held_out(f"{kind}_{n}", 0.2) for n in range(100)}) == 2
+
+
 def test_packing_keeps_answers_whole_where_they_fit() -> None:
     batches = pack(answers_of(5, 6, 4, 23, 2), 10)
     assert [[len(a.tokens) for a in batch] for batch in batches] == [[5], [6, 4], [10], [10], [3, 2]]

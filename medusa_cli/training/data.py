@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from medusa_cli.drafters.base import Batch
 from medusa_cli.training.records import ReadReport, Record
+
+# A part of a ShareGPT conversation: seven letters and digits, not all of them small letters, and a number.
+_PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+")
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,14 @@ class Dataset:
 
 
 def is_held_out(id: str, fraction: float) -> bool:
-    """Whether a conversation is kept from training: decided by its id alone, so that more data moves none."""
-    return int.from_bytes(hashlib.sha256(id.encode()).digest()[:8], "big") < fraction * 2**64
+    """Whether a conversation is kept from training: decided by its id alone, so that more data moves none.
+
+    The parts that ShareGPT's long conversations are cut into (CsuNKMw_0, CsuNKMw_17) go together: held out beside its
+    other parts in training, a part would be easier than a conversation never seen.
+    """
+    whole = _PART.fullmatch(id)
+    name = whole[1] if whole else id
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 def split(records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float) -> Dataset:
