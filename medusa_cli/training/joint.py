@@ -49,7 +49,7 @@ class Joint:
         """The joint loss of whole conversations, on assistant tokens alone; while evaluating, what the change costs."""
         train = self.train
         weight, learns = lambda_0(progress, schedule=train.schedule, peak=train.lambda_0, share=train.heads_first)
-        if not learns and not self._measuring:  # the heads alone: the backbone is still what it was
+        if not learns and not self._measuring:  # the heads alone: nothing reaches the backbone
             with torch.no_grad():
                 batch = self._batch(items)
             heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft, train.regress)
