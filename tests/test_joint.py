@@ -328,6 +328,8 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     theirs, ours = (load_file(one / "drafter" / MedusaHeads.weights_file) for one in (tmp_path / "medusa2", last))
     assert not any(torch.equal(ours[name], weight) for name, weight in theirs.items() if "weight" in name)
+    rows = json.loads(CliRunner().invoke(app, ["compare", str(last), "--json"]).stdout)
+    assert rows[0]["lambda_0"] == "heads alone" and rows[0]["kl"] == pytest.approx(medusa2["kl"], rel=1e-3)
     done = train((model, again), *words, "train.lora_rank=2")
     assert done.exit_code == 1 and "keep train.lora_rank" in done.stderr, done.output
     # Heads of another shape are not what --from promised.

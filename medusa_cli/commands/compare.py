@@ -70,7 +70,7 @@ def _row(name: str) -> dict[str, Any]:
         "run": run.name,
         "stage": train.stage,
         "objective": train.objective if joint else "frozen",
-        "lambda_0": f"{train.schedule} {train.lambda_0:g}" if joint else "",
+        "lambda_0": _weighing(train) if joint else "",
         "steps": last["step"],
         "positions": last["total_positions"],
         "kl": parts.get("kl", None if joint else 0.0),
@@ -83,3 +83,9 @@ def _row(name: str) -> dict[str, Any]:
 
 def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _weighing(train: Any) -> str:
+    """How the heads' loss was weighed against the model's."""
+    alone = train.schedule == "warmup" and train.heads_first == 1
+    return "heads alone" if alone else f"{train.schedule} {train.lambda_0:g}"
