@@ -104,13 +104,16 @@ class Run:
         self.bench_dir = path / "bench"
 
     @classmethod
-    def open(cls, name: str = DEFAULT_RUN, create: bool = False) -> "Run":
-        """The run runs/NAME, or the folder itself when the name has a path separator; UserError if it is missing."""
+    def open(cls, name: str = DEFAULT_RUN, create: bool = False, flag: str = "--run") -> "Run":
+        """The run runs/NAME, or the folder itself when the name has a path separator; UserError if it is missing.
+
+        flag is what the error says named it.
+        """
         path = cls._place(name)
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
-            raise UserError(f"--run {name!r}: {path} does not exist", "run `medusa distill` and `medusa train` first")
+            raise UserError(f"{flag} {name!r}: {path} does not exist", "run `medusa distill` and `medusa train` first")
         return cls(path)
 
     @classmethod

@@ -416,7 +416,7 @@ def test_the_command_trains_and_says_what_it_used(run: Run, model_folder: str) -
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
-    run: Run, model_folder: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
     whole = (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes()
@@ -431,6 +431,15 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     monkeypatch.setattr(TrainLog, "write", interrupt)
     result = medusa(*train_words(run, model_folder))
     assert result.exit_code == 130 and "medusa train --resume" in result.stderr
+    other = Run(tmp_path / "other")
+    for flag, source in (("--from", run.path), ("--data", run.distill_path)):
+        result = medusa(*train_words(other, model_folder, flag, str(source)))
+        assert result.exit_code == 130
+        advice = result.stderr.split("go on with: medusa ")[1].splitlines()[0]
+        assert advice.endswith(f"{flag} {source}")
+        with monkeypatch.context() as still:
+            still.setattr(TrainLog, "write", write)
+            assert medusa(*advice.split(), "--dtype", "fp32").exit_code == 0
     monkeypatch.undo()
     result = medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert result.exit_code == 0, result.output
@@ -475,7 +484,8 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
         (["a.yaml", "b.yaml"], 2, "'b.yaml' is a second recipe"),
         (["--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
         (["--resume"], 1, "checkpoint.pt does not exist"),
-        (["--run", "nowhere/at/all"], 1, "does not exist"),
+        (["--run", "nowhere/at/all"], 1, "--run 'nowhere/at/all'"),
+        (["--from", "nowhere/at/all"], 1, "--from 'nowhere/at/all'"),
     ],
 )
 def test_bad_words_end_in_one_line(run: Run, model_folder: str, words: list[str], code: int, part: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import signal
 import threading
 import time
@@ -92,13 +93,14 @@ def train(
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
-    start = Run.open(origin) if origin is not None else None
+    start = Run.open(origin, flag="--from") if origin is not None else None
     target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
     plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
+    sources = {"--from": origin, "--data": data}
     if data is None and start is not None:
         data = start.data_path
     source = data or target.data_path
@@ -145,7 +147,8 @@ def train(
     if not world.first:
         return
     if summary["stopped"]:
-        again = f"medusa train --resume --run {run}"
+        words = ["medusa", "train", "--resume", "--run", run]
+        again = shlex.join(words + [str(word) for flag, one in sources.items() if one for word in (flag, one)])
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(130)
     _finish(trainer, target, source, coverage, summary, json, run)
