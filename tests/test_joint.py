@@ -51,7 +51,7 @@ def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Co
             if "lora_B" in name:  # fresh ones are zero and change nothing
                 weight.normal_(std=0.05)
     heads = MedusaHeads.create(backbone, 2, 1, "own")
-    data = split_conversations(records(), ReadReport(), max_length=24, fraction=0.2, digest="d")
+    data = split_conversations(records(), ReadReport(), max_length=24, fraction=0.2)
     return backbone, heads, data, Joint(backbone, heads, data, recipe.train)
 
 
@@ -137,7 +137,7 @@ def test_a_fresh_adapter_is_the_original_and_quality_says_so() -> None:
 
 
 def test_batches_hold_every_conversation_once_and_no_more_tokens_than_allowed() -> None:
-    items = split_conversations(records(40), ReadReport(), max_length=20, fraction=0.0, digest="").train
+    items = split_conversations(records(40), ReadReport(), max_length=20, fraction=0.0).train
     batches = bucketed(items, 64, random.Random(1))
     assert sorted(one.id for batch in batches for one in batch) == sorted(one.id for one in items)
     assert all(max(len(one.tokens) for one in batch) * len(batch) <= 64 for batch in batches)
@@ -251,7 +251,7 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str) -
         backbone = joint_backbone(
             recipe, {"device": "cpu", "dtype": "fp32", "load_in_4bit": False, "load_in_8bit": False}
         )
-        data = split_conversations(records(24), ReadReport(), max_length=24, fraction=0.2, digest="d")
+        data = split_conversations(records(24), ReadReport(), max_length=24, fraction=0.2)
         torch.manual_seed(0)
         return Trainer(backbone, MedusaHeads.create(backbone, 2, 1, "own"), data, recipe, run, resume=resume)
 

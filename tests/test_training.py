@@ -23,8 +23,9 @@ from medusa_cli.recipe import Recipe, load_recipe
 from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
-from medusa_cli.training.data import Answer, frequent_tokens, is_held_out, pack, plan
+from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan
 from medusa_cli.training.log import TrainLog, read_log
+from medusa_cli.training.records import Record
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, head_rate
 from tests.tiny import END_ID, tiny_backbone
@@ -191,7 +192,10 @@ def test_the_split_is_by_record_and_stable(run: Run, backbone: Backbone) -> None
     dataset = load_dataset(run, backbone, fraction=0.2)
     held, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
     assert held and trained and not held & trained
-    assert held == {f"c{n}" for n in range(40) if is_held_out(f"c{n}", 0.2)}
+    write_lines(run.distill_path, [conversation(n) for n in range(80)])
+    more = load_dataset(run, backbone, fraction=0.2)
+    assert {a.id for a in more.held_out} & (held | trained) == held
+    assert len({dataset.digest, more.digest, load_dataset(run, backbone, fraction=0.3).digest}) == 3
     write_lines(run.distill_path, [conversation(n) for n in range(2)])
     small = load_dataset(run, backbone, fraction=0.001)
     assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
@@ -202,15 +206,26 @@ def answers_of(*lengths: int) -> list[Answer]:
     return [Answer(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
 
 
+def named(*ids: str) -> list[Record]:
+    return [Record(id, [1, 2, 3], [(0, 3)], None) for id in ids]
+
+
 def test_parts_of_one_conversation_are_held_out_together() -> None:
     whole = [f"A{n:06d}" for n in range(400)]
-    held = {name for name in whole if is_held_out(f"{name}_0", 0.2)}
-    assert 40 < len(held) < 120
-    for name in whole:
-        assert {is_held_out(f"{name}_{part}", 0.2) for part in range(1, 30)} == {name in held}
+    held = held_out_ids(named(*(f"{name}_{part}" for name in whole for part in range(4))), 0.2)
+    names = {id[:7] for id in held}
+    assert 40 < len(names) < 120
+    assert held == {f"{name}_{part}" for name in names for part in range(4)}
     # Numbered names are no parts: each conversation goes its own way.
     for kind in ("example", "c", "sharegpt", "conversation7"):
-        assert len({is_held_out(f"{kind}_{n}", 0.2) for n in range(100)}) == 2
+        assert 0 < len(held_out_ids(named(*(f"{kind}_{n}" for n in range(100))), 0.2)) < 100
+
+
+def test_of_few_conversations_one_is_held_out_and_never_all() -> None:
+    parts = named("A000001_0", "A000001_1", "B000001_0", "B000001_1")
+    for fraction in (1e-9, 0.5, 1.0):
+        assert held_out_ids(parts, fraction) in ({"A000001_0", "A000001_1"}, {"B000001_0", "B000001_1"})
+    assert held_out_ids(parts, 0.0) == held_out_ids(parts[:2], 1.0) == set()
 
 
 def test_packing_keeps_answers_whole_where_they_fit() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.trace import trace
 from medusa_cli.drafters.base import Batch
-from medusa_cli.training.data import is_held_out
+from medusa_cli.training.data import held_out_ids, records_digest
 from medusa_cli.training.records import ReadReport, Record
 
 
@@ -43,18 +43,17 @@ class Conversations:
 
 
 def split_conversations(
-    records: Sequence[Record], report: ReadReport, *, max_length: int, fraction: float, digest: str
+    records: Sequence[Record], report: ReadReport, *, max_length: int, fraction: float
 ) -> Conversations:
     """Split records as stage 1 does and cut them to max_length tokens; answers of one token are left out."""
+    cut = [(one, [(s, min(e, max_length)) for s, e in one.spans if min(e, max_length) - s > 1]) for one in records]
+    usable = [(record, spans) for record, spans in cut if spans]
+    held = held_out_ids([record for record, _ in usable], fraction)
     parts: dict[bool, list[Conversation]] = {False: [], True: []}
-    for record in records:
-        spans = [(s, min(e, max_length)) for s, e in record.spans if min(e, max_length) - s > 1]
-        if spans:
-            cut = Conversation(record.id, torch.tensor(record.tokens[: spans[-1][1]]), spans)
-            parts[is_held_out(record.id, fraction)].append(cut)
-    if fraction > 0 and not parts[True] and len(parts[False]) > 1:
-        parts[True].append(parts[False].pop())
-    return Conversations(parts[False], parts[True], report, digest)
+    for record, spans in usable:
+        whole = Conversation(record.id, torch.tensor(record.tokens[: spans[-1][1]]), spans)
+        parts[record.id in held].append(whole)
+    return Conversations(parts[False], parts[True], report, records_digest(records, held))
 
 
 def bucketed(items: Sequence[Conversation], tokens: int, chance: random.Random) -> list[list[Conversation]]:

@@ -4,7 +4,8 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,38 +54,47 @@ class Dataset:
         return Batch(hidden=hidden.to(device, dtype), next=tokens.to(device), segment=segment.to(device))
 
 
-def is_held_out(id: str, fraction: float) -> bool:
-    """Whether a conversation is kept from training: decided by its id alone, so that more data moves none.
+def held_out_ids(records: Sequence[Record], fraction: float) -> set[str]:
+    """The records kept from training, decided by the hash of a conversation's name, so that more data moves none.
 
     The parts that ShareGPT's long conversations are cut into (CsuNKMw_0, CsuNKMw_17) go together: held out beside its
-    other parts in training, a part would be easier than a conversation never seen.
+    other parts in training, a part would be easier than a conversation never seen. Of two conversations or more at
+    least one is held out (unless the fraction is 0); never all are.
     """
-    whole = _PART.fullmatch(id)
-    name = whole[1] if whole else id
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
+    parts: dict[str, list[str]] = {}
+    for record in records:
+        whole = _PART.fullmatch(record.id)
+        parts.setdefault(whole[1] if whole else record.id, []).append(record.id)
+    order = sorted(parts, key=_hash)
+    held = bisect_left(order, int(fraction * 2**64), key=_hash)
+    kept = max(min(held, len(order) - 1), int(fraction > 0 and len(order) > 1))
+    return {id for name in order[:kept] for id in parts[name]}
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def records_digest(records: Sequence[Record], held: Collection[str]) -> str:
+    """What tells one set of conversations, and what of it is held out, from another."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps([record.id, record.tokens, record.spans, record.id in held]).encode())
+    return digest.hexdigest()[:16]
 
 
 def split(records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float) -> Dataset:
-    """Answers of two tokens or more, held out by record; records without kept rows take theirs in order.
-
-    The record with the smallest hash is held out where the fraction would hold out none of at least two.
-    """
-    held = {record.id for record in records if is_held_out(record.id, fraction)}
-    if fraction > 0 and not held and len(records) > 1:
-        held = {min(records, key=lambda one: hashlib.sha256(one.id.encode()).digest()).id}
-    if len(held) == len(records) > 1:
-        held.discard(records[0].id)
+    """Answers of two tokens or more, held out by record; records without kept rows take theirs in order."""
+    held = held_out_ids([one for one in records if any(end - start > 1 for start, end in one.spans)], fraction)
     parts: dict[bool, list[Answer]] = {False: [], True: []}
-    digest = hashlib.sha256()
     row = 0
     for record in records:
         row = row if record.first_row is None else record.first_row
-        digest.update(json.dumps([record.id, record.tokens, record.spans]).encode())
         for start, end in record.spans:
             if end - start > 1:
                 parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row))
             row += end - start
-    return Dataset(parts[False], parts[True], states, report, digest.hexdigest()[:16])
+    return Dataset(parts[False], parts[True], states, report, records_digest(records, held))
 
 
 def pack(answers: Sequence[Answer], positions: int) -> list[list[Answer]]:

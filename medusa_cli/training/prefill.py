@@ -87,14 +87,6 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     return digest.hexdigest()[:16]
 
 
-def records_digest(records: Sequence[Record]) -> str:
-    """What tells one set of conversations from another."""
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(json.dumps([record.id, record.tokens, record.spans]).encode())
-    return digest.hexdigest()[:16]
-
-
 def _prefill(
     backbone: Backbone,
     records: Sequence[Record],

@@ -14,7 +14,6 @@ from medusa_cli.run import Run, check_backbone, read_json
 from medusa_cli.training.build import drafter_class
 from medusa_cli.training.conversations import Conversations, split_conversations
 from medusa_cli.training.distributed import World
-from medusa_cli.training.prefill import records_digest
 from medusa_cli.training.records import read_records
 
 
@@ -84,7 +83,6 @@ def whole_conversations(
         report,
         max_length=min(train.max_length, train.batch_tokens, backbone.max_positions),
         fraction=fraction,
-        digest=records_digest(records),
     )
 
 
