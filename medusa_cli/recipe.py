@@ -64,9 +64,9 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
     decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
-    the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far a head's state is from the one the
-    backbone had where its target was emitted. shard: of several processes each holds a part of the
-    backbone's layers, and gathers a layer to run it.
+    the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
+    the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there. shard: of
+    several processes each holds a part of the backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup

@@ -57,6 +57,10 @@ class Amphista(HeadDrafter):
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
         self.reset()
 
+    @property
+    def told(self) -> int:
+        return 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
+
     def reset(self) -> None:
         self._caches = [LayerCache() for _ in self.stages]
 

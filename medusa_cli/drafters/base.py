@@ -79,6 +79,11 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)
     num_heads: int
 
+    @property
+    def told(self) -> int:
+        """How many of the first heads are told every token before the one that they guess, and can know its state."""
+        return 0
+
     def reset(self) -> None:
         """Forget the sequence; called before each prefill."""
 
@@ -117,7 +122,7 @@ class Drafter(nn.Module, ABC):
     ) -> Losses:
         """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets.
 
-        regress: the weight of the distance between the heads' states and the backbone's own.
+        regress: the weight of the distance between the states of the heads that are `told` and the backbone's own.
         """
 
     @abstractmethod

@@ -185,9 +185,10 @@ class HeadDrafter(Drafter):
 
         soft is the weight of the backbone's own distribution there in the target, the rest being the token itself.
         A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
-        cross-entropy and counts as a miss in the accuracy. regress weighs the mean smooth L1 distance between a head's
-        states and those that the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more
-        than a token: the fewer the positions, the more it helps. It is in the total alone.
+        cross-entropy and counts as a miss in the accuracy. regress weighs the mean smooth L1 distance between the
+        states of the heads that are `told` and those that the backbone had at the targets' places (as in EAGLE,
+        arXiv:2401.15077), which say more than a token. A head that is not told could but learn the mean of the states
+        that may come, which draws it away from any of their tokens. It is in the total alone.
         """
         place = self.places(batch.next.device)
         none = torch.zeros((), dtype=torch.long, device=batch.next.device)
@@ -207,7 +208,7 @@ class HeadDrafter(Drafter):
             rows = rows[known]
             aim = None if teacher is None else teacher[rows + k]
             states = states_of(k - 1, rows)
-            if regress:
+            if regress and k <= self.told:
                 goals = batch.hidden[rows + k, -self.config.hidden_size :].detach().float()
                 apart.append(decay**k * F.smooth_l1_loss(states.float(), goals))
             read = self.inner(k - 1, states)

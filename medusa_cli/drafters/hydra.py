@@ -57,6 +57,10 @@ class HydraHeads(HeadDrafter):
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
         self.reset()
 
+    @property
+    def told(self) -> int:
+        return self.num_heads
+
     def reset(self) -> None:
         self._caches = [LayerCache() for _ in self.prefix]
 
