@@ -65,8 +65,9 @@ class TrainRecipe:
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
     decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
     the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
-    the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there. shard: of
-    several processes each holds a part of the backbone's layers, and gathers a layer to run it.
+    the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there (null: what
+    suits the drafter in stage 1, 0 in stage 2). shard: of several processes each holds a part of the backbone's
+    layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -102,7 +103,7 @@ class TrainRecipe:
     beta2: float = _setting(0.95, least=0.0, most=1.0)
     decay: float = _setting(0.8, least=0.0, most=1.0)
     soft: float = _setting(0.0, least=0.0, most=1.0)
-    regress: float = _setting(0.0, least=0.0)
+    regress: float | None = _setting(None, least=0.0)
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

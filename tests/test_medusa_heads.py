@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, MedusaHeads, load_drafter
 from medusa_cli.errors import UserError
+from medusa_cli.recipe import TrainRecipe
 from medusa_cli.run import provenance
+from medusa_cli.training.task import head_losses
 from medusa_cli.tree import Tree
 from tests.tiny import guesses, tiny_backbone
 
@@ -168,3 +170,20 @@ def test_states_of_told_heads_are_drawn_towards_the_backbones_own(kind: str, tol
     assert float(pulled.total.detach()) == pytest.approx(float((plain.total + 3 * expected).detach()), rel=1e-5)
     assert [float(one) for one in pulled.per_head] == [float(one) for one in plain.per_head]
     pulled.total.backward()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
+def test_the_weight_of_that_is_the_drafters_own_in_stage_1(kind: str) -> None:
+    backbone = tiny_backbone()
+    torch.manual_seed(0)
+    heads = DRAFTERS[kind].create(backbone, 2, vocabulary="draft", draft_ids=DRAFT_IDS)
+    tokens = DRAFT_IDS[torch.randint(0, 8, (9,))]
+    batch = Batch(torch.randn(9, backbone.hidden_size), tokens, torch.tensor([0] * 4 + [1] * 5))
+
+    def total(stage: int, regress: float | None) -> float:
+        train = TrainRecipe(stage=stage, regress=regress)
+        return float(head_losses(backbone, heads, batch, train).total.detach())
+
+    assert (total(1, None) > total(1, 0.0)) == (kind != "medusa")
+    assert total(1, None) == total(1, heads.regress)
+    assert total(2, None) == total(2, 0.0)

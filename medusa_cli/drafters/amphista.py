@@ -44,6 +44,8 @@ class Amphista(HeadDrafter):
     """
 
     name = "amphista"
+    learning_rate = 1e-3
+    regress = 100.0
     config_class = AmphistaConfig
     settings = ("attention_layers",)
     config: AmphistaConfig

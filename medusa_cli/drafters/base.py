@@ -76,6 +76,7 @@ class Drafter(nn.Module, ABC):
     name: ClassVar[str]
     whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
+    regress: ClassVar[float] = 0.0  # its weight in stage 1 where a recipe names none
     taps: tuple[int, ...] = (-1,)
     num_heads: int
 

@@ -17,7 +17,7 @@ from medusa_cli.training.blocks import LogSoftmax, loss_by_blocks
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import lambda_0
-from medusa_cli.training.task import Group, head_rate
+from medusa_cli.training.task import Group, head_losses, head_rate
 
 
 class Joint:
@@ -52,10 +52,10 @@ class Joint:
         if not learns and not self._measuring:  # the heads alone: nothing reaches the backbone
             with torch.no_grad():
                 batch = self._batch(items)
-            heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft, train.regress)
+            heads = head_losses(self.backbone, self.drafter, batch, train)
             return Found(heads.total, heads, len(batch.next), {"lambda_0": weight})
         batch = self._batch(items)
-        heads = self.drafter.loss(self.backbone, batch, train.decay, train.soft, train.regress)
+        heads = head_losses(self.backbone, self.drafter, batch, train)
         teacher = None
         # Trained in full, the network keeps no original to be held against.
         if train.tuning != "full" and (train.objective == "kl" or self._measuring):

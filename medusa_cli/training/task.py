@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Drafter
+from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.data import Answer, Dataset, pack, plan
@@ -47,6 +47,14 @@ def head_rate(drafter: Drafter, train: TrainRecipe) -> float:
     return drafter.learning_rate if train.lr is None else train.lr
 
 
+def head_losses(backbone: Backbone, drafter: Drafter, batch: Batch, train: TrainRecipe) -> Losses:
+    """The heads' losses with the recipe's weights, or, where it names none, those that suit this kind of drafter."""
+    # In stage 2 the backbone's states are no fixed mark: they move to please the heads.
+    own = drafter.regress if train.stage == 1 else 0.0
+    regress = own if train.regress is None else train.regress
+    return drafter.loss(backbone, batch, train.decay, train.soft, regress)
+
+
 class _Stage1:
     """What the two ways of stage 1 share: the drafter alone learns, and the backbone has no state of its own."""
 
@@ -62,7 +70,7 @@ class _Stage1:
         return torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
 
     def _found(self, batch: Batch) -> Found:
-        found = self.drafter.loss(self.backbone, batch, self.train.decay, self.train.soft, self.train.regress)
+        found = head_losses(self.backbone, self.drafter, batch, self.train)
         return Found(found.total, found, len(batch.next), {})
 
     def evaluating(self) -> AbstractContextManager[Any]:
