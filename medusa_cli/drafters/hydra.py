@@ -46,7 +46,6 @@ class HydraHeads(HeadDrafter):
     """
 
     name = "hydra"
-    learning_rate = 1e-3
     regress = 100.0
     config_class = HydraConfig
     settings = ("prefix_layers",)
