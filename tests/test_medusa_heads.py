@@ -173,7 +173,7 @@ def test_states_of_told_heads_are_drawn_towards_the_backbones_own(kind: str, tol
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
-def test_the_weight_of_that_is_the_drafters_own_in_stage_1(kind: str) -> None:
+def test_without_a_recipes_word_regress_weighs_the_drafters_own_in_stage_1(kind: str) -> None:
     backbone = tiny_backbone()
     torch.manual_seed(0)
     heads = DRAFTERS[kind].create(backbone, 2, vocabulary="draft", draft_ids=DRAFT_IDS)

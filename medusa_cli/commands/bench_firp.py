@@ -37,6 +37,7 @@ def bench_firp(
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import Run, provenance, read_json, write_json
+    from medusa_cli.training.build import check_regress
 
     console.configure(quiet=quiet, json=json)
     if figure is not None and figure not in TITLES:
@@ -47,6 +48,7 @@ def bench_firp(
     marker = target.path / "run.json"
     settings = [*(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
     plan = load_recipe(None, ["drafter=firp", *settings])
+    check_regress(plan)
     name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else plan.model)
     source = data or target.data_path
     console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")

@@ -46,6 +46,7 @@ class Amphista(HeadDrafter):
     name = "amphista"
     learning_rate = 1e-3
     regress = 100.0
+    told = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
     config_class = AmphistaConfig
     settings = ("attention_layers",)
     config: AmphistaConfig
@@ -58,10 +59,6 @@ class Amphista(HeadDrafter):
         self.position = nn.Parameter(torch.zeros(heads, size))
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
         self.reset()
-
-    @property
-    def told(self) -> int:
-        return 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
 
     def reset(self) -> None:
         self._caches = [LayerCache() for _ in self.stages]

@@ -76,14 +76,11 @@ class Drafter(nn.Module, ABC):
     name: ClassVar[str]
     whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    regress: ClassVar[float] = 0.0  # its weight in stage 1 where a recipe names none
+    regress: ClassVar[float] = 0.0  # the weight of that loss in stage 1 where a recipe names none
+    # How many of the first heads (inf: all) are told every token before their guess, and can know its state.
+    told: ClassVar[float] = 0
     taps: tuple[int, ...] = (-1,)
     num_heads: int
-
-    @property
-    def told(self) -> int:
-        """How many of the first heads are told every token before the one that they guess, and can know its state."""
-        return 0
 
     def reset(self) -> None:
         """Forget the sequence; called before each prefill."""

@@ -1,5 +1,6 @@
 """Hydra heads: head k also sees the tokens drafted before its own, so that guesses along a path fit together."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,6 +48,7 @@ class HydraHeads(HeadDrafter):
 
     name = "hydra"
     regress = 100.0
+    told = math.inf
     config_class = HydraConfig
     settings = ("prefix_layers",)
     config: HydraConfig
@@ -57,10 +59,6 @@ class HydraHeads(HeadDrafter):
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
         self.reset()
-
-    @property
-    def told(self) -> int:
-        return self.num_heads
 
     def reset(self) -> None:
         self._caches = [LayerCache() for _ in self.prefix]

@@ -8,7 +8,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
-from medusa_cli.recipe import DrafterRecipe
+from medusa_cli.recipe import DrafterRecipe, Recipe
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
 
@@ -20,6 +20,17 @@ def drafter_class(name: str) -> type[HeadDrafter]:
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(DRAFTERS))}"
         raise UsageError(f"drafter.name={name!r} is unknown", hint)
     return DRAFTERS[name]
+
+
+def check_regress(recipe: Recipe) -> None:
+    """UsageError where train.regress is to draw heads none of which is told the tokens before its guess."""
+    kind = drafter_class(recipe.drafter.name)
+    if recipe.train.regress and not kind.told:
+        raise UsageError(
+            f"train.regress={recipe.train.regress:g} says nothing to {kind.name}: its heads are not told the tokens "
+            "before their guesses",
+            "leave it out, or use drafter=hydra or drafter=amphista",
+        )
 
 
 def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone, kind: type[HeadDrafter]) -> str:

@@ -53,12 +53,6 @@ class Trainer:
                 f"train.accumulation={train.accumulation} cannot be shared by {self.world.size} processes",
                 f"use a multiple of {self.world.size}, and train.batch_tokens smaller by as much",
             )
-        if train.regress and not drafter.told:
-            raise UsageError(
-                f"train.regress={train.regress:g} says nothing to {drafter.name}: its heads are not told the tokens "
-                "before their guesses",
-                "leave it out, or use drafter=hydra or drafter=amphista",
-            )
         torch.manual_seed(train.seed)
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.task: Task
