@@ -20,6 +20,7 @@ from medusa_cli.recipe import load_recipe
 from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
 from medusa_cli.training.conversations import Conversations, bucketed
+from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.records import ReadReport, Record
 from medusa_cli.training.schedule import lambda_0
@@ -275,6 +276,8 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     assert done.exit_code == 0, done.output
     beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
     assert beside["kl"] is None and beside["agreement"] is None, "the original is gone: nothing to be held against"
+    done = CliRunner().invoke(app, ["compare", run, "--data", f"{run}/distill.jsonl"])
+    assert done.exit_code == 1 and "was trained in full" in done.stderr, done.output
     tuned = Path(run) / "tuned"
     assert (tuned / "model" / "config.json").is_file() and (tuned / "drafter" / "config.json").is_file()
     runner = CliRunner()
@@ -312,6 +315,24 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0 and "constant 1" in shown.stdout and "frozen" in shown.stdout, shown.output
+    # Anew on the same conversations: those that were held out give what the trainings' own validations gave.
+    held, told = tmp_path / "held.jsonl", tmp_path / "told.jsonl"
+    lines = Path(run, "distill.jsonl").read_text().splitlines()
+    out = held_out_ids([Record(json.loads(line)["id"], [], [], None) for line in lines], 0.05)
+    held.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
+    told.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
+    on_held, on_told = (
+        json.loads(CliRunner().invoke(app, [*words, "--json", "--data", str(file)]).stdout) for file in (held, told)
+    )
+    for again, row in zip(on_held, rows, strict=True):
+        assert again["kl"] == pytest.approx(row["kl"], rel=0.02, abs=1e-5)
+        assert again["accuracies"] == pytest.approx(row["accuracies"], abs=0.02)
+        assert again["measured"] == row["measured"]
+    assert on_held[0]["perplexity_ratio"] == on_held[0]["agreement"] == 1 and on_told[2]["kl"] != on_held[2]["kl"]
+    few = json.loads(CliRunner().invoke(app, [*words, "--json", "--data", str(told), "--max-samples", "2"]).stdout)
+    assert few[0]["measured"] < on_told[0]["measured"]
+    done = CliRunner().invoke(app, [*words, "--max-samples", "2"])
+    assert done.exit_code == 2 and "--max-samples 2 bounds --data" in done.stderr
     # With rates of nothing, going on from stage 2 leaves what it left.
     again, data = str(tmp_path / "again"), ["--data", f"{run}/distill.jsonl"]
     words = ["--stage", "2", "--from", str(tmp_path / "medusa2"), *data, "train.lr=0", "train.backbone_lr=0"]

@@ -218,12 +218,12 @@ class Backbone:
         hidden = torch.cat([out.hidden for out in outputs])
         return Output(torch.cat(scores) if scores else None, hidden, outputs[-1].ahead)
 
-    def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Final states [B, L, H] of padded rows of tokens [B, L] of the given lengths, each row alone, for training.
+    def states(self, tokens: Tensor, lengths: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
+        """Tapped states [B, L, H * taps] of padded rows of tokens [B, L] of the given lengths, for training.
 
-        No cache; gradients reach whatever weights of the network learn.
+        Each row alone, and no cache; gradients reach whatever weights of the network learn.
         """
-        return padded_pass(self, tokens, lengths).last_hidden_state
+        return _tapped(padded_pass(self, tokens, lengths, output_hidden_states=_lower(taps)), taps)
 
     @torch.inference_mode()
     def forward_slots(
@@ -260,12 +260,9 @@ class Backbone:
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            output_hidden_states=any(tap != -1 for tap in taps),
+            output_hidden_states=_lower(taps),
         )
-        if tuple(taps) == (-1,):
-            return out.last_hidden_state
-        # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
-        return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)
+        return _tapped(out, taps)
 
     def _logits(self, states: Tensor, which: str) -> Tensor | None:
         if which == "none":
@@ -300,3 +297,17 @@ class Backbone:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _lower(taps: Sequence[int]) -> bool:
+    """Whether states below the final ones are asked for."""
+    return any(tap != -1 for tap in taps)
+
+
+def _tapped(out: Any, taps: Sequence[int]) -> Tensor:
+    """The tapped states [.., H * taps] of a network's output."""
+    if tuple(taps) == (-1,):
+        final: Tensor = out.last_hidden_state
+        return final
+    # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
+    return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)

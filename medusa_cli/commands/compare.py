@@ -1,16 +1,24 @@
 """`medusa compare`: what several trainings came to, side by side."""
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 
 
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Measure every run anew on this file's conversations (JSON or JSONL), all on the same."),
+    ] = None,
+    max_samples: options.MaxSamples = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -19,11 +27,19 @@ def compare(
 
     KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
     often both take the same greedy token; heads on a frozen model (stage 1) cost nothing, and a model trained in full
-    keeps no original to be held against (-). All come from the last validation in RUN/train.jsonl.
+    keeps no original to be held against (-). All come from the last validation in RUN/train.jsonl, or, with --data,
+    from a pass over those conversations now, which is the way to compare runs that held out different ones.
     """
     console.configure(quiet=quiet, json=json)
+    if max_samples is not None and (data is None or max_samples < 1):
+        raise UsageError(
+            f"--max-samples {max_samples} " + ("bounds --data, and there is none" if data is None else "is too small"),
+            "give --data FILE with it" if data is None else "use 1 or more",
+        )
     rows = [_row(name) for name in runs]
-    if len({row["data"] for row in rows}) > 1:
+    if data is not None:
+        _measure(rows, runs, data, max_samples, {"device": device, "dtype": dtype})
+    elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
     if json:
         console.emit_json(rows)
@@ -61,11 +77,9 @@ def _row(name: str) -> dict[str, Any]:
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
     last, train = checks[-1], load_recipe(run.recipe_path).train
-    parts = last["parts"]
     config = run.drafter_dir / "config.json"
     made = read_json(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
     joint = train.stage == 2
-    ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {
         "run": run.name,
         "stage": train.stage,
@@ -73,12 +87,31 @@ def _row(name: str) -> dict[str, Any]:
         "lambda_0": _weighing(train) if joint else "",
         "steps": last["step"],
         "positions": last["total_positions"],
-        "kl": parts.get("kl", None if joint else 0.0),
-        "perplexity_ratio": ratio if joint else 1.0,
-        "agreement": parts.get("agreement", None if joint else 1.0),
+        **(_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
         "accuracies": last["accuracies"],
+        "measured": last["positions"],
         "data": made.get("data", {}).get("digest"),
     }
+
+
+def _cost(parts: dict[str, float]) -> dict[str, float | None]:
+    """What the change of the model costs, None where there is no original to hold it against."""
+    ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
+    return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}
+
+
+def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Any) -> None:
+    """Put what each run comes to on the file's conversations in the place of its own last validation."""
+    from medusa_cli.run import Run
+    from medusa_cli.training.held import validate_on
+
+    place |= {"load_in_4bit": False, "load_in_8bit": False}
+    with console.progress("comparing", total=len(rows), unit="runs") as bar:
+        for row, name in zip(rows, runs, strict=True):
+            found = validate_on(Run.open(name), data, place, samples)
+            row |= {**_cost(found.parts), "accuracies": found.accuracies, "measured": found.positions}
+            row["data"] = str(data)
+            bar.advance()
 
 
 def _shown(value: float | None, form: str) -> str:

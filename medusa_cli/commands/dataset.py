@@ -1,5 +1,6 @@
 """What `train` and `calibrate` share: the engine and the data set that a drafter of a kind learns with."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,20 @@ def engine_for(kind: Any, engine: str) -> str:
 
 
 def open_dataset(
-    run: Any, backbone: Any, kind: Any, recipe: Any, *, data: Path | None, fraction: float, together: Any = None
+    run: Any,
+    backbone: Any,
+    kind: Any,
+    taps: Sequence[int],
+    recipe: Any,
+    *,
+    data: Path | None,
+    fraction: float,
+    together: Any = None,
 ) -> Any:
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
-    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. together: the
-    processes among which the backbone is split.
+    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
+    layers whose states it reads. together: the processes among which the backbone is split.
     """
     from medusa_cli.training import load_dataset
     from medusa_cli.training.setup import whole_conversations
@@ -45,7 +54,7 @@ def open_dataset(
             backbone,
             data=data,
             fraction=fraction,
-            taps=kind.taps,
+            taps=taps,
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
             together=together,

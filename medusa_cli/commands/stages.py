@@ -20,7 +20,7 @@ def frozen(
     from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.training import build_drafter
-    from medusa_cli.training.build import drafter_class
+    from medusa_cli.training.build import drafter_class, taps_of
     from medusa_cli.training.setup import trained_heads
 
     kind = drafter_class(plan.drafter.name)
@@ -29,7 +29,8 @@ def frozen(
     with together.first_ahead():
         target.bind(backbone.identity)
     fraction = plan.train.validation_fraction
-    dataset = open_dataset(target, backbone, kind, plan, data=data, fraction=fraction, together=together)
+    taps = taps_of(plan.drafter, backbone)
+    dataset = open_dataset(target, backbone, kind, taps, plan, data=data, fraction=fraction, together=together)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:

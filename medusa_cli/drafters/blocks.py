@@ -32,6 +32,25 @@ class Stack(nn.Module):
         return x
 
 
+class Fuse(nn.Module):
+    """States of several layers [.., H * taps], the final one last, as one [.., H]: that one and a map of the others.
+
+    The others are brought to unit root mean square, since a layer's scale grows with its depth; a fresh map adds
+    nothing (EAGLE-3, arXiv:2503.01840, section 3.1, reads a low, a middle and a high layer in this way).
+    """
+
+    def __init__(self, hidden_size: int, taps: int) -> None:
+        super().__init__()
+        self.sizes = [hidden_size] * taps
+        self.linear = nn.Linear(hidden_size * (taps - 1), hidden_size, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *lower, final = x.split(self.sizes, dim=-1)
+        level = torch.cat([F.rms_norm(one.float(), one.shape[-1:]).to(x.dtype) for one in lower], dim=-1)
+        return final + self.linear(level)
+
+
 class LayerCache:
     """Keys and values [heads, rows, D] of one decoder layer and one sequence; every appended row stays."""
 

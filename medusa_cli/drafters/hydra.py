@@ -11,16 +11,23 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone, KVCache, SlotCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import DecoderLayer, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
 from medusa_cli.tree import Growing, Growth, Tree
 
 
 @dataclass(frozen=True)
 class HydraConfig(HeadsConfig):
-    """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++."""
+    """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++.
+
+    taps: after how many of the backbone's layers states are read too, beside the final ones.
+    """
 
     prefix_layers: int = 0
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
 
 
 class HydraHead(nn.Module):
@@ -50,12 +57,14 @@ class HydraHeads(HeadDrafter):
     regress = 100.0
     told = math.inf
     config_class = HydraConfig
-    settings = ("prefix_layers",)
+    settings = ("prefix_layers", "taps")
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
+        self.taps = (*(layer - 1 for layer in config.taps), -1)
+        self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
         self.reset()
@@ -117,10 +126,13 @@ class HydraHeads(HeadDrafter):
     def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""
         hidden = confirmed.hidden.to(self.dtype)
-        if not self.prefix:
-            return hidden[-1:]
-        if not self._caches[0].length:  # a prompt: only its last state has a counterpart in training
+        if (
+            not self.prefix or not self._caches[0].length
+        ):  # of a prompt only the last state has a counterpart in training
             hidden = hidden[-1:]
+        hidden = self.fast("fuse")(hidden)
+        if not self.prefix:
+            return hidden
         x = hidden[None]
         for layer, cache in zip(self.fast("prefix"), self._caches, strict=True):
             x = layer(x, cache)
@@ -128,7 +140,7 @@ class HydraHeads(HeadDrafter):
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
-        context = batch.hidden
+        context = self.fuse(batch.hidden).to(batch.hidden.dtype)
         if self.prefix:
             x, places = by_sequence(context, batch.segment)
             for layer in self.prefix:

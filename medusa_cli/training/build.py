@@ -33,6 +33,20 @@ def check_regress(recipe: Recipe) -> None:
         )
 
 
+def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
+    """The layers whose states a drafter is to read; UsageError for ones that this model has not."""
+    kind = drafter_class(recipe.name)
+    if "taps" not in kind.settings:
+        return kind.taps
+    depth, taps = backbone.num_layers, list(recipe.taps)
+    if taps != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
+        raise UsageError(
+            f"drafter.taps={taps} does not fit this model's {depth} layers",
+            f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
+        )
+    return (*(layer - 1 for layer in taps), -1)
+
+
 def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone, kind: type[HeadDrafter]) -> str:
     """What "auto" stands for: a draft vocabulary where it is smaller than the model's, else the whole of that."""
     if recipe.vocabulary != "auto":

@@ -60,7 +60,7 @@ class Joint:
         # Trained in full, the network keeps no original to be held against.
         if train.tuning != "full" and (train.objective == "kl" or self._measuring):
             with torch.no_grad(), adapter_off(self.backbone.model):
-                teacher = self._batch(items).hidden
+                teacher = self._final(self._batch(items))
         model, cost = self._model_loss(batch, teacher)
         parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
         return Found(model + weight * heads.total, heads, len(batch.next), parts)
@@ -93,12 +93,17 @@ class Joint:
 
         count = len(batch.next)
         weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
-        total = loss_by_blocks(of, lm_head, batch.hidden, weights) / count
+        total = loss_by_blocks(of, lm_head, self._final(batch), weights) / count
         return total, {key: value / count for key, value in cost.items()}
 
     def _batch(self, items: list[Conversation]) -> Batch:
         """The states that emit the answers' tokens, in the network as it is now."""
-        return batch_of(self.backbone, items, torch.bfloat16 if self.train.dtype == "bf16" else None)
+        dtype = torch.bfloat16 if self.train.dtype == "bf16" else None
+        return batch_of(self.backbone, items, dtype, taps=self.drafter.taps)
+
+    def _final(self, batch: Batch) -> Tensor:
+        """The states [P, H] that the lm_head reads."""
+        return batch.hidden[:, -self.backbone.hidden_size :]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,0 +1,43 @@
+"""What a finished training came to, measured on conversations of one's choice."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.errors import UserError
+from medusa_cli.recipe import load_recipe
+from medusa_cli.run import Run
+from medusa_cli.training.build import build_drafter
+from medusa_cli.training.events import Validated
+from medusa_cli.training.loop import Trainer
+from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conversations
+
+# All runs are measured alike, however their own trainings cut and gathered conversations.
+MAX_LENGTH, BATCH_TOKENS = 1024, 2048
+
+
+def validate_on(run: Run, data: Path, place: dict[str, Any], max_samples: int | None = None) -> Validated:
+    """A run's heads, and its adapter where it has one, on the first conversations of a file.
+
+    A run of stage 1 is one whose adapter does nothing: its KL is measured like that of the others. UserError where the
+    heads cannot be read, and for a model trained in full, which keeps no original to be held against.
+    """
+    recipe = load_recipe(run.recipe_path)
+    train = recipe.train
+    joint = train.stage == 2
+    if joint and train.tuning == "full":
+        raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
+    tuning = train.tuning if joint else "lora"
+    train = replace(train, max_length=MAX_LENGTH, batch_tokens=BATCH_TOKENS, accumulation=1, shard=False)
+    recipe = replace(recipe, train=replace(train, stage=2, tuning=tuning, objective="kl"))
+    backbone = joint_backbone(recipe, place)
+    found = whole_conversations(run, backbone, recipe, data, 0.0)
+    kept = found.train[:max_samples]
+    # Nothing is trained, but a trainer asks for something to train on.
+    dataset = replace(found, train=kept, held_out=kept)
+    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    if not trained_heads(run, backbone, drafter, adapted=joint):
+        raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
+    trainer = Trainer(backbone, drafter, dataset, recipe, run)
+    trainer.validation = trainer.task.held_out()
+    return trainer.validate(0)
