@@ -116,7 +116,7 @@ def test_a_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     with torch.no_grad():
         mixed = ahead(backbone, both.trace, pseudo, both.rows)[: len(alone.next)]
         assert torch.allclose(mixed, ahead(backbone, alone.trace, pseudo, alone.rows), atol=1e-5)
-    made = trace(backbone, items[0].tokens[None], torch.tensor([9]))
+    made = trace(backbone, items[0].tokens[None])
     assert len(made.states) == DEPTH + 1 and len(made.keys) == DEPTH
 
 

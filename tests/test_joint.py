@@ -62,7 +62,7 @@ def test_padded_rows_are_each_sequence_alone(family: str) -> None:
     rows = [torch.randint(5, 60, (n,)) for n in (5, 19, 12)]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     with torch.no_grad():
-        found = backbone.states(padded, torch.tensor([5, 19, 12]))
+        found = backbone.states(padded)
     for i, ids in enumerate(rows):
         alone = backbone.forward(ids, backbone.new_cache()).hidden
         assert torch.allclose(found[i, : len(ids)], alone, atol=2e-5)
@@ -298,6 +298,12 @@ def test_what_cannot_be_trained_jointly_is_refused(place: tuple[str, str]) -> No
     assert done.exit_code == 2 and "train.schedule='cosine' is unknown" in done.stderr
 
 
+def compared(*words: str) -> list[dict]:
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
 def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, str], tmp_path: Path) -> None:
     model, run = place
     assert train(place).exit_code == 0
@@ -321,15 +327,13 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     out = held_out_ids([Record(json.loads(line)["id"], [], [], None) for line in lines], 0.05)
     held.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
     told.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
-    on_held, on_told = (
-        json.loads(CliRunner().invoke(app, [*words, "--json", "--data", str(file)]).stdout) for file in (held, told)
-    )
+    on_held, on_told = (compared(*words, "--data", str(file)) for file in (held, told))
     for again, row in zip(on_held, rows, strict=True):
         assert again["kl"] == pytest.approx(row["kl"], rel=0.02, abs=1e-5)
         assert again["accuracies"] == pytest.approx(row["accuracies"], abs=0.02)
         assert again["measured"] == row["measured"]
     assert on_held[0]["perplexity_ratio"] == on_held[0]["agreement"] == 1 and on_told[2]["kl"] != on_held[2]["kl"]
-    few = json.loads(CliRunner().invoke(app, [*words, "--json", "--data", str(told), "--max-samples", "2"]).stdout)
+    few = compared(*words, "--data", str(told), "--max-samples", "2")
     assert few[0]["measured"] < on_told[0]["measured"]
     done = CliRunner().invoke(app, [*words, "--max-samples", "2"])
     assert done.exit_code == 2 and "--max-samples 2 bounds --data" in done.stderr

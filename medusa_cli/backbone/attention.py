@@ -1,4 +1,4 @@
-"""Attention for few query rows over a long cache: grouped queries stay grouped, keys are never repeated."""
+"""Attention for few query rows over a long cache, where grouped queries stay grouped, and for whole sequences."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,8 @@ def grouped_attention(
     """Attend query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
 
     The G query heads that share a key head become G*n rows of one attention call, so a cache of L positions is
-    read once instead of being copied G times.
+    read once instead of being copied G times. Under a mask without entries every row sees itself and those before it,
+    n being L: the kernels for that skip what no row sees, and are given no mask to read.
     """
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:
@@ -37,6 +38,11 @@ def grouped_attention(
             )
     if callable(attention_mask) and not isinstance(attention_mask, Tensor):
         return attention_mask(query, key, value, scaling), None
+    if attention_mask is not None and not attention_mask.numel():
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return attended.transpose(1, 2).contiguous(), None
     batch, heads, rows, dim = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
@@ -98,5 +104,20 @@ class Masks:
             mask = self.visible(kind, visible, positions, columns)
             return additive(mask if mask.dim() == 3 else mask[None], self._dtype)[:, None]
 
-        masks = {kind: expand(kind) for kind in self.kinds}
+        return self._by_kind(expand)
+
+    def causal(self, rows: int, device: torch.device) -> Tensor | dict[str, Tensor]:
+        """Masks under which each of n rows sees itself and those before it: without entries, but for a window's."""
+        positions = torch.arange(rows, device=device)
+
+        def of(kind: str) -> Tensor:
+            if kind == "full_attention" or rows <= self.window:
+                return torch.empty(1, 1, 0, 0, dtype=self._dtype, device=device)
+            mask = self.visible(kind, positions <= positions[:, None], positions, positions)
+            return additive(mask, self._dtype)[None, None]
+
+        return self._by_kind(of)
+
+    def _by_kind(self, mask: Callable[[str], Tensor]) -> Tensor | dict[str, Tensor]:
+        masks = {kind: mask(kind) for kind in self.kinds}
         return masks if len(masks) > 1 else masks[self.kinds[0]]

@@ -218,12 +218,12 @@ class Backbone:
         hidden = torch.cat([out.hidden for out in outputs])
         return Output(torch.cat(scores) if scores else None, hidden, outputs[-1].ahead)
 
-    def states(self, tokens: Tensor, lengths: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
-        """Tapped states [B, L, H * taps] of padded rows of tokens [B, L] of the given lengths, for training.
+    def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
+        """Tapped states [B, L, H * taps] of rows of tokens [B, L], padded at their ends, for training.
 
         Each row alone, and no cache; gradients reach whatever weights of the network learn.
         """
-        return _tapped(padded_pass(self, tokens, lengths, output_hidden_states=_lower(taps)), taps)
+        return _tapped(padded_pass(self, tokens, output_hidden_states=_lower(taps)), taps)
 
     @torch.inference_mode()
     def forward_slots(

@@ -30,27 +30,23 @@ class Trace:
     values: tuple[Tensor, ...]
 
 
-def padded_pass(backbone: "Backbone", tokens: Tensor, lengths: Tensor, **options: Any) -> Any:
-    """Run padded rows of tokens [B, L] of the given lengths through the network, each row alone."""
+def padded_pass(backbone: "Backbone", tokens: Tensor, **options: Any) -> Any:
+    """Run rows of tokens [B, L], padded at their ends, through the network; no token sees what comes after it."""
     device = backbone.device
-    positions = torch.arange(tokens.shape[1], device=device)
-    causal = positions <= positions[:, None]  # [L, L]
-    real = positions < lengths.to(device)[:, None]  # [B, L]
-    visible = (causal & real[:, None]) | torch.eye(len(positions), dtype=torch.bool, device=device)
-    every = positions[None].expand(len(tokens), -1)
+    size, length = tokens.shape
     return backbone.model.base_model(
         input_ids=tokens.to(device),
-        attention_mask=backbone.masks(visible, every, positions),
-        position_ids=every,
+        attention_mask=backbone.masks.causal(length, device),
+        position_ids=torch.arange(length, device=device)[None].expand(size, -1),
         **{"use_cache": False, **options},
     )
 
 
 @torch.no_grad()
-def trace(backbone: "Backbone", tokens: Tensor, lengths: Tensor) -> Trace:
+def trace(backbone: "Backbone", tokens: Tensor) -> Trace:
     """A pass without gradients that keeps everything pseudo rows need; only an eager backbone can make one."""
     cache = DynamicCache()
-    out = padded_pass(backbone, tokens, lengths, use_cache=True, past_key_values=cache, output_hidden_states=True)
+    out = padded_pass(backbone, tokens, use_cache=True, past_key_values=cache, output_hidden_states=True)
     states = (*out.hidden_states[: backbone.num_layers], out.last_hidden_state)
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
 

@@ -36,6 +36,8 @@ def compare(
             f"--max-samples {max_samples} " + ("bounds --data, and there is none" if data is None else "is too small"),
             "give --data FILE with it" if data is None else "use 1 or more",
         )
+    if dtype == "fp16":
+        raise UsageError("--dtype fp16 is no type that trainings compute in", "give bf16 or fp32")
     rows = [_row(name) for name in runs]
     if data is not None:
         _measure(rows, runs, data, max_samples, {"device": device, "dtype": dtype})

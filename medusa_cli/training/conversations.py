@@ -96,12 +96,9 @@ def batch_of(
 
     traced: with what pseudo rows need, and without gradients of the network.
     """
-    lengths = torch.tensor([len(one.tokens) for one in items])
     tokens = nn.utils.rnn.pad_sequence([one.tokens for one in items], batch_first=True)
-    made = trace(backbone, tokens, lengths) if traced else None
-    states = (backbone.states(tokens, lengths, taps) if made is None else made.states[-1]).flatten(
-        0, 1
-    )  # [B * L, H * taps]
+    made = trace(backbone, tokens) if traced else None
+    states = (backbone.states(tokens, taps) if made is None else made.states[-1]).flatten(0, 1)  # [B * L, H ..]
     width = tokens.shape[1]
     spans = [(row * width, start, end) for row, one in enumerate(items) for start, end in one.spans]
     rows = torch.cat([torch.arange(at + start - 1, at + end - 1) for at, start, end in spans])

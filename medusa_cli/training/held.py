@@ -29,8 +29,9 @@ def validate_on(run: Run, data: Path, place: dict[str, Any], max_samples: int | 
         raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
     tuning = train.tuning if joint else "lora"
     train = replace(train, max_length=MAX_LENGTH, batch_tokens=BATCH_TOKENS, accumulation=1, shard=False)
-    recipe = replace(recipe, train=replace(train, stage=2, tuning=tuning, objective="kl"))
-    backbone = joint_backbone(recipe, place)
+    dtype = train.dtype if place["dtype"] == "auto" else place["dtype"]
+    recipe = replace(recipe, train=replace(train, stage=2, tuning=tuning, objective="kl", dtype=dtype))
+    backbone = joint_backbone(recipe, {**place, "dtype": dtype})
     found = whole_conversations(run, backbone, recipe, data, 0.0)
     kept = found.train[:max_samples]
     # Nothing is trained, but a trainer asks for something to train on.
