@@ -25,11 +25,10 @@ class DrafterRecipe:
     vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
-    prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++); prefix_tokens:
-    whether the first of them reads the token after each state as well; taps: after which of the model's layers Hydra
-    reads states too, beside the final ones. attention_layers: Amphista's self-attention layers over its heads (1; 2 is
-    its alpha variant). layers: after which of the model's layers the pseudo state of each of FIRP's heads enters, null
-    for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
+    prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++); taps: after which of
+    the model's layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers
+    over its heads (1; 2 is its alpha variant). layers: after which of the model's layers the pseudo state of each of
+    FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
     """
 
     name: str = "medusa"
@@ -40,7 +39,6 @@ class DrafterRecipe:
     matrices: str = _setting("each", among=("each", "one"))
     rank: int | None = _setting(None, least=1)
     prefix_layers: int = _setting(0, least=0, most=4)
-    prefix_tokens: bool = False
     taps: tuple[int, ...] = ()
     attention_layers: int = _setting(1, least=0, most=4)
     layers: tuple[int, ...] | None = None

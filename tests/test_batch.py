@@ -92,7 +92,6 @@ KINDS = [
     (MedusaHeads, {"vocabulary": "shared"}),
     (HydraHeads, {}),
     (HydraHeads, {"prefix_layers": 1, "matrices": "one"}),
-    (HydraHeads, {"prefix_layers": 1, "prefix_tokens": True}),
     (Amphista, {}),
 ]
 

@@ -15,24 +15,13 @@ from tests.tiny import FAMILIES, guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
-# The vocabulary, its matrices, the prefix layers, whether those read tokens.
-KINDS = [
-    ("own", "each", 0, False),
-    ("draft", "one", 0, False),
-    ("shared", "each", 0, False),
-    ("draft", "each", 1, False),
-    ("own", "one", 2, False),
-    ("draft", "one", 1, True),
-    ("own", "each", 2, True),
-]
+KINDS = [("own", "each", 0), ("draft", "one", 0), ("shared", "each", 0), ("draft", "each", 1), ("own", "one", 2)]
 
 
-def hydra(
-    backbone: Backbone, vocabulary: str = "draft", matrices: str = "one", prefix: int = 0, tokens: bool = False
-) -> HydraHeads:
+def hydra(backbone: Backbone, vocabulary: str = "draft", matrices: str = "one", prefix: int = 0) -> HydraHeads:
     torch.manual_seed(0)
     ids = DRAFT_IDS if vocabulary == "draft" else None
-    heads = HydraHeads.create(backbone, 3, 2, vocabulary, ids, matrices, prefix_layers=prefix, prefix_tokens=tokens)
+    heads = HydraHeads.create(backbone, 3, 2, vocabulary, ids, matrices, prefix_layers=prefix)
     with torch.no_grad():
         for weight in heads.parameters():  # files hold bf16
             weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
@@ -40,7 +29,7 @@ def hydra(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, int, bool]) -> None:
+def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, int]) -> None:
     backbone = tiny_backbone()
     heads = hydra(backbone, *kind)
     hidden = torch.randn(1, backbone.hidden_size)
@@ -58,7 +47,7 @@ def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, i
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hydra_heads_are_lossless(family: str, kind: tuple[str, str, int, bool]) -> None:
+def test_hydra_heads_are_lossless(family: str, kind: tuple[str, str, int]) -> None:
     backbone = tiny_backbone(family)
     prompt = [5, 9, 20, 11, 7]
     drafted = generate(backbone, hydra(backbone, *kind), TREE, prompt, max_new_tokens=50, stop_ids=())
@@ -66,31 +55,29 @@ def test_hydra_heads_are_lossless(family: str, kind: tuple[str, str, int, bool])
     assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives(told: bool) -> None:
+def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> None:
     backbone = tiny_backbone()
-    heads = hydra(backbone, prefix=2, tokens=told)
-    hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (10,))
+    heads = hydra(backbone, prefix=2)
+    hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (9,))
     heads.reset()
     # A prompt of four states, of which the last alone counts, then runs of three and two.
     for first, last in ((0, 4), (4, 7), (7, 9)):
-        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last]), first)
-        state = heads._context(backbone, confirmed)
-    batch = Batch(hidden[3:], tokens[4:], torch.zeros(6, dtype=torch.long))
+        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
+        state = heads._context(confirmed)
+    batch = Batch(hidden[3:], tokens[3:], torch.zeros(6, dtype=torch.long))
     states = heads.encode(backbone, batch)(0, torch.tensor([5]))
-    embedded = heads.embed(backbone, tokens[9:10])
+    embedded = heads.embed(backbone, tokens[8:9])
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
     heads.reset()
-    again = heads._context(backbone, Confirmed(tokens[:4], hidden[:4], 5, 0))
-    words = (heads.embed(backbone, torch.tensor([[5]])),) if told else ()
-    alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4], *words))[0]
+    again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))
+    alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
     assert torch.allclose(again, alone, atol=1e-5)
 
 
-@pytest.mark.parametrize(("prefix", "told"), [(0, False), (1, False), (1, True)])
-def test_segments_do_not_see_one_another(prefix: int, told: bool) -> None:
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_segments_do_not_see_one_another(prefix: int) -> None:
     backbone = tiny_backbone()
-    heads = hydra(backbone, prefix=prefix, tokens=told)
+    heads = hydra(backbone, prefix=prefix)
     hidden, tokens = torch.randn(12, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (12,))]
     segment = torch.tensor([0] * 5 + [1] * 7)
     found = guesses(heads, backbone, Batch(hidden, tokens, segment), 3)
@@ -99,18 +86,18 @@ def test_segments_do_not_see_one_another(prefix: int, told: bool) -> None:
 
 
 @pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("prefix", "told"), [(0, False), (1, False), (1, True)])
-def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float, prefix: int, told: bool) -> None:
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float, prefix: int) -> None:
     backbone = tiny_backbone()
-    heads = hydra(backbone, prefix=prefix, tokens=told)
+    heads = hydra(backbone, prefix=prefix)
     count = 7
     hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
     heads.train()
     losses = heads.loss(backbone, Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)), 0.8, soft)
     context = hidden[None]
-    embedded = F.rms_norm(backbone.embedding(tokens), (backbone.hidden_size,))
     for layer in heads.prefix:
-        context = layer(context, embedded[None]) if told else layer(context)
+        context = layer(context)
+    embedded = F.rms_norm(backbone.embedding(tokens), (backbone.hidden_size,))
     total = 0.0
     for k in range(1, 4):
         terms = []
@@ -131,7 +118,7 @@ def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str, str, int, bool]) -> None:
+def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str, str, int]) -> None:
     backbone = tiny_backbone()
     heads = hydra(backbone, *kind)
     heads.save(tmp_path, provenance(backbone.identity))
@@ -150,7 +137,4 @@ def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
 
     recipe = load_recipe(None, ["drafter.prefix_layers=1"]).drafter
     with pytest.raises(UsageError, match="drafter.prefix_layers=1 says nothing to medusa"):
-        build_drafter(tiny_backbone(), recipe, Dataset([], [], torch.zeros(0, 32), ReadReport(), ""))
-    recipe = load_recipe(None, ["drafter=hydra", "drafter.vocabulary=own", "drafter.prefix_tokens=true"]).drafter
-    with pytest.raises(UsageError, match="drafter.prefix_tokens=true says nothing without"):
         build_drafter(tiny_backbone(), recipe, Dataset([], [], torch.zeros(0, 32), ReadReport(), ""))

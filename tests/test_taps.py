@@ -32,7 +32,7 @@ def deep(family: str = "llama", engine: str = "eager") -> Backbone:
 
 def tapped(backbone: Backbone, prefix: int = 0) -> HydraHeads:
     torch.manual_seed(0)
-    heads = HydraHeads.create(backbone, 3, 2, "own", prefix_layers=prefix, prefix_tokens=prefix > 0, taps=(1, 3))
+    heads = HydraHeads.create(backbone, 3, 2, "own", prefix_layers=prefix, taps=(1, 3))
     with torch.no_grad():
         for weight in heads.parameters():  # files hold bf16
             weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
@@ -73,7 +73,7 @@ def test_decoding_reads_what_training_reads(prefix: int) -> None:
     # The prompt of four and then runs of three and two, as decoding settles them.
     heads.reset()
     for first, last in ((0, 4), (4, 7), (7, 9)):
-        state = heads._context(backbone, Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first))
+        state = heads._context(Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first))
     embedded = heads.embed(backbone, tokens[9:10])
     trained = heads.encode(backbone, batch)(0, torch.tensor([5]))
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), trained, atol=1e-4)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone, KVCache, SlotCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import AdaptationLayer, HeadAttention, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
 from medusa_cli.drafters.parallel import draft_at_once, fill
 from medusa_cli.tree import Growth, Tree
@@ -19,6 +19,22 @@ class AmphistaConfig(HeadsConfig):
     """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3)."""
 
     attention_layers: int = 1
+
+
+class AdaptationLayer(nn.Module):
+    """fc([h; e]) and a causal decoder layer (section 3.1); a fresh one passes h on."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * hidden_size, hidden_size)
+        self.layer = DecoderLayer(hidden_size)
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight[:, :hidden_size])
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
+        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache)
 
 
 class Amphista(HeadDrafter):

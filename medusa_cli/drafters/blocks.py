@@ -133,22 +133,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
-class AdaptationLayer(nn.Module):
-    """fc([h; e]) and a causal decoder layer (Amphista, section 3.1); a fresh one passes h on."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(2 * hidden_size, hidden_size)
-        self.layer = DecoderLayer(hidden_size)
-        nn.init.zeros_(self.fc.weight)
-        nn.init.eye_(self.fc.weight[:, :hidden_size])
-        nn.init.zeros_(self.fc.bias)
-
-    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
-        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache)
-
-
 def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
     """Packed rows [P, H] of consecutive segments as padded sequences [S, longest, H], and where each row went [P]."""
     starts = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()]).nonzero().squeeze(-1)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,8 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone, KVCache, SlotCache
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import AdaptationLayer, DecoderLayer, Fuse, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growing, Growth, Tree
 
 
@@ -22,18 +20,14 @@ from medusa_cli.tree import Growing, Growth, Tree
 class HydraConfig(HeadsConfig):
     """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++.
 
-    prefix_tokens: whether the first of them reads, beside a state, the embedding of the token that it emitted, as in
-    EAGLE (arXiv:2401.15077). taps: after how many of the backbone's layers states are read too, beside the final ones.
+    taps: after how many of the backbone's layers states are read too, beside the final ones.
     """
 
     prefix_layers: int = 0
-    prefix_tokens: bool = False
     taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
-        if self.prefix_tokens and not self.prefix_layers:
-            raise UsageError("drafter.prefix_tokens=true says nothing without them", "set drafter.prefix_layers=1")
 
 
 class HydraHead(nn.Module):
@@ -63,7 +57,7 @@ class HydraHeads(HeadDrafter):
     regress = 100.0
     told = math.inf
     config_class = HydraConfig
-    settings = ("prefix_layers", "prefix_tokens", "taps")
+    settings = ("prefix_layers", "taps")
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
@@ -71,8 +65,7 @@ class HydraHeads(HeadDrafter):
         size = config.hidden_size
         self.taps = (*(layer - 1 for layer in config.taps), -1)
         self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
-        told = [AdaptationLayer(size)] if config.prefix_tokens else []
-        self.prefix = nn.ModuleList([*told, *(DecoderLayer(size) for _ in range(config.prefix_layers - len(told)))])
+        self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
         self.reset()
 
@@ -82,7 +75,7 @@ class HydraHeads(HeadDrafter):
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Draft level by level: a node's children are the best guesses of the next head after the node's path."""
-        state, roots = self._context(backbone, confirmed), roots_of([confirmed], backbone.device)
+        state, roots = self._context(confirmed), roots_of([confirmed], backbone.device)
         if not tree.max_depth:
             return Draft(roots, Tree.root_only())
         if isinstance(tree, Growth):
@@ -99,7 +92,7 @@ class HydraHeads(HeadDrafter):
         tree: Tree,
     ) -> Tensor:
         """Each sequence brings its own prefix layers' state; the heads then draft all rows at once."""
-        states = torch.cat([own._context(backbone, one) for own, one in zip(sequences, confirmed, strict=True)])
+        states = torch.cat([own._context(one) for own, one in zip(sequences, confirmed, strict=True)])
         return self._fill(backbone, states, roots_of(confirmed, backbone.device), tree)
 
     def _fill(self, backbone: Backbone, states: Tensor, roots: Tensor, tree: Tree) -> Tensor:
@@ -130,7 +123,7 @@ class HydraHeads(HeadDrafter):
         tree, chosen = growing.tree()
         return Draft(torch.tensor(chosen, device=paths.device), tree)
 
-    def _context(self, backbone: Backbone, confirmed: Confirmed) -> Tensor:
+    def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""
         hidden = confirmed.hidden.to(self.dtype)
         # Of a prompt only the last state has a counterpart in training.
@@ -139,22 +132,18 @@ class HydraHeads(HeadDrafter):
         hidden = self.fast("fuse")(hidden)
         if not self.prefix:
             return hidden
-        following = torch.cat([confirmed.tokens[1:], confirmed.tokens.new_tensor([confirmed.root])])[-len(hidden) :]
-        embedded = self.embed(backbone, following)[None]
-        return self._through(self.fast("prefix"), hidden[None], embedded, self._caches)[0, -1:]
-
-    def _through(self, prefix: Any, x: Tensor, embedded: Tensor, caches: Sequence[LayerCache | None]) -> Tensor:
-        """Sequences of states [B, n, H] through prefix layers, beside the embeddings of the tokens they emitted."""
-        for layer, cache in zip(prefix, caches, strict=True):
-            x = layer(x, embedded, cache) if isinstance(layer, AdaptationLayer) else layer(x, cache)
-        return x
+        x = hidden[None]
+        for layer, cache in zip(self.fast("prefix"), self._caches, strict=True):
+            x = layer(x, cache)
+        return x[0, -1:]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         context = self.fuse(batch.hidden).to(batch.hidden.dtype)
         if self.prefix:
             x, places = by_sequence(context, batch.segment)
-            x = self._through(self.prefix, x, by_sequence(embedded, batch.segment)[0], [None] * len(self.prefix))
+            for layer in self.prefix:
+                x = layer(x)
             context = x.flatten(0, 1)[places].to(batch.hidden.dtype)
         last = len(batch.next) - 1
 
