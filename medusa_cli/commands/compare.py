@@ -40,6 +40,10 @@ def compare(
         raise UsageError("--dtype fp16 is no type that trainings compute in", "give bf16 or fp32")
     rows = [_row(name) for name in runs]
     if data is not None:
+        if not data.is_file():
+            raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
+        bound = f"the first {max_samples:,}" if max_samples else "all; --max-samples N takes fewer"
+        console.info(f"Comparing {len(rows)} runs on the conversations of {data}, {bound}")
         _measure(rows, runs, data, max_samples, {"device": device, "dtype": dtype})
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
@@ -74,7 +78,7 @@ def _row(name: str) -> dict[str, Any]:
     from medusa_cli.run import Run, read_json
     from medusa_cli.training.log import NAME, read_log
 
-    run = Run.open(name)
+    run = Run.open(name, flag="RUN")
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
