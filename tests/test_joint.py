@@ -337,6 +337,8 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert few[0]["measured"] < on_told[0]["measured"]
     done = CliRunner().invoke(app, [*words, "--max-samples", "2"])
     assert done.exit_code == 2 and "--max-samples 2 bounds --data" in done.stderr
+    done = CliRunner().invoke(app, [*words, "--data", str(told), "--dtype", "fp16"])
+    assert done.exit_code == 2 and "--dtype fp16 is no type that trainings compute in" in done.stderr
     done = CliRunner().invoke(app, [*words, "--data", "nowhere.jsonl"])
     assert done.exit_code == 1 and "--data nowhere.jsonl does not exist" in done.stderr
     # With rates of nothing, going on from stage 2 leaves what it left.

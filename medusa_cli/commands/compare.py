@@ -109,12 +109,12 @@ def _cost(parts: dict[str, float]) -> dict[str, float | None]:
 def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Any) -> None:
     """Put what each run comes to on the file's conversations in the place of its own last validation."""
     from medusa_cli.run import Run
-    from medusa_cli.training.held import validate_on
+    from medusa_cli.training.evaluation import evaluate
 
     place |= {"load_in_4bit": False, "load_in_8bit": False}
     with console.progress("comparing", total=len(rows), unit="runs") as bar:
         for row, name in zip(rows, runs, strict=True):
-            found = validate_on(Run.open(name), data, place, samples)
+            found = evaluate(Run.open(name), data, place, samples)
             row |= {**_cost(found.parts), "accuracies": found.accuracies, "measured": found.positions}
             row["data"] = str(data)
             bar.advance()

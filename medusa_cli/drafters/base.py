@@ -37,6 +37,11 @@ def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
     return torch.tensor([one.root for one in confirmed], device=device)
 
 
+def beside_final(layers: Sequence[int]) -> tuple[int, ...]:
+    """The taps of a drafter that reads the states after so many layers, and then the final ones."""
+    return (*(layer - 1 for layer in layers), -1)
+
+
 @dataclass(frozen=True)
 class Draft:
     """Guessed tokens [N] laid over a tree of N nodes; tokens[0] is the root."""

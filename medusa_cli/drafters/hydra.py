@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone, KVCache, SlotCache
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
 from medusa_cli.tree import Growing, Growth, Tree
@@ -63,7 +63,7 @@ class HydraHeads(HeadDrafter):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.taps = (*(layer - 1 for layer in config.taps), -1)
+        self.taps = beside_final(config.taps)
         self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))

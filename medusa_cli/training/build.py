@@ -6,6 +6,7 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import DRAFTERS
+from medusa_cli.drafters.base import beside_final
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
 from medusa_cli.recipe import DrafterRecipe, Recipe
@@ -44,7 +45,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
             f"drafter.taps={taps} does not fit this model's {depth} layers",
             f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
         )
-    return (*(layer - 1 for layer in taps), -1)
+    return beside_final(taps)
 
 
 def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone, kind: type[HeadDrafter]) -> str:

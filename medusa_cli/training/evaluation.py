@@ -16,7 +16,7 @@ from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conve
 MAX_LENGTH, BATCH_TOKENS = 1024, 2048
 
 
-def validate_on(run: Run, data: Path, place: dict[str, Any], max_samples: int | None = None) -> Validated:
+def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | None = None) -> Validated:
     """A run's heads, and its adapter where it has one, on the first conversations of a file.
 
     A run of stage 1 is one whose adapter does nothing: its KL is measured like that of the others. UserError where the
