@@ -1,7 +1,10 @@
 """The backbone against the plain model: chains, trees, kept paths, growth, slots, windows, refusals."""
 
+from typing import Any
+
 import pytest
 import torch
+import transformers as hf
 
 from medusa_cli.backbone import Backbone, KVCache, load_backbone
 from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
@@ -178,11 +181,46 @@ def test_the_fingerprint_survives_a_change_of_dtype_and_tells_models_apart() -> 
 
 
 def test_models_a_tree_cannot_verify_are_refused_with_the_reason() -> None:
-    from transformers import Gemma2Config, MambaConfig, T5Config
-
-    for config, reason in ((Gemma2Config(), "soft-capped"), (T5Config(), "encoder"), (MambaConfig(), "softmax")):
+    refused = ((hf.Gemma2Config(), "soft-capped"), (hf.T5Config(), "encoder"), (hf.MambaConfig(), "softmax"))
+    for config, reason in refused:
         with pytest.raises(UserError, match=reason):
             refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
+        (hf.CohereConfig(), "'cohere' .*logit_scale=0.0625"),
+        (hf.Gemma3TextConfig(final_logit_softcapping=30.0), "'gemma3_text' .*final_logit_softcapping=30.0"),
+    ],
+)
+def test_models_whose_logits_are_not_the_lm_heads_scores_are_refused(config: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        refuse_unsupported(config)
+
+
+def test_multipliers_within_the_layers_are_the_networks_own_business() -> None:
+    """The eager engine runs the network as it is; the fast one knows no such factors and says so."""
+    config = hf.GraniteConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.4, embedding_multiplier=12.0, residual_multiplier=0.22,
+        attention_multiplier=0.2, logits_scaling=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.GraniteForCausalLM(config).eval()
+    ids = tokens_of(13)
+    with torch.inference_mode():
+        theirs = model(ids[None]).logits[0]
+    with pytest.raises(UsageError, match="--engine fast cannot run the model"):
+        Backbone(model, engine="fast")
+    backbone = Backbone(model, engine="auto")
+    assert backbone.engine == "eager" and torch.allclose(reference(backbone, ids), theirs, atol=2e-5)
+    for factor in ("embedding_multiplier", "residual_multiplier"):
+        alone = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, factor: 0.5, "attention_multiplier": 0.35}
+        for key, value in alone.items():
+            setattr(config, key, value)
+        assert Backbone(hf.GraniteForCausalLM(config).eval(), engine="auto").engine == "eager", factor
 
 
 def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:

@@ -42,8 +42,14 @@ def layered_decoder(backbone: "Backbone") -> LayeredDecoder:
     return layered
 
 
+# What architectures do to the lm_head's scores: most logits are those as they are.
+SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+
 def refuse_unsupported(config: Any) -> None:
-    """Raise UserError, with the reason, for a model whose attention the tree mask cannot express."""
+    """Raise UserError, with the reason, for a model whose attention the tree mask cannot express, or whose logits are
+    not its lm_head's scores: sampling and the distributions that training aims at would not be the model's own."""
     text = config.get_text_config()
     why = ""
     if getattr(config, "is_encoder_decoder", False):
@@ -60,4 +66,12 @@ def refuse_unsupported(config: Any) -> None:
         raise UserError(
             f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
             "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
+        )
+    values = {key: getattr(text, key, None) for key in (*SCALES, *CAPS)}
+    changed = [f"{key}={one}" for key, one in values.items() if one is not None and not (key in SCALES and one == 1)]
+    if changed:
+        raise UserError(
+            f"the model type {text.model_type!r} changes its logits after the lm_head ({', '.join(changed)}), "
+            "which sampling and training here do not know",
+            "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
         )
