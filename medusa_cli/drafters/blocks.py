@@ -74,6 +74,12 @@ class LayerCache:
         return self._keys[:, :end], self._values[:, :end]
 
 
+def head_count(hidden_size: int, head_dim: int) -> int:
+    """The most heads of at least head_dim (one at least) that share a width evenly, with an even width to rotate."""
+    counts = range(max(1, hidden_size // head_dim), 1, -1)
+    return next((one for one in counts if hidden_size % (2 * one) == 0), 1)
+
+
 class DecoderLayer(nn.Module):
     """A pre-norm causal decoder layer: rotary self-attention and a SwiGLU MLP of 8/3 the width.
 
@@ -82,7 +88,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, hidden_size: int, head_dim: int = 64, rope_theta: float = 10_000.0) -> None:
         super().__init__()
-        self.heads = max(1, hidden_size // head_dim)
+        self.heads = head_count(hidden_size, head_dim)
         self.rope_theta = rope_theta
         wide = -(-8 * hidden_size // 3 // 64) * 64
         self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
@@ -152,7 +158,7 @@ class HeadAttention(nn.Module):
 
     def __init__(self, hidden_size: int, head_dim: int = 64) -> None:
         super().__init__()
-        self.heads = max(1, hidden_size // head_dim)
+        self.heads = head_count(hidden_size, head_dim)
         self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.out = nn.Linear(hidden_size, hidden_size, bias=False)
