@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from medusa_cli.backbone import Backbone, KVCache
-from medusa_cli.decoding import Sampling, Stats, generate, generate_plain
+from medusa_cli.decoding import Sampling, Stats, generate, generate_batch, generate_plain
+from medusa_cli.decoding.static import generate_static
 from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
@@ -120,6 +121,28 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer() -> None:
     assert [t for s in steps for t in s.tokens] == expected
 
 
+@pytest.mark.parametrize("loop", ["alone", "static", "batch"])
+@pytest.mark.parametrize("reason", ["stop token", "token limit"])
+def test_drafts_after_the_end_count_as_not_accepted(loop: str, reason: str) -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    # The first token comes with the prompt, then five a step: what is new at these places ends an answer among drafts.
+    stop = next(t for i, t in enumerate(whole) if i > 5 and i % 5 in (2, 3) and t not in whole[:i])
+    limits = {"max_new_tokens": 60, "stop_ids": (stop,)}
+    if reason == "token limit":
+        limits = {"max_new_tokens": 13, "stop_ids": ()}
+    oracle, chain = Oracle(whole, 1.0), TREES["chain"]
+    if loop == "batch":
+        steps = [step for _, step in generate_batch(backbone, oracle, chain, [PROMPT], batch_size=1, **limits)]
+    else:
+        steps = list((generate_static if loop == "static" else generate)(backbone, oracle, chain, PROMPT, **limits))
+    assert 1 < len(steps[-1].tokens) <= chain.max_depth  # the answer ended among the drafts
+    verified = steps[1:]
+    assert [step.accepted for step in verified] == [len(step.tokens) - 1 for step in verified]
+    emitted = sum(len(step.tokens) for step in verified)
+    assert Stats.of(steps).acceptance_rate == pytest.approx(emitted / len(verified))
+
+
 def test_the_models_end_token_is_the_default_stop() -> None:
     assert END_ID in tiny_backbone().eos_ids
 
@@ -156,6 +179,23 @@ def test_the_context_limit_ends_the_answer_without_leaving_it(shape: str) -> Non
     steps = generate(backbone, Oracle(expected, 0.6), TREES[shape], PROMPT, max_new_tokens=100, stop_ids=())
     assert [t for s in steps for t in s.tokens] == expected
     assert max(seen) < 32
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_generous_token_limit_makes_no_cache_beyond_the_context(
+    drafted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = tiny_backbone(positions=48)
+    caches: list[KVCache] = []
+    inner = backbone.new_cache
+    monkeypatch.setattr(backbone, "new_cache", lambda capacity: caches.append(inner(capacity)) or caches[-1])
+    rules = {"max_new_tokens": 1_000_000, "stop_ids": ()}
+    if drafted:
+        steps = generate(backbone, medusa(backbone), SPARSE, PROMPT, **rules)
+    else:
+        steps = generate_plain(backbone, PROMPT, **rules)
+    assert len([t for s in steps for t in s.tokens]) == 48 - len(PROMPT)
+    assert [cache.capacity for cache in caches] == [48 + (SPARSE.size if drafted else 0)]
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:

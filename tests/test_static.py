@@ -102,6 +102,19 @@ def test_the_context_limit_and_a_full_cache_hold() -> None:
         decoder.step(torch.zeros(1, SPARSE.size, dtype=torch.long), SPARSE)
 
 
+def test_a_generous_token_limit_makes_no_cache_beyond_the_context() -> None:
+    backbone = tiny_backbone(positions=80)
+    rules = {"max_new_tokens": 1_000_000, "stop_ids": ()}
+    steps = generate_static(backbone, Oracle(plain(backbone, 100), 0.6), SPARSE, PROMPT, **rules)
+    assert len(tokens_of(steps)) == 80 - len(PROMPT)
+    assert [one.cache.capacity for one in backbone.idle_decoders] == [96]  # 80 positions and 10 nodes, in columns of 16
+    # A shorter answer's decoder has some room to spare, within the context.
+    backbone.idle_decoders.clear()
+    steps = generate_static(backbone, None, Tree.root_only(), PROMPT, max_new_tokens=61, stop_ids=())
+    assert len(tokens_of(steps)) == 61
+    assert [one.cache.capacity for one in backbone.idle_decoders] == [80]
+
+
 def test_a_decoder_is_kept_for_the_next_answer_and_never_shared() -> None:
     backbone = tiny_backbone()
     rules = {"max_new_tokens": 20, "stop_ids": ()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.generate import Clock
+from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.graphs import StaticDecoder
 from medusa_cli.tree import Tree
 

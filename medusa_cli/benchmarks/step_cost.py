@@ -9,7 +9,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.accept import accept
-from medusa_cli.decoding.generate import Clock
+from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.drafters import Confirmed, Drafter
 from medusa_cli.run import replacing

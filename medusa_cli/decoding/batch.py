@@ -7,8 +7,8 @@ import torch
 
 from medusa_cli.backbone import Backbone, SlotCache
 from medusa_cli.decoding.accept import accept
-from medusa_cli.decoding.ending import Ending
-from medusa_cli.decoding.generate import Clock, fitting
+from medusa_cli.decoding.clock import Clock
+from medusa_cli.decoding.ending import Ending, fitting
 from medusa_cli.decoding.sampling import Sampling, choose
 from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Confirmed, Draft, Drafter
@@ -54,7 +54,7 @@ def generate_batch(
         raise UsageError(f"{drafter.name} drafts for one sequence at a time", "use --batch-size 1, or another drafter")
     stops = None if stop_ids is None else frozenset(stop_ids)
     waiting = [Ending(backbone, prompt, max_new_tokens, stops, stop_strings) for prompt in prompts]
-    longest = min(max(map(len, prompts), default=0) + max_new_tokens, backbone.max_positions)
+    longest = max((ending.room for ending in waiting), default=0)
     cache = backbone.new_slots(min(batch_size, len(prompts)), longest + shape.size)
     work = _Batch(backbone, drafter, shape, cache, sampling or Sampling())
     for number, (prompt, ending) in enumerate(zip(prompts, waiting, strict=True)):
@@ -113,8 +113,8 @@ class _Batch:
             row.confirmed = Confirmed(tokens[index, path], out.hidden[index, path], verdict.bonus, starts[index])
             settled.append(row.ending.cut([*row.confirmed.tokens[1:].tolist(), verdict.bonus]))
         verify_s = clock.lap() / len(self.rows)
-        for row, verdict, fresh in zip(list(self.rows), verdicts, settled, strict=True):
-            yield row.number, Step(fresh, tree.size - 1, len(verdict.path) - 1, draft_s, verify_s)
+        for row, fresh in zip(list(self.rows), settled, strict=True):
+            yield row.number, Step(fresh, tree.size - 1, len(fresh) - 1, draft_s, verify_s)
         self._drop_finished()
 
     def _draft(self, tree: Tree) -> torch.Tensor:

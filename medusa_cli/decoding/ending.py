@@ -1,13 +1,17 @@
-"""When an answer ends: stop tokens, stop strings, the token limit, and the model's context."""
+"""When an answer ends: stop tokens, stop strings, the token limit, and the context, near which trees are cut."""
 
 from collections.abc import Iterable, Sequence
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import Growth, Tree
 
 
 class Ending:
-    """Cuts the tokens of each step at the first reason to stop; `done` says that one was met."""
+    """Cuts the tokens of each step at the first reason to stop; `done` says that one was met.
+
+    room: the positions that prompt and answer take at most.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Ending:
         self._decode = backbone.decode
         self._emitted: list[int] = []
         self._left = min(max_new_tokens, backbone.max_positions - len(prompt))
+        self.room = len(prompt) + self._left
         self.done = False
 
     def cut(self, tokens: list[int]) -> list[int]:
@@ -51,3 +56,8 @@ class Ending:
         # A string of n characters ends within its last n tokens or so; special tokens add none, hence the margin.
         tail = self._decode(self._emitted[-(max(map(len, self._strings)) + 8) :])
         return any(text in tail for text in self._strings)
+
+
+def fitting(tree: Tree | Growth, positions: int) -> Tree | Growth:
+    """The tree (or growth), or its part that needs no more than this many positions."""
+    return tree if tree.max_depth < positions else tree.cut(max(positions - 1, 0))

@@ -1,6 +1,5 @@
 """The decode loop: draft, verify, accept, keep."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -8,8 +7,10 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.accept import accept
-from medusa_cli.decoding.ending import Ending
+from medusa_cli.decoding.clock import Clock
+from medusa_cli.decoding.ending import Ending, fitting
 from medusa_cli.decoding.sampling import Sampling, choose
+from medusa_cli.decoding.static import generate_static
 from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Confirmed, Drafter
 from medusa_cli.tree import Growth, Tree
@@ -35,14 +36,12 @@ def generate(
     sampling = sampling or Sampling()
     pseudo = drafter.pseudo(tree.max_depth)
     if backbone.captures and sampling.greedy and isinstance(tree, Tree) and pseudo is None:
-        from medusa_cli.decoding.static import generate_static  # it builds on this module
-
         limits: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "stop_strings": stop_strings}
         yield from generate_static(backbone, drafter, tree, prompt, **limits)
         return
     ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
     generator = sampling.generator(backbone.device)
-    cache = backbone.new_cache(len(prompt) + max_new_tokens + tree.size)
+    cache = backbone.new_cache(ending.room + tree.size)
     drafter.reset()
     clock = Clock(backbone)
 
@@ -66,27 +65,4 @@ def generate(
         ahead = out.ahead_of(verdict.path[-1])
         confirmed = Confirmed(draft.tokens[path], out.hidden[path], verdict.bonus, start, ahead)
         fresh = ending.cut([*confirmed.tokens[1:].tolist(), verdict.bonus])
-        yield Step(fresh, draft.tree.size - 1, len(verdict.path) - 1, draft_s, clock.lap())
-
-
-def fitting(tree: Tree | Growth, positions: int) -> Tree | Growth:
-    """The tree (or growth), or its part that needs no more than this many positions."""
-    return tree if tree.max_depth < positions else tree.cut(max(positions - 1, 0))
-
-
-class Clock:
-    """Seconds between laps, with the device's queue drained before each reading."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        self._device = backbone.device
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def lap(self) -> float:
-        now = self._now()
-        elapsed, self._last = now - self._last, now
-        return elapsed
+        yield Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, clock.lap())

@@ -164,7 +164,9 @@ def borrowed(backbone: Backbone, capacity: int, taps: Sequence[int]) -> Iterator
         fit.truncate(0)
     else:
         idle.clear()  # their caches would take the memory of the larger one
-        fit = StaticDecoder(backbone, 1 << (capacity - 1).bit_length(), taps=taps)
+        # A power of two also serves somewhat longer answers, but none is longer than the context.
+        spare = min(1 << (capacity - 1).bit_length(), backbone.max_positions)
+        fit = StaticDecoder(backbone, max(capacity, spare), taps=taps)
     try:
         yield fit
     finally:

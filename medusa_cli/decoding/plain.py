@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.ending import Ending
-from medusa_cli.decoding.generate import Clock
 from medusa_cli.decoding.sampling import Sampling, choose
 from medusa_cli.decoding.static import generate_static
 from medusa_cli.decoding.types import Step
@@ -31,7 +31,7 @@ def generate_plain(
         return
     ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
     generator = sampling.generator(backbone.device)
-    cache = backbone.new_cache(len(prompt) + max_new_tokens)
+    cache = backbone.new_cache(ending.room)
     clock = Clock(backbone)
     tokens = torch.tensor(list(prompt), device=backbone.device)
     prefill = True

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.ending import Ending
-from medusa_cli.decoding.generate import Clock, fitting
+from medusa_cli.decoding.clock import Clock
+from medusa_cli.decoding.ending import Ending, fitting
 from medusa_cli.decoding.graphs import borrowed
 from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Confirmed, Drafter
@@ -34,7 +34,7 @@ def generate_static(
     shape = tree if drafter is not None else Tree.root_only()
     if drafter is not None:
         drafter.reset()
-    with borrowed(backbone, len(prompt) + max_new_tokens + shape.size, taps) as decoder:
+    with borrowed(backbone, ending.room + shape.size, taps) as decoder:
         clock, watch = Clock(backbone), _Watch(backbone)
         tokens = torch.tensor(list(prompt), device=backbone.device)
         out = decoder.prefill(tokens)
@@ -57,7 +57,7 @@ def generate_static(
             confirmed = Confirmed(accepted, settled.hidden, settled.bonus, start)
             fresh = ending.cut([*settled.tokens[1:], settled.bonus])
             whole, draft_s = clock.lap(), watch.between(begun, drawn_up)
-            yield Step(fresh, cut.size - 1, len(settled.tokens) - 1, draft_s, whole - draft_s)
+            yield Step(fresh, cut.size - 1, len(fresh) - 1, draft_s, whole - draft_s)
 
 
 class _Watch:

@@ -14,7 +14,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Step:
-    """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part."""
+    """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part.
+
+    Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none.
+    """
 
     tokens: list[int]
     drafted: int
@@ -65,7 +68,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Tokens a verified step settles, the backbone's own included; 1.0 is plain decoding."""
+        """Tokens a verified step adds to the answer, the backbone's own included; 1.0 is plain decoding."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
