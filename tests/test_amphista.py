@@ -1,6 +1,7 @@
 """Amphista: what its heads read, caches that follow acceptance, losslessness, files, low-rank matrices."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,21 @@ from medusa_cli.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 
+# The recipe's heads, those over the model's own lm_head, ones of low rank, and the paper's alpha variant.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one draft matrix": {"vocabulary": "draft", "matrices": "one"},
+    "shared": {"vocabulary": "shared"},
+    "low rank": {"vocabulary": "draft", "rank": 8},
+    "alpha": {"attention_layers": 2},
+}
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [0, 0, 2, 1]])
 PROMPT = [5, 9, 20, 11, 7]
 
 
-def amphista(backbone: Backbone, attention: int = 1, rank: int | None = None) -> Amphista:
+def amphista(backbone: Backbone, vocabulary: str = "own", **own: Any) -> Amphista:
     torch.manual_seed(0)
-    heads = Amphista.create(backbone, 4, 1, "own", None, "each", rank, attention_layers=attention)
+    ids = torch.randperm(backbone.vocab_size)[:24] if vocabulary == "draft" else None
+    heads = Amphista.create(backbone, 4, 1, vocabulary, ids, **own)
     with torch.no_grad():
         for weight in heads.parameters():  # files hold bf16
             weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
@@ -37,13 +46,14 @@ class Watched(Amphista):
         return draft
 
 
-@pytest.mark.parametrize("attention", [0, 1, 2])
-def test_cached_drafting_equals_recomputing_the_whole_answer(attention: int) -> None:
+@pytest.mark.parametrize("shape", [TREE, Growth(20, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("own", [{"attention_layers": 0}, {}, *VARIANTS.values()], ids=str)
+def test_cached_drafting_equals_recomputing_the_whole_answer(own: dict[str, Any], shape: Tree | Growth) -> None:
     backbone = tiny_backbone()
-    heads = amphista(backbone, attention)
+    heads = amphista(backbone, **own)
     heads.__class__ = Watched
     heads.seen = []
-    list(generate(backbone, heads, TREE, PROMPT, max_new_tokens=40, stop_ids=()))
+    list(generate(backbone, heads, shape, PROMPT, max_new_tokens=40, stop_ids=()))
     assert len(heads.seen) > 5
     assert any(len(confirmed.tokens) > 1 for confirmed, _ in heads.seen[1:])  # acceptance did happen
     hidden = heads.seen[0][0].hidden[-1:]
@@ -54,14 +64,14 @@ def test_cached_drafting_equals_recomputing_the_whole_answer(attention: int) -> 
             following += confirmed.tokens[1:].tolist()
         following.append(confirmed.root)
         batch = Batch(hidden, torch.tensor(following), torch.zeros(len(following), dtype=torch.long))
-        found = guesses(heads, backbone, batch, 4)[-1]
-        for node in range(1, TREE.size):
-            assert draft.tokens[node] == found[TREE.depths[node] - 1, TREE.ranks[node]], (number, node)
+        found = guesses(heads, backbone, batch, 20)[-1]
+        for node in range(1, draft.tree.size):
+            assert draft.tokens[node] == found[draft.tree.depths[node] - 1, draft.tree.ranks[node]], (number, node)
 
 
 def test_the_halves_read_the_stages_in_turn() -> None:
     backbone = tiny_backbone()
-    heads = amphista(backbone, attention=0)
+    heads = amphista(backbone, attention_layers=0)
     batch = Batch(torch.randn(1, 32), torch.tensor([9]), torch.zeros(1, dtype=torch.long))
     before = guesses(heads, backbone, batch, 8)[0]
     with torch.no_grad():
@@ -87,6 +97,33 @@ def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
     drafted = generate(backbone, amphista(backbone), shape, PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=50, stop_ids=())
     assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [TREE, Growth(9, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_lossless_under_both_engines(variant: str, shape: Tree | Growth, engine: str) -> None:
+    backbone = tiny_backbone("qwen3", engine=engine)
+    drafted = generate(backbone, amphista(backbone, **VARIANTS[variant]), shape, PROMPT, max_new_tokens=50, stop_ids=())
+    plain = generate_plain(tiny_backbone("qwen3"), PROMPT, max_new_tokens=50, stop_ids=())
+    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_drafts_from_its_files_what_it_did(variant: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    heads = amphista(backbone, **VARIANTS[variant])
+    heads.save(tmp_path, provenance(backbone.identity))
+    loaded = load_drafter(tmp_path, backbone)
+    assert isinstance(loaded, Amphista) and loaded.config == heads.config
+    rules = {"max_new_tokens": 30, "stop_ids": ()}
+    ours, theirs = (list(generate(backbone, one, TREE, PROMPT, **rules)) for one in (heads, loaded))
+    assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
+    confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
+    for one in (heads, loaded):
+        one.reset()
+    ours, theirs = (one.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for one in (heads, loaded))
+    assert torch.equal(ours, theirs)
 
 
 def test_segments_do_not_see_one_another_and_every_weight_learns() -> None:

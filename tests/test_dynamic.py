@@ -9,13 +9,19 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import Confirmed
-from medusa_cli.tree import Growing, Growth
+from medusa_cli.drafters import Confirmed, Draft, HydraHeads
+from medusa_cli.tree import Growing, Growth, Tree
+from tests.test_amphista import amphista
+from tests.test_firp import firp
 from tests.test_generate import medusa
 from tests.test_hydra import hydra
 from tests.tiny import FAMILIES, tiny_backbone
 
 PROMPT = [5, 9, 20, 11, 7]
+
+
+def hydra_plus(backbone: Backbone) -> HydraHeads:
+    return hydra(backbone, prefix=1)
 
 
 def chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
@@ -62,25 +68,30 @@ def test_nodes_thought_too_unlikely_are_left_out() -> None:
     assert sorted(map(tuple, choices)) == sorted(path for path in value if value[path] >= 0.05)
 
 
-@pytest.mark.parametrize("make", [medusa, hydra])
+@pytest.mark.parametrize("make", [medusa, hydra, hydra_plus, amphista, firp])
 def test_drafts_hold_the_heads_best_guesses_and_respect_budget_and_depth(make) -> None:
     backbone = tiny_backbone()
     heads = make(backbone)
-    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
+    ahead = torch.randn(3, backbone.hidden_size)  # what FIRP drafts from
+    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0, ahead)
+
+    def drafted(shape: Tree | Growth) -> Draft:
+        heads.reset()
+        return heads.draft(backbone, backbone.new_cache(), confirmed, shape)
+
     for budget, depth in itertools.product((1, 2, 9, 30), (0, 1, 3)):
-        draft = heads.draft(backbone, backbone.new_cache(), confirmed, Growth(budget, depth))
+        draft = drafted(Growth(budget, depth))
         assert draft.tree.size <= budget and draft.tree.max_depth <= depth and draft.tokens[0] == 5
         assert len(draft.tokens) == draft.tree.size
         # The same tree drafted as a static one holds the same tokens.
-        assert torch.equal(heads.draft(backbone, backbone.new_cache(), confirmed, draft.tree).tokens, draft.tokens)
-    hot = heads.draft(backbone, backbone.new_cache(), confirmed, Growth(9, 3, temperatures=(50.0, 50.0, 50.0)))
-    cold = heads.draft(backbone, backbone.new_cache(), confirmed, Growth(9, 3, temperatures=(0.05, 0.05, 0.05)))
+        assert torch.equal(drafted(draft.tree).tokens, draft.tokens)
+    hot, cold = (drafted(Growth(9, 3, temperatures=(heat, heat, heat))) for heat in (50.0, 0.05))
     # Sure of themselves, heads go deep; unsure, they go wide.
     assert cold.tree.max_depth > hot.tree.max_depth or max(hot.tree.widths) > max(cold.tree.widths)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("make", [medusa, hydra])
+@pytest.mark.parametrize("make", [medusa, hydra, hydra_plus])
 def test_dynamic_trees_are_lossless(family: str, make) -> None:
     backbone: Backbone = tiny_backbone(family)
     drafted = generate(backbone, make(backbone), Growth(9, 3), PROMPT, max_new_tokens=50, stop_ids=())

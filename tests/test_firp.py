@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_batch, generate_plain
-from medusa_cli.drafters import Firp, load_drafter
+from medusa_cli.drafters import Confirmed, Draft, Firp, load_drafter
 from medusa_cli.drafters.firp import spread
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import provenance
@@ -123,6 +123,39 @@ def test_firp_is_lossless(family: str, engine: str, shape: Tree | Growth) -> Non
     steps = generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=())
     plain = generate_plain(backbone_of(family), PROMPT, max_new_tokens=40, stop_ids=())
     assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
+
+
+class Watched(Firp):
+    """Keeps what it was told and what it drafted."""
+
+    seen: list[tuple[Confirmed, Draft]]
+
+    def draft(self, backbone, cache, confirmed, tree) -> Draft:
+        draft = super().draft(backbone, cache, confirmed, tree)
+        self.seen.append((confirmed, draft))
+        return draft
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), Growth(60, 3)], ids=["static", "dynamic"])
+def test_every_guess_comes_from_its_heads_pseudo_state_after_the_accepted_path(
+    engine: str, shape: Tree | Growth
+) -> None:
+    backbone = backbone_of("llama", engine)
+    drafter = firp(backbone, layers=[2, 3, 4])
+    drafter.__class__ = Watched
+    drafter.seen = []
+    list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=60, stop_ids=()))
+    assert any(len(confirmed.tokens) > 1 for confirmed, _ in drafter.seen[1:])  # acceptance did happen
+    assert max(draft.tree.max_depth for _, draft in drafter.seen) == 3
+    settled: list[int] = []
+    for number, (confirmed, draft) in enumerate(drafter.seen):
+        settled += confirmed.tokens.tolist()
+        scores = reference("llama", drafter, settled) @ backbone.lm_head_weight.T
+        ranked = scores.argsort(dim=-1, descending=True)
+        for node in range(1, draft.tree.size):
+            expected = ranked[draft.tree.depths[node] - 1, draft.tree.ranks[node]]
+            assert draft.tokens[node] == expected, (number, node)
 
 
 def test_the_contexts_end_is_reached_and_not_passed() -> None:

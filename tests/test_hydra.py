@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
+from medusa_cli.drafters import Batch, Confirmed, Draft, HydraHeads, load_drafter
 from medusa_cli.run import provenance
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
@@ -72,6 +72,43 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
     again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))
     alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
     assert torch.allclose(again, alone, atol=1e-5)
+
+
+class Watched(HydraHeads):
+    """Keeps what it was told and what it drafted."""
+
+    seen: list[tuple[Confirmed, Draft]]
+
+    def draft(self, backbone, cache, confirmed, tree) -> Draft:
+        draft = super().draft(backbone, cache, confirmed, tree)
+        self.seen.append((confirmed, draft))
+        return draft
+
+
+@pytest.mark.parametrize("shape", [TREE, Growth(20, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_cached_drafting_equals_recomputing_the_whole_answer(prefix: int, shape: Tree | Growth) -> None:
+    backbone = tiny_backbone()
+    heads = hydra(backbone, "own", prefix=prefix)
+    heads.__class__ = Watched
+    heads.seen = []
+    list(generate(backbone, heads, shape, [5, 9, 20, 11, 7], max_new_tokens=30, stop_ids=()))
+    assert any(len(confirmed.tokens) > 1 for confirmed, _ in heads.seen[1:])  # acceptance did happen
+    hidden = heads.seen[0][0].hidden[-1:]
+    following: list[int] = []
+    for number, (confirmed, draft) in enumerate(heads.seen):
+        if number:
+            hidden = torch.cat([hidden, confirmed.hidden])
+            following += confirmed.tokens[1:].tolist()
+        following.append(confirmed.root)
+        for leaf in draft.tree.leaves:
+            path = draft.tree.path(leaf)[1:]
+            tokens = torch.tensor(following + draft.tokens[path].tolist())
+            states = torch.cat([hidden, torch.zeros(len(path), backbone.hidden_size)])
+            truth = Batch(states, tokens, torch.zeros(len(tokens), dtype=torch.long))
+            found = guesses(heads, backbone, truth, 20)[len(following) - 1]
+            for head, node in enumerate(path):
+                assert draft.tokens[node] == found[head, draft.tree.ranks[node]], (number, node)
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
