@@ -67,7 +67,8 @@ class TrainRecipe:
     decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
     the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
     the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there (null: what
-    suits the drafter in stage 1, 0 in stage 2). shard: of several processes each holds a part of the backbone's
+    suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one after another, each for its share
+    of the steps, as in its section 3.3; else at once. shard: of several processes each holds a part of the backbone's
     layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
@@ -105,6 +106,7 @@ class TrainRecipe:
     decay: float = _setting(0.8, least=0.0, most=1.0)
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
+    heads_in_turn: bool = False
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

@@ -96,6 +96,10 @@ class Drafter(nn.Module, ABC):
         other.reset()
         return other
 
+    def learn_alone(self, head: int) -> None:
+        """Let the weights of this head (from 0) learn and no other's, in a drafter whose heads share none."""
+        raise NotImplementedError
+
     def pseudo(self, depth: int) -> Pseudo | None:
         """Rows that ride in the backbone's next pass, for drafting a tree of this depth after it; most have none."""
         return None

@@ -93,6 +93,10 @@ class Firp(HeadDrafter):
 
         return Pseudo(self.config.layers[: len(steps)], tuple(map(cast, steps)), self.config.masked)
 
+    def learn_alone(self, head: int) -> None:
+        for number, step in enumerate(self.steps):
+            step.requires_grad_(number == head)
+
     @torch.inference_mode()
     def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
         """Fill every node from the pseudo states that came with the last accepted token."""

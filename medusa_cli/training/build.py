@@ -34,6 +34,16 @@ def check_regress(recipe: Recipe) -> None:
         )
 
 
+def check_turns(recipe: Recipe) -> None:
+    """UsageError where train.heads_in_turn is set for heads that learn at once."""
+    kind = drafter_class(recipe.drafter.name)
+    if recipe.train.heads_in_turn and not kind.whole_sequences:
+        raise UsageError(
+            f"train.heads_in_turn=true says nothing to {kind.name}: its heads learn at once",
+            "leave it out, or use drafter=firp",
+        )
+
+
 def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     """The layers whose states a drafter is to read; UsageError for ones that this model has not."""
     kind = drafter_class(recipe.name)

@@ -19,7 +19,7 @@ from medusa_cli.training.data import Dataset
 from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Joint
-from medusa_cli.training.schedule import learning_rate
+from medusa_cli.training.schedule import learning_rate, turn_of
 from medusa_cli.training.task import Frozen, Group, Task, Traced
 from medusa_cli.training.tracker import peak_memory
 
@@ -138,7 +138,12 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, train.clip or math.inf))
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}", list(itertools.chain(*group)))
-        share = learning_rate(self.step, self.steps, peak=1.0, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps)
+        turns = self.drafter.num_heads if train.heads_in_turn else 1
+        turn = turn_of(self.step / self.steps, turns)
+        first, end = (-(-self.steps * one // turns) for one in (turn, turn + 1))
+        share = learning_rate(
+            self.step - first, end - first, peak=1.0, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
+        )
         for one, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             one["lr"] = peak * share
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Schedules over a training: the learning rate, and lambda_0, the weight of the heads in the joint loss."""
+"""Schedules over a training: the learning rate, turns, and lambda_0, the weight of the heads in the joint loss."""
 
 import math
 
@@ -12,6 +12,11 @@ def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmu
         return peak * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - 1 - warmup)
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def turn_of(progress: float, turns: int) -> int:
+    """Which of several equal turns (from 0) it is at a share of the training done."""
+    return min(int(progress * turns + 1e-9), turns - 1)  # rounded, a share may fall just short of a whole turn
 
 
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:

@@ -2,7 +2,7 @@
 
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from medusa_cli.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.data import Answer, Dataset, pack, plan
 from medusa_cli.training.events import Found
+from medusa_cli.training.schedule import turn_of
 
 
 @dataclass(frozen=True)
@@ -115,5 +116,14 @@ class Traced(_Stage1):
         return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
 
     def losses(self, items: list[Conversation], progress: float) -> Found:
-        """The heads' loss beside a pass over the conversations; their gradients alone go through the backbone."""
-        return self._found(batch_of(self.backbone, items, self._dtype, traced=True))
+        """The heads' loss beside a pass over the conversations; their gradients alone go through the backbone.
+
+        With heads_in_turn it is the loss of the head whose turn it is, and no other head learns.
+        """
+        batch = batch_of(self.backbone, items, self._dtype, traced=True)
+        if not self.train.heads_in_turn:
+            return self._found(batch)
+        turn = turn_of(progress, self.drafter.num_heads)
+        self.drafter.learn_alone(turn)
+        found = self._found(batch)
+        return replace(found, total=found.heads.per_head[turn])
