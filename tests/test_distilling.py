@@ -148,6 +148,32 @@ def test_a_torn_record_and_orphan_states_are_dropped_on_resume(tmp_path: Path) -
     assert torch.equal(store.read(first, count), samples[2].states.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    "middle", [b'{"id": "torn", "mess\n', b"\n", b'{"id": "\xff\xfe"}\n', b'{"conversations": []}\n', b"[1]\n"]
+)
+def test_a_damaged_line_within_the_file_is_named_and_nothing_is_cut(tmp_path: Path, middle: bytes) -> None:
+    backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
+    writer = RecordWriter(run, backbone.hidden_size, {})
+    for sample in distill(backbone, SEEDS[:3], settings()):
+        writer.write(sample)
+    writer.close()
+    lines = run.distill_path.read_bytes().splitlines(keepends=True)
+    run.distill_path.write_bytes(b"".join([lines[0], middle, *lines[1:]]))
+    before = run.distill_path.read_bytes(), run.states_path.read_bytes()
+    with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
+        RecordWriter(run, backbone.hidden_size, {})
+    assert (run.distill_path.read_bytes(), run.states_path.read_bytes()) == before
+
+
+def test_a_last_line_that_lacks_its_line_break_alone_is_kept(tmp_path: Path) -> None:
+    run = Run.open(str(tmp_path / "r"), create=True)
+    lines = [f'{{"id": "{name}", "messages": [], "tokens": [1, 2], "spans": [[1, 2]]}}\n' for name in "ab"]
+    run.distill_path.write_text("".join(lines).rstrip())
+    writer = RecordWriter(run, 4, {})
+    writer.close()
+    assert writer.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
+
+
 def test_other_settings_do_not_mix_into_a_file(tmp_path: Path) -> None:
     backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
     writer = RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {"temperature": 0}})

@@ -20,6 +20,7 @@ class RecordWriter:
     The state rows go to disk before the line that names them; on opening, a cut-off last line and rows that no
     line names are dropped. `done` holds the ids of the conversations already there, `tokens` their answer tokens.
     One with an answer of fewer than `least` tokens is not kept: `dropped` says how many tokens that one had.
+    UserError, and the files as they were, where any other line is no conversation.
     """
 
     def __init__(self, run: Run, hidden_size: int, header: dict[str, Any], least: int = 0) -> None:
@@ -48,26 +49,36 @@ class RecordWriter:
         return self.done | {id for id, tokens in self.dropped.items() if tokens < self.least}
 
     def _recover(self) -> int:
-        """Cut the file after its last whole line; return how many state rows its lines name."""
+        """Cut off a last line that cannot be read, what a crash leaves; return how many state rows the lines name."""
         if not self.path.exists():
             return 0
         rows = whole = 0
         with self.path.open("rb") as stream:
-            for line in stream:
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except json.JSONDecodeError:
-                    record = None
-                if record is None:
+            for number, line in enumerate(stream, 1):
+                record = _parsed(line)
+                if record is None and not stream.peek(1):
                     break
+                try:
+                    rows = max(rows, self._count(record, rows))
+                except (KeyError, TypeError, ValueError) as reason:
+                    raise UserError(
+                        f"{self.path} line {number} is no conversation of `medusa distill`",
+                        "mend or delete that line, or choose another --run",
+                    ) from reason
                 whole += len(line)
-                self.done.add(record["id"])
-                self.tokens += sum(end - start for start, end in record["spans"])
-                first, count = record.get("state_rows") or (rows, 0)
-                rows = max(rows, first + count)
         with self.path.open("r+b") as out:
             out.truncate(whole)
+            out.seek(max(0, whole - 1))
+            if out.read(1) not in b"\n":  # all but its line break was written
+                out.write(b"\n")
         return rows
+
+    def _count(self, record: Any, rows: int) -> int:
+        """Count a conversation that is there; return where its state rows end, or `rows` where it has none."""
+        self.tokens += sum(end - start for start, end in record["spans"])
+        first, count = record.get("state_rows") or (rows, 0)
+        self.done.add(record["id"])
+        return int(first + count)
 
     def write(self, sample: Distilled) -> None:
         """Append one conversation, its states first, then its line; or drop it."""
@@ -109,12 +120,19 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, if there is one; a line that was cut off is passed over."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         for line in stream:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+            record = _parsed(line)
+            if isinstance(record, dict):
+                yield record
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line of JSON says; None where it is none."""
+    try:
+        return json.loads(line)
+    except ValueError:  # no JSON or no UTF-8
+        return None
 
 
 def header_of(run: Run) -> Path:
