@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from medusa_cli.commands.distill import settings_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, differences, from_dict, load_recipe
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+SHIPPED = Path(__file__).parent.parent / "recipes"
+RECIPES = sorted(SHIPPED.glob("*.yaml"))
 
 
 def test_there_are_recipes() -> None:
@@ -15,8 +17,44 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_file_loads(path: Path) -> None:
-    assert load_recipe(path).drafter.num_heads >= 1
+def test_every_recipe_file_loads_and_can_be_distilled_with(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.drafter.num_heads >= 1
+    assert settings_of(recipe.distill, batch_size=64).capacity == recipe.distill.context
+
+
+# Medusa, sections 2.3.2, 3.1 and 3.2: on the data the models were tuned on, or on their own answers.
+TUNED = {"lambda_0": 0.2, "schedule": "constant", "objective": "ce", "tuning": "qlora", "warmup_steps": 40}
+SELF_DISTILLED = {"lambda_0": 0.01, "schedule": "sine", "objective": "kl", "tuning": "lora", "warmup_steps": 20}
+LORA = {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "optimizer": "adamw8bit", "epochs": 2, "decay": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "backbone_lr", "sequences", "context"),
+    [
+        ("vicuna-7b-medusa2", TUNED, 5e-4, 64, 4096),
+        ("vicuna-13b-medusa2", TUNED, 5e-4, 64, 4096),
+        ("vicuna-33b-medusa2", SELF_DISTILLED, 1e-4, 128, 2048),
+        ("zephyr-7b-medusa2", SELF_DISTILLED, 1e-4, 128, 4096),
+    ],
+)
+def test_the_papers_recipes_have_the_papers_numbers(
+    name: str, numbers: dict, backbone_lr: float, sequences: int, context: int
+) -> None:
+    recipe = load_recipe(SHIPPED / f"{name}.yaml")
+    train, drafter = recipe.train, recipe.drafter
+    expected = {**LORA, **numbers, "stage": 2, "max_length": 2048, "backbone_lr": backbone_lr, "lr": 4 * backbone_lr}
+    assert {key: getattr(train, key) for key in expected} == expected
+    assert train.batch_tokens * train.accumulation == sequences * train.max_length
+    assert (drafter.name, drafter.num_heads, drafter.num_layers) == ("medusa", 5, 1)
+    assert recipe.distill.context == context
+
+
+@pytest.mark.parametrize("size", ["7b", "13b"])
+def test_the_papers_stage_one_gives_heads_that_its_stage_two_starts_from(size: str) -> None:
+    first, second = (load_recipe(SHIPPED / f"vicuna-{size}-medusa{stage}.yaml") for stage in (1, 2))
+    assert (first.train.stage, first.train.epochs, first.train.lr, first.train.warmup_steps) == (1, 2, 2e-3, 40)
+    assert (first.model, first.drafter, first.distill) == (second.model, second.drafter, second.distill)
 
 
 def test_defaults_and_overrides() -> None:

@@ -95,7 +95,7 @@ def distill(
     plan = load_recipe(recipe, [f"distill.{key}={value}" for key, value in given.items() if value is not None])
     wanted = plan.distill
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
-    settings = _settings(wanted, batch_size, self_talk)
+    settings = settings_of(wanted, batch_size, self_talk)
 
     from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.answering import FAILED, Files, Meter, connect, from_here, from_server
@@ -185,7 +185,8 @@ def distill(
     )
 
 
-def _settings(wanted: Any, batch_size: int, self_talk: bool) -> Any:
+def settings_of(wanted: Any, batch_size: int, self_talk: bool = False) -> Any:
+    """The engine's settings from a recipe's distill section; UsageError for numbers that cannot be."""
     from medusa_cli.distilling.engine import Settings
 
     return Settings(

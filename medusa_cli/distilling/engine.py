@@ -46,8 +46,8 @@ class Settings:
                 raise UsageError(f"{flag} {value} is too small", f"use {least} or more")
         if self.max_new_tokens >= self.capacity:
             raise UsageError(
-                f"--max-new-tokens {self.max_new_tokens} leaves no room for a prompt in {self.capacity} positions",
-                "use fewer",
+                f"--max-new-tokens {self.max_new_tokens} leaves no room for a prompt in --context {self.capacity}",
+                "lower --max-new-tokens or raise --context",
             )
 
 
