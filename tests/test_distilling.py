@@ -16,7 +16,7 @@ from medusa_cli.distilling.engine import order
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import Run
 from medusa_cli.states import StateStore
-from tests.tiny import tiny_backbone
+from tests.tiny import CHAT_TEMPLATE, tiny_backbone
 
 SEEDS = [Seed(f"s{i}", tuple(f"w{i} w{j}" for j in range(1 + i % 3))) for i in range(9)]
 
@@ -68,6 +68,31 @@ def test_a_prompt_too_long_for_a_slot_is_skipped_and_told() -> None:
     assert [s.id for s in skipped] == ["long"] and [s.id for s in done] == ["s0"]
 
 
+def test_a_conversation_that_the_template_refuses_is_told_and_costs_no_other() -> None:
+    backbone, refused = tiny_backbone("llama"), []
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    backbone.tokenizer.chat_template = refuse + CHAT_TEMPLATE
+    seeds = [Seed("sys", ("w1",), system="w2"), Seed("half", ("w1 \ud83d",)), *SEEDS[:2], Seed("sys2", ("w3",), "w4")]
+    done = distill(backbone, seeds, settings(batch_size=1), on_refusal=lambda seed, why: refused.append((seed.id, why)))
+    assert [one.id for one in done] == ["s0", "s1"]
+    why = "the chat template refuses it (no system role)"
+    assert refused == [("sys", why), ("half", "half a character"), ("sys2", why)]
+    with pytest.raises(
+        UserError, match="cannot be told this conversation: .*no system role.*; leave the system prompt"
+    ):
+        backbone.encode_chat([{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}])
+
+
+def test_turns_go_on_where_the_template_puts_a_blank_that_decoding_drops() -> None:
+    backbone = tiny_backbone("llama")
+    backbone.tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<start> ' + m['role'] + ': ' + m['content'] + ' <end> ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start> assistant:' }}{% endif %}"
+    )
+    (made,) = distill(backbone, [Seed("a", ("w1", "w2"))], settings())
+    assert len(made.spans) == 2
+
+
 def test_the_order_is_the_same_every_time_and_takes_max_samples() -> None:
     assert order(SEEDS, settings(), 5) == order(SEEDS, settings(), 5)
     assert len(order(SEEDS, settings(), 5)) == 5
@@ -99,6 +124,15 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
     assert seeds[0] == Seed("a", ("q",)) and seeds[1].system == "s" and report.read == 2
     lines, _ = read_seeds(write(tmp_path / "a.jsonl", json.dumps(share) + "\n" + json.dumps(chat) + "\n"))
     assert [s.turns for s in lines] == [("q",), ("q",)]
+
+
+def test_half_a_character_spoils_its_record_alone(tmp_path: Path) -> None:
+    rows = [{"id": name, "messages": [{"role": "user", "content": text}]} for name, text in
+            (("a", "w1"), ("b", "w1 \ud83d"), ("c\udc00", "w1"), ("d", "\U0001f600"))]  # fmt: skip
+    rows.append({"id": "e", "messages": [{"role": ["user"], "content": "w1"}]})
+    seeds, report = read_seeds(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [seed.id for seed in seeds] == ["a", "d"]
+    assert report.skipped == {"half a character": 2, "a message without role": 1}
 
 
 def test_cut_off_and_malformed_records_are_counted_and_skipped(tmp_path: Path) -> None:

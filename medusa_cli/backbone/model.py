@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
 from medusa_cli.backbone.cache import KVCache
+from medusa_cli.backbone.dialogue import Malformed, render
 from medusa_cli.backbone.layered import LayeredDecoder, Unsupported
 from medusa_cli.backbone.lean import LeanDecoder, release_linears
 from medusa_cli.backbone.pseudo import Pseudo, Riders
@@ -282,17 +283,15 @@ class Backbone:
         return self._scratch[: len(scores)].copy_(scores)
 
     def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation under the model's chat template; UserError where there is none."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+        """Token ids of a conversation under the model's chat template; UserError where it has none or refuses."""
+        try:
+            text = render(self, messages, prompt=add_generation_prompt)
+        except Malformed as reason:
             raise UserError(
-                f"the model {self.id!r} has no chat template",
-                "use an instruction-tuned model or add one to its tokenizer",
-            )
-        return list(
-            self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-            )
-        )
+                f"the model {self.id!r} cannot be told this conversation: {reason}",
+                "leave the system prompt out, or what the template names",
+            ) from reason
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import requests
 import torch
-from jinja2.exceptions import TemplateError
 
-from medusa_cli.backbone.dialogue import Malformed, Speaker, encode
+from medusa_cli.backbone.dialogue import Malformed, Speaker, encode, render
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
@@ -204,10 +203,7 @@ def _fits(speaker: Tokenizer, messages: list[dict[str, str]], settings: Settings
     # As with the local engine: far too long prompts are not worth tokenising.
     if len(messages[-1]["content"]) > 8 * settings.capacity:
         return False
-    try:
-        text = speaker.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError) as reason:  # roles it does not take, or no template at all
-        raise Malformed(f"the chat template refuses it ({reason})") from reason
+    text = render(speaker, messages, prompt=True)
     return len(speaker.tokenizer.encode(text, add_special_tokens=False)) <= room
 
 

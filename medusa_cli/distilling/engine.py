@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone, SlotCache
+from medusa_cli.backbone.dialogue import Malformed, after_answer, render
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.selftalk import user_turn
 from medusa_cli.errors import UsageError
@@ -94,10 +95,12 @@ def distill(
     *,
     on_tokens: Callable[[int], None] = lambda count: None,
     on_skip: Callable[[Seed], None] = lambda seed: None,
+    on_refusal: Callable[[Seed, str], None] = lambda seed, reason: None,
 ) -> Iterator[Distilled]:
     """Let the backbone answer every seed's turns one after another, yielding conversations as they finish.
 
-    on_tokens is told how many answer tokens each step made; on_skip which seeds are too long for a slot.
+    on_tokens is told how many answer tokens each step made; on_skip which seeds are too long for a slot; on_refusal
+    which ones the chat template does not take, and why.
     """
     waiting = iter(seeds)
     capacity = min(settings.capacity, backbone.max_positions)
@@ -113,7 +116,11 @@ def distill(
                     seed = next(waiting, None)
                     if seed is None:
                         break
-                    slots[index] = work.begin(index, seed)
+                    try:
+                        slots[index] = work.begin(index, seed)
+                    except Malformed as reason:
+                        on_refusal(seed, str(reason))
+                        continue
                     if slots[index] is None:
                         on_skip(seed)
                 elif not work.next_turn(index, slot):
@@ -133,13 +140,16 @@ class _Batch:
         self.backbone, self.settings, self.cache, self.states = backbone, settings, cache, states
 
     def begin(self, index: int, seed: Seed) -> _Slot | None:
-        """Prefill a fresh conversation into a slot; None if its first prompt leaves no room for an answer."""
+        """Prefill a fresh conversation into a slot; None if its first prompt leaves no room for an answer.
+
+        Malformed where the chat template does not take it.
+        """
         system = [{"role": "system", "content": seed.system}] if seed.system else []
         messages = [*system, {"role": "user", "content": seed.turns[0]}]
         # Far too long prompts are not worth tokenising; a token is rarely more than eight characters.
         if len(seed.turns[0]) > 8 * self.cache.capacity:
             return None
-        prompt = self.backbone.encode_chat(messages)
+        prompt = self._encode(render(self.backbone, messages, prompt=True))
         if len(prompt) + self.settings.max_new_tokens > self.cache.capacity:
             return None
         digest = hashlib.sha256(f"{self.settings.random_seed}:{seed.id}".encode()).digest()
@@ -212,8 +222,11 @@ class _Batch:
     def _put(self, index: int, slot: _Slot, text: str) -> bool:
         """Ask this next; False where the template or the slot has no room for it."""
         question = {"role": "user", "content": text}
-        bridge = self._bridge(slot.messages[:-1], slot.messages[-1]["content"], question)
-        if bridge is None or not self._go_on(index, slot, bridge, self.settings.max_new_tokens):
+        try:
+            bridge = after_answer(self.backbone, [*slot.messages, question], prompt=True)
+        except Malformed:
+            return False
+        if bridge is None or not self._go_on(index, slot, self._encode(bridge), self.settings.max_new_tokens):
             return False
         slot.messages.append(question)
         slot.turns_asked += 1
@@ -249,15 +262,9 @@ class _Batch:
         self._ask(index, slot, [slot.tokens[-1], *bridge], in_cache=1)
         return True
 
-    def _bridge(self, earlier: list[dict[str, str]], answer: str, question: dict[str, str]) -> list[int] | None:
-        """Token ids of the template between an answer's text and the next answer; None if it rewrites the past."""
-        render = self.backbone.tokenizer.apply_chat_template
-        before = render(earlier, tokenize=False, add_generation_prompt=True) + answer
-        turns = [*earlier, {"role": "assistant", "content": answer}, question]
-        after = render(turns, tokenize=False, add_generation_prompt=True)
-        if not after.startswith(before):
-            return None
-        return list(self.backbone.tokenizer.encode(after[len(before) :], add_special_tokens=False))
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a text that the template made."""
+        return list(self.backbone.tokenizer.encode(text, add_special_tokens=False))
 
     def finished(self, index: int, slot: _Slot) -> Distilled:
         rows = self.states[index, : slot.emitted].clone()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import assets
+from medusa_cli.backbone.dialogue import HALF, is_whole
 from medusa_cli.errors import UserError
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
@@ -148,6 +149,9 @@ def _seed(record: Any, report: SeedReport) -> Seed | None:
             return None
         role = message.get("from", message.get("role"))
         text = message.get("value", message.get("content"))
+        if not isinstance(role, str):
+            report.skip("a message without role")
+            return None
         if role in MODEL_ROLES:
             continue
         if not isinstance(text, str):
@@ -166,4 +170,7 @@ def _seed(record: Any, report: SeedReport) -> Seed | None:
         return None
     name = record.get("id") or record.get("prompt_id")
     content = json.dumps([system, turns], ensure_ascii=False)
+    if not is_whole(f"{name}{content}"):
+        report.skip(HALF)
+        return None
     return Seed(str(name or hashlib.sha256(content.encode()).hexdigest()[:16]), tuple(turns), system)

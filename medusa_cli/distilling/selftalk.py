@@ -1,6 +1,7 @@
 """Self-talk: the model writes the user's turns as well, after the header its chat template puts before them."""
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.dialogue import Malformed, after_answer
 from medusa_cli.errors import UserError
 
 # Stands where the user's words will be, so that the template can be cut around them.
@@ -27,10 +28,11 @@ def check_self_talk(backbone: Backbone) -> None:
 
 def _cut(backbone: Backbone, messages: list[dict[str, str]]) -> tuple[str, str] | None:
     """What the template puts between the last answer's text and a user's words, and after these."""
-    render = backbone.tokenizer.apply_chat_template
-    before = render(messages[:-1], tokenize=False, add_generation_prompt=True) + messages[-1]["content"]
-    after = render([*messages, {"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=False)
-    if not after.startswith(before) or after.count(MARK) != 1:
+    try:
+        rest = after_answer(backbone, [*messages, {"role": "user", "content": MARK}], prompt=False)
+    except Malformed:
         return None
-    header, _, rest = after[len(before) :].partition(MARK)
-    return header, rest
+    if rest is None or rest.count(MARK) != 1:
+        return None
+    header, _, end = rest.partition(MARK)
+    return header, end

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, encode, messages_of
+from medusa_cli.backbone.dialogue import HALF, Malformed, encode, is_whole, messages_of
 from medusa_cli.errors import UserError
 
 
@@ -116,6 +116,8 @@ def _record(raw: Any, backbone: Backbone) -> Record:
     if not isinstance(raw, dict):
         raise Malformed("not an object")
     name = str(raw.get("id") or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
+    if not is_whole(name):
+        raise Malformed(HALF)
     if "tokens" not in raw:
         return _fitted(Record(name, *encode(backbone, messages_of(raw)), None), backbone)
     tokens, spans, rows = raw["tokens"], raw.get("spans"), raw.get("state_rows")

@@ -1,0 +1,51 @@
+"""Conversations as token ids: those of the whole, wherever it can be cut, and no broken text let through."""
+
+from typing import Any
+
+import pytest
+
+from medusa_cli.backbone.dialogue import Malformed, encode
+from medusa_cli.training.records import _record
+from tests.tiny import tiny_backbone
+
+
+def blank_tokenizer() -> Any:
+    """One like Llama's: a blank belongs to the word after it, and every text begins with one."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<end>", "\u2581", *(f"\u2581{word}" for word in ("USER:", "BOT:", "w1", "w2", "w3", "w4"))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'USER: ' + m['content'] + ' BOT:' if m['role'] == 'user' else ' ' + m['content'] + "
+        "eos_token }}{% endfor %}"
+    )
+    return tokenizer
+
+
+class Speaker:
+    id, tokenizer, eos_ids = "blank", blank_tokenizer(), frozenset({1})
+
+
+def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> None:
+    messages = [{"role": role, "content": text} for role, text in
+                (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w1"))]  # fmt: skip
+    tokens, spans = encode(Speaker(), messages)
+    assert tokens == Speaker.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    names = Speaker.tokenizer.convert_ids_to_tokens
+    assert [names(tokens[start:end]) for start, end in spans] == [
+        ["\u2581w2", "\u2581w3", "<end>"],
+        ["\u2581w1", "<end>"],
+    ]
+
+
+@pytest.mark.parametrize("record", [
+    {"id": "a", "messages": [{"role": "user", "content": "w1 \ud83d"}, {"role": "assistant", "content": "w2"}]},
+    {"id": "a\ud83d", "tokens": [1, 2, 3], "spans": [[1, 3]]},
+])  # fmt: skip
+def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
+    with pytest.raises(Malformed, match="half a character"):
+        _record(record, tiny_backbone("llama"))
