@@ -1,19 +1,24 @@
 """Distillation through a server: turns in order, retries, failures aside, one that dies half way, bad addresses."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from medusa_cli import console
 from medusa_cli.backbone import load_backbone
 from medusa_cli.backbone.dialogue import Malformed
 from medusa_cli.cli import app
+from medusa_cli.commands.answering import Failures, Meter, from_server
 from medusa_cli.commands.endpoint_load import endpoint_load
-from medusa_cli.distilling.endpoint import Endpoint, Failed, distill_endpoint, with_tokens
+from medusa_cli.distilling.endpoint import Endpoint, Failed, _retry_after, distill_endpoint, with_tokens
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
@@ -28,6 +33,7 @@ class Server:
     def __init__(self) -> None:
         self.requests: list[dict] = []
         self.fault = lambda number, body: None  # a status to answer with instead
+        self.headers: dict[str, str] = {}
         self.together = self.most_together = 0
         lock = threading.Lock()
         outer = self
@@ -59,6 +65,8 @@ class Server:
                 data = json.dumps(document).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                for name, value in outer.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -66,12 +74,24 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
+    def stop(self) -> None:
+        """Answer what has been asked, and refuse every connection from now on."""
+        self.http.shutdown()
+        self.http.server_close()
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     one = Server()
     yield one
-    one.http.shutdown()
+    one.stop()
+
+
+@pytest.fixture
+def other() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.stop()
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +149,24 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model
     failed = [one for one in made if isinstance(one, Failed)]
     assert [one.id for one in failed] == ["s12"] and "status 422" in failed[0].reason
     assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
+
+
+@pytest.mark.parametrize(("pause", "headers"), [(60.0, {}), (0.0, {"Retry-After": "60"})])
+def test_a_server_that_fails_is_left_alone_and_the_other_takes_its_work(
+    server: Server, other: Server, model: str, pause: float, headers: dict
+) -> None:
+    server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
+    endpoint = Endpoint([server.url, other.url], "served", Tokenizer(model), first_pause=pause)
+    made = list(distill_endpoint(endpoint, SEEDS, Settings(max_new_tokens=16), concurrency=4))
+    assert sorted(one.id for one in made if isinstance(one, Distilled)) == sorted(seed.id for seed in SEEDS)
+    assert len(server.requests) <= 4 + 4  # those under way when it began to fail
+    assert len(other.requests) >= 2 * len(SEEDS) - 4
+
+
+def test_a_server_says_how_long_it_wants_to_be_left_alone() -> None:
+    soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
+    assert _retry_after("7") == 7 and 90 < _retry_after(soon) <= 100
+    assert _retry_after("") == _retry_after("soon") == 0
 
 
 def test_the_first_name_that_the_server_knows_is_taken(server: Server, model: str) -> None:
@@ -207,6 +245,61 @@ def test_a_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     assert trained.exit_code == 0, trained.output
     assert json.loads((run / "run.json").read_text())["backbone"]["fingerprint"]
     assert Run(run).drafter_dir.is_dir()
+
+
+def test_of_two_servers_one_may_die_half_way_and_be_away_at_the_next_start(
+    server: Server, other: Server, model: str, seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.distilling.endpoint.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("medusa_cli.distilling.endpoint.ATTEMPTS", 3)
+    run = tmp_path / "run"
+    words = ["distill", "--seed", seeds, "--run", str(run), "--model", model, "--endpoint", f"{server.url},{other.url}",
+             "--endpoint-model", "served", "--max-new-tokens", "16", "--concurrency", "3", "--json"]  # fmt: skip
+
+    def die(number: int, body: dict) -> int | None:
+        if number == 5:
+            server.stop()
+        return 500 if number >= 5 else None
+
+    server.fault = die
+    first = medusa(*words, "--max-samples", "9")
+    assert first.exit_code == 0, first.output
+    assert json.loads(first.stdout)["failed"] == 0
+    again = medusa(*words)
+    assert again.exit_code == 0, again.output
+    assert f"{server.url} does not answer (ConnectionError); the others take its work" in " ".join(again.stderr.split())
+    ids = [json.loads(line)["id"] for line in (run / "distill.jsonl").read_text().splitlines()]
+    assert sorted(ids) == sorted(seed.id for seed in SEEDS)
+
+
+def test_failures_are_written_down_as_they_come(server: Server, model: str, tmp_path: Path) -> None:
+    class Writer:
+        def write(self, sample: Distilled) -> None:
+            raise KeyboardInterrupt
+
+    server.fault = lambda number, body: 422 if number <= 2 else None
+    run, speaker = Run.open(f"{tmp_path}/run", create=True), Tokenizer(model)
+    (run.path / "distill-failed.jsonl").write_text("from before\n")
+    with pytest.raises(KeyboardInterrupt), console.progress("", total=9, unit="") as bar:
+        from_server(Endpoint([server.url], "served", speaker), SEEDS, Settings(max_new_tokens=16), 1, Writer(),
+                    Failures(run), Meter(bar))  # fmt: skip
+    lines = (run.path / "distill-failed.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [seed.id for seed in SEEDS[:2]]
+
+
+def test_what_the_template_refuses_here_is_counted_as_failed(model: str, seeds: str, tmp_path: Path) -> None:
+    template = Path(model, "chat_template.jinja")
+    refusing = tmp_path / "refusing"
+    shutil.copytree(model, refusing)
+    refusal = "{% if 'w13' in messages[0]['content'] %}{{ raise_exception('no thirteen') }}{% endif %}"
+    (refusing / template.name).write_text(refusal + template.read_text())
+    run = tmp_path / "run"
+    done = medusa("distill", "--seed", seeds, "--run", str(run), "--model", str(refusing), "--dtype", "fp32",
+                  "--max-new-tokens", "4", "--json")  # fmt: skip
+    summary = json.loads(done.stdout)
+    assert (summary["failed"], summary["conversations"]) == (2, len(SEEDS) - 2)
+    lines = [json.loads(line) for line in (run / "distill-failed.jsonl").read_text().splitlines()]
+    assert sorted(one["id"] for one in lines) == ["s12", "s13"] and "no thirteen" in lines[0]["reason"]
 
 
 def test_a_server_that_is_not_there_is_named(model: str, seeds: str, tmp_path: Path) -> None:

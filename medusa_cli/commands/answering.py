@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_cli import console
 from medusa_cli.assets import MODELS, model_dir
 
 FAILED = "distill-failed.jsonl"
 
 
 def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: Any) -> Any:
-    """The servers at comma-separated addresses, found to answer for the model; UserError where they do not."""
+    """The servers at comma-separated addresses, found to answer for the model; UserError where none does."""
+    from medusa_cli.backbone.dialogue import render
     from medusa_cli.distilling.endpoint import Endpoint
 
+    render(tokenizer, [{"role": "user", "content": "Hello"}], prompt=True)  # said at once where there is no template
     server = Endpoint([url.strip().rstrip("/") for url in addresses.split(",")], endpoint_model or name, tokenizer)
-    server.check()
+    for why in server.check():
+        console.warn(f"--endpoint {why}; the others take its work until it answers")
     # A named model is a folder to whoever starts a server with it. The folder first: one that loads what it is asked
     # for would look for the name on the hub, for minutes.
     local = [model_dir(name)] if name in MODELS else [str(Path(name).resolve())] if Path(name).is_dir() else []
@@ -24,28 +28,39 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: An
     return server
 
 
-def from_here(backbone: Any, todo: Sequence[Any], settings: Any, writer: Any, meter: "Meter") -> list[Any]:
+def from_here(
+    backbone: Any, todo: Sequence[Any], settings: Any, writer: Any, failures: "Failures", meter: "Meter"
+) -> list[Any]:
     """Write the model's answers as they come; the seeds that were too long."""
     from medusa_cli.distilling import distill
 
     skipped: list[Any] = []
-    for sample in distill(backbone, list(todo), settings, on_tokens=meter.tokens, on_skip=skipped.append):
+
+    def refused(seed: Any, reason: str) -> None:
+        failures.add(seed.id, reason)
+        meter.bar.advance(1)
+
+    answers = distill(
+        backbone, list(todo), settings, on_tokens=meter.tokens, on_skip=skipped.append, on_refusal=refused
+    )
+    for sample in answers:
         writer.write(sample)
         meter.bar.advance(1)
     return skipped
 
 
 def from_server(
-    server: Any, todo: Sequence[Any], settings: Any, concurrency: int, writer: Any, meter: "Meter"
-) -> tuple[list[Any], int]:
-    """Write what the servers answer; the seeds that were too long, and how many failed.
-
-    Those are named in a side file, which is this command's alone: what failed earlier has been asked again.
-    """
+    server: Any,
+    todo: Sequence[Any],
+    settings: Any,
+    concurrency: int,
+    writer: Any,
+    failures: "Failures",
+    meter: "Meter",
+) -> list[Any]:
+    """Write what the servers answer as it comes; the seeds that were too long."""
     from medusa_cli.distilling.endpoint import Failed, distill_endpoint
-    from medusa_cli.run import write_atomic
 
-    failed: list[Failed] = []
     skipped: list[Any] = []
     answers = distill_endpoint(
         server, todo, settings, concurrency=concurrency, on_tokens=meter.tokens, on_skip=skipped.append
@@ -53,15 +68,28 @@ def from_server(
     for sample in answers:
         meter.bar.advance(1)
         if isinstance(sample, Failed):
-            failed.append(sample)
+            failures.add(sample.id, sample.reason)
         else:
             writer.write(sample)
-    side: Path = writer.path.with_name(FAILED)
-    if failed:
-        write_atomic(side, "".join(json.dumps(vars(one), ensure_ascii=False) + "\n" for one in failed))
-    else:
-        side.unlink(missing_ok=True)
-    return skipped, len(failed)
+    return skipped
+
+
+class Failures:
+    """The side file of a run that names, as they come, the seeds that got no usable answer, and why.
+
+    It is this command's alone: whatever failed earlier is asked again, so the first of several processes empties it.
+    """
+
+    def __init__(self, run: Any, first: bool = True) -> None:
+        self.path: Path = run.path / FAILED
+        self.count = 0
+        if first:
+            self.path.unlink(missing_ok=True)
+
+    def add(self, id: str, reason: str) -> None:
+        self.count += 1
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"id": id, "reason": reason}) + "\n")
 
 
 class Files:

@@ -98,7 +98,7 @@ def distill(
     settings = settings_of(wanted, batch_size, self_talk)
 
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.commands.answering import FAILED, Files, Meter, connect, from_here, from_server
+    from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.filters import unique
@@ -138,6 +138,7 @@ def distill(
     target.bind(backbone.identity)
     header = provenance(backbone.identity, **_header(wanted, self_talk))
     files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
+    failures = Failures(target, world.first)
     kept = unique(chosen, files.answered) if dedup else chosen
     todo = [one for one in kept if one.id not in files.answered]
     if len(kept) < len(chosen):
@@ -145,29 +146,27 @@ def distill(
     if len(todo) < len(kept):
         console.info(f"resuming: {len(kept) - len(todo):,} conversations are there already")
     mine = world.share(todo)
-    failed = 0
     with console.progress("distilling", total=len(mine), unit="conversations") as bar:
         made = Meter(bar)
         try:
             if server is not None:
-                skipped, failed = from_server(server, mine, settings, concurrency, files.writer, made)
+                skipped = from_server(server, mine, settings, concurrency, files.writer, failures, made)
             else:
-                skipped = from_here(backbone, mine, settings, files.writer, made)
+                skipped = from_here(backbone, mine, settings, files.writer, failures, made)
         finally:
             files.writer.close()
-    totals = files.end((len(skipped), made.count, made.rate))
+    totals = files.end((len(skipped), failures.count, made.count, made.rate))
     whole = files.whole
     if whole is None:  # the first process speaks for all
         return
-    too_long, new_tokens, rate = (sum(column) for column in zip(*totals, strict=True))
+    too_long, failed, new_tokens, rate = (sum(column) for column in zip(*totals, strict=True))
     dropped = sum(tokens < min_answer_tokens for tokens in whole.dropped.values())
     if too_long:
         console.info(f"{too_long:,} prompts were skipped: longer than --context {wanted.context} leaves room for")
     if dropped:
         console.info(f"{dropped:,} conversations were dropped: an answer of fewer than {min_answer_tokens} tokens")
     if failed:
-        where = target.path / FAILED
-        console.warn(f"{failed:,} conversations failed, see {where}; the same command asks for them again")
+        console.warn(f"{failed:,} conversations failed, see {failures.path}; the same command asks for them again")
     summary = {
         "failed": failed,
         "run": str(target.path),

@@ -93,19 +93,21 @@ def _measure(
 
 def _distil(server: Any, seeds: Any, settings: Any, concurrency: int, run: Any, writer: Any) -> tuple[float, int]:
     """Seconds that the distillation of the seeds takes, and its answer tokens; UserError if one of them fails."""
-    from medusa_cli.commands.answering import FAILED, Meter, from_server
+    from medusa_cli.commands.answering import Failures, Meter, from_server
 
+    failures = Failures(run)
     start = time.perf_counter()
     with console.progress("distilling", total=len(seeds), unit="conversations") as bar:
-        skipped, failed = from_server(server, seeds, settings, concurrency, writer, Meter(bar))
+        skipped = from_server(server, seeds, settings, concurrency, writer, failures, Meter(bar))
     writer.close()
     took = time.perf_counter() - start
     if skipped:
         raise UserError(f"{len(skipped)} questions are longer than {settings.capacity} positions", "use another --seed")
     # An answer whose text does not give its tokens back was made all the same: it is no less work for the server.
-    refused = [json.loads(line)["reason"] for line in (run.path / FAILED).read_text().splitlines()] if failed else []
+    lines = failures.path.read_text().splitlines() if failures.count else []
+    refused = [json.loads(line)["reason"] for line in lines]
     if any("give the text back" not in reason for reason in refused):
-        raise UserError(f"{failed} questions failed: {refused[0]}", "see the server's log")
+        raise UserError(f"{len(refused)} questions failed: {refused[0]}", "see the server's log")
     return took, writer.tokens
 
 

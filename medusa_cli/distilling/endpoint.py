@@ -3,10 +3,13 @@
 import os
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 
 import requests
 import torch
@@ -36,6 +39,7 @@ class Failed:
 class Endpoint:
     """Servers that serve one model under `model`, asked in turn; `speaker` lays out its conversations.
 
+    One that fails is left alone for a while, longer every time, and the others take its work.
     stop() makes waiting and retrying end at once. A key in MEDUSA_API_KEY goes along as a bearer token.
     """
 
@@ -53,6 +57,7 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._servers = [_Server(url) for url in self.urls]
 
     @property
     def _session(self) -> requests.Session:
@@ -63,23 +68,27 @@ class Endpoint:
             session.headers.update(self._headers)
         return session
 
-    def check(self) -> None:
-        """UserError, naming the address, unless every server answers at all."""
-        for url in self.urls:
+    def check(self) -> list[str]:
+        """Say which servers do not answer, and why; UserError, naming the addresses, unless one of them does."""
+        silent = []
+        for server in self._servers:
             try:
-                self._session.get(f"{url}/v1/models", timeout=5.0)
+                self._session.get(f"{server.url}/v1/models", timeout=5.0)
             except ValueError as reason:  # what requests raises for addresses it cannot read
-                raise UserError(f"--endpoint {url} is no address", "give one such as http://localhost:8000") from reason
-            except requests.RequestException as reason:
-                why = type(reason).__name__
                 raise UserError(
-                    f"--endpoint {url} does not answer ({why})", "start it, or mend the address"
+                    f"--endpoint {server.url} is no address", "give one such as http://localhost:8000"
                 ) from reason
+            except requests.RequestException as reason:
+                silent.append(f"{server.url} does not answer ({type(reason).__name__})")
+                self._rest(server, time.monotonic())
+        if len(silent) == len(self._servers):
+            raise UserError(f"--endpoint {', '.join(silent)}", "start it, or mend the address")
+        return silent
 
     def listed(self) -> list[str]:
-        """The names under which the first server lists its models; none where it does not say."""
+        """The names under which a server lists its models; none where it does not say."""
         try:
-            found = self._session.get(f"{self.urls[0]}/v1/models", timeout=5.0).json()["data"]
+            found = self._session.get(f"{self._turn().url}/v1/models", timeout=5.0).json()["data"]
             return [str(one["id"]) for one in found]
         except (requests.RequestException, ValueError, KeyError, TypeError):
             return []
@@ -116,25 +125,75 @@ class Endpoint:
         for attempt in range(self.attempts):
             if self._stopped.is_set():
                 break
+            server, began, told = self._turn(), time.monotonic(), 0.0
             try:
-                address = f"{self._turn()}/v1/chat/completions"
+                address = f"{server.url}/v1/chat/completions"
                 reply = self._session.post(address, json=body, timeout=(10.0, self.timeout))
                 if reply.status_code == 200:
                     choice = reply.json()["choices"][0]
-                    return str(choice["message"]["content"] or ""), choice.get("finish_reason") != "length"
+                    text, ended = str(choice["message"]["content"] or ""), choice.get("finish_reason") != "length"
+                    self._worked(server, began)
+                    return text, ended
                 reason = f"status {reply.status_code}: {reply.text[:200]}"
                 if reply.status_code not in PASSING:
                     break
+                told = _retry_after(reply.headers.get("Retry-After", ""))
             except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as fault:
                 reason = f"{type(fault).__name__}: {fault}"
+            self._rest(server, began, told)
             if attempt + 1 < self.attempts:
-                self._stopped.wait(min(LONGEST_PAUSE, self.first_pause * 2**attempt) * random.uniform(0.5, 1.0))
+                self._stopped.wait(self._until_one_wakes())
         raise UserError(reason, "see the server's log")
 
-    def _turn(self) -> str:
+    def _turn(self) -> "_Server":
+        """The next server that is not left alone, else the one that is to be asked again first."""
         with self._lock:
-            self._next += 1
-            return self.urls[self._next % len(self.urls)]
+            now, count = time.monotonic(), len(self._servers)
+            self._next = (self._next + 1) % count
+            order = [self._servers[(self._next + step) % count] for step in range(count)]
+            return min(order, key=lambda one: max(one.wakes, now))
+
+    def _rest(self, server: "_Server", began: float, told: float = 0.0) -> None:
+        """Leave a server alone that failed a request begun at `began`: for `told` seconds, or longer every time.
+
+        Requests that were under way when it began to fail count as one failure.
+        """
+        with self._lock:
+            if began >= server.wakes:
+                pause = min(LONGEST_PAUSE, self.first_pause * 2**server.failures) * random.uniform(0.5, 1.0)
+                server.failures += 1
+                server.wakes = time.monotonic() + pause
+            server.wakes = max(server.wakes, time.monotonic() + min(told, self.timeout))
+
+    def _worked(self, server: "_Server", began: float) -> None:
+        """Forget a server's failures, unless they are younger than the request it answered."""
+        with self._lock:
+            if began >= server.wakes:
+                server.failures = 0
+
+    def _until_one_wakes(self) -> float:
+        """Seconds until some server may be asked again."""
+        with self._lock:
+            return max(0.0, min(server.wakes for server in self._servers) - time.monotonic())
+
+
+@dataclass
+class _Server:
+    """One server: when it may be asked again (of time.monotonic), and how often in a row it failed."""
+
+    url: str
+    wakes: float = 0.0
+    failures: int = 0
+
+
+def _retry_after(value: str) -> float:
+    """Seconds for which a server asks to be left alone, by a Retry-After header of seconds or a date; 0 without."""
+    if value.isdigit():
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds()
+    except (ValueError, TypeError):  # no date, or one without a zone
+        return 0.0
 
 
 def distill_endpoint(
