@@ -117,9 +117,14 @@ class TrainRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The whole recipe: the backbone's name and one section for each stage of the work."""
+    """The whole recipe: the backbone's name and one section for each stage of the work.
+
+    chat_template takes the place of the tokenizer's own, which some models lack: the name of a Jinja file, in a recipe
+    beside it, or the template itself.
+    """
 
     model: str = "smollm2-135m"
+    chat_template: str | None = None
     drafter: DrafterRecipe = DrafterRecipe()
     distill: DistillRecipe = DistillRecipe()
     train: TrainRecipe = TrainRecipe()
@@ -142,7 +147,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """
     values: dict[str, Any] = {}
     if path is not None:
-        values.update(_check(_flatten(_read(Path(path))), f"the recipe {path}"))
+        values.update(_check(_flatten(_read(Path(path))), f"the recipe {path}", Path(path).parent))
     pairs: list[tuple[str, Any]] = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -158,9 +163,25 @@ def from_dict(data: dict[str, Any], source: str) -> Recipe:
     return _build(_check(_flatten(data), source))
 
 
-def _check(pairs: Iterable[tuple[str, Any]], source: str) -> dict[str, Any]:
+def _check(pairs: Iterable[tuple[str, Any]], source: str, folder: Path = Path()) -> dict[str, Any]:
+    """Checked values by their full names; a file that one of them names is read, from `folder`."""
     named = [(_known(key, source), value) for key, value in pairs]
-    return {key: _checked(key, value) for key, value in named}
+    values = {key: _checked(key, value) for key, value in named}
+    if values.get("chat_template") is not None:
+        values["chat_template"] = _template(values["chat_template"], folder)
+    return values
+
+
+def _template(value: str, folder: Path) -> str:
+    """The text of a chat template: the value itself, which then has braces, or what the file of that name holds."""
+    if "{" in value:
+        return value
+    try:
+        return (folder / value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise UserError(
+            f"chat_template={value!r}: {folder / value} cannot be read", "give a Jinja file, beside the recipe"
+        ) from reason
 
 
 def _build(values: dict[str, Any]) -> Recipe:

@@ -102,6 +102,7 @@ class Run:
         self.calibration_path = path / "calibration.json"
         self.tree_path = path / "tree.json"
         self.bench_dir = path / "bench"
+        self.template_path = path / "chat_template.jinja"
 
     @classmethod
     def open(cls, name: str = DEFAULT_RUN, create: bool = False, flag: str = "--run") -> "Run":
@@ -132,6 +133,29 @@ class Run:
         return outer if outer.is_file() and not self.distill_path.is_file() else self.distill_path
 
     @property
+    def chat_template(self) -> str | None:
+        """The template of the run's conversations where it is not the tokenizer's own; that of the run it lies in."""
+        for path in (self.template_path, self.data_path.with_name(self.template_path.name)):
+            if path.is_file():
+                return path.read_text(encoding="utf-8")
+        return None
+
+    def template_with(self, given: str | None) -> str | None:
+        """The chat template to use where `given` is asked for; UserError where the run has another one."""
+        known = self.chat_template
+        if given is not None and known is not None and given != known:
+            raise UserError(
+                f"the run {self.path} lays out its conversations with another chat template, {self.template_path.name}",
+                "leave chat_template out, or choose another --run",
+            )
+        return given or known
+
+    def keep_template(self, template: str | None) -> None:
+        """Leave a chat template for the commands to come."""
+        if template is not None and template != self.chat_template:
+            write_atomic(self.template_path, template)
+
+    @property
     def adapter(self) -> Path | None:
         """The folder of the run's adapter, where joint training left one."""
         return self.adapter_dir if (self.adapter_dir / "adapter_config.json").is_file() else None
@@ -142,13 +166,30 @@ class Run:
         path = Path(__file__).parent / "pretrained" / model
         return cls(path) if (path / "drafter" / "config.json").is_file() else None
 
-    def bind(self, identity: dict[str, Any]) -> None:
-        """Tie the run to a backbone at first use; UserError, naming both, if it belongs to another one."""
+    @property
+    def owner(self) -> dict[str, Any] | None:
+        """The identity of the backbone that the run belongs to, None before its first use; UserError if it is lost."""
         marker = self.path / "run.json"
         if not marker.exists():
+            return None
+        made = read_json(marker, "the run's file")
+        owner = made.get("backbone") if isinstance(made, dict) else None
+        if not isinstance(owner, dict) or not isinstance(owner.get("id"), str):
+            raise UserError(f"the run's file {marker} names no backbone", "delete it: the next command writes it anew")
+        return owner
+
+    @property
+    def model(self) -> str | None:
+        """The name of the backbone that the run belongs to."""
+        owner = self.owner
+        return None if owner is None else str(owner["id"])
+
+    def bind(self, identity: dict[str, Any]) -> None:
+        """Tie the run to a backbone at first use; UserError, naming both, if it belongs to another one."""
+        marker, known = self.path / "run.json", self.owner
+        if known is None:
             write_json(marker, provenance(identity))
             return
-        known = read_json(marker, "the run's file")["backbone"]
         check_backbone(known, identity, f"the run {self.path}")
         if known.get("fingerprint") is None and identity.get("fingerprint") is not None:
             write_json(marker, provenance(identity))  # bound without the weights at first: now they are known

@@ -29,6 +29,7 @@ def load_backbone(
     adapter: Path | None = None,
     gradients: bool = False,
     shard: bool = False,
+    chat_template: str | None = None,
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
@@ -39,6 +40,7 @@ def load_backbone(
     adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
     Gradients pass through plain weights alone, which the engine "eager" then keeps; packed ones would lose them
     without a word. shard: with the layers split over all processes (see split_layers), which "eager" alone runs.
+    chat_template takes the place of the tokenizer's own.
     Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
@@ -46,7 +48,13 @@ def load_backbone(
     if shard and engine not in ("auto", "eager"):
         raise UsageError(f"--engine {engine} cannot run layers split by --shard", "leave one of them out")
     network, tokenizer = load_network(
-        model, device=device, dtype=dtype, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit, shard=shard
+        model,
+        device=device,
+        dtype=dtype,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+        shard=shard,
+        chat_template=chat_template,
     )
     if adapter is not None:
         network = adapters.merge(network, adapter, beside=load_in_4bit or load_in_8bit)
@@ -66,6 +74,7 @@ def load_network(
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
     shard: bool = False,
+    chat_template: str | None = None,
 ) -> tuple[Any, Any]:
     """The unmodified transformers model and its tokenizer, on the device; arguments and errors as in load_backbone."""
     from safetensors import SafetensorError
@@ -103,6 +112,8 @@ def load_network(
             "give a folder with a Hugging Face causal LM, a hub id, or the default model's name "
             f"{assets.DEFAULT_MODEL!r}",
         ) from reason
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if load_in_4bit or load_in_8bit:
         _keep_gradients(network)
         return network, tokenizer

@@ -36,7 +36,7 @@ def bench_firp(
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, provenance, read_json, write_json
+    from medusa_cli.run import Run, provenance, write_json
     from medusa_cli.training.build import check_regress
 
     console.configure(quiet=quiet, json=json)
@@ -45,11 +45,10 @@ def bench_firp(
     if tokens < 1:
         raise UsageError(f"--tokens {tokens} is too small", "use 1 or more")
     target = Run.open(run, create=data is not None)
-    marker = target.path / "run.json"
     settings = [*(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
     plan = load_recipe(None, ["drafter=firp", *settings])
     check_regress(plan)
-    name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else plan.model)
+    name = model or target.model or plan.model
     source = data or target.data_path
     console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")
 
@@ -57,7 +56,8 @@ def bench_firp(
     from medusa_cli.training.setup import whole_conversations
     from medusa_cli.training.sweep import figures, try_layers
 
-    backbone = load_backbone(name, device=device, dtype=dtype, engine="eager", gradients=True)
+    template = target.chat_template
+    backbone = load_backbone(name, device=device, dtype=dtype, engine="eager", gradients=True, chat_template=template)
     target.bind(backbone.identity)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     chosen = {key: one for key, one in figures(backbone.num_layers).items() if figure in (None, key)}

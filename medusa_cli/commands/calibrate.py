@@ -39,7 +39,7 @@ def calibrate(
     from medusa_cli.drafters import drafter_kind
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, provenance, read_json, write_json
+    from medusa_cli.run import Run, provenance, write_json
 
     console.configure(quiet=quiet, json=json)
     if top < 1:
@@ -48,8 +48,7 @@ def calibrate(
         raise UsageError(f"--max-samples {max_samples} is too small", "use 1 or more")
     target = Run.open(run)
     recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
-    marker = target.path / "run.json"
-    name = model or (read_json(marker, "the run file")["backbone"]["id"] if marker.is_file() else recipe.model)
+    name = model or target.model or recipe.model
     folder = drafter or target.drafter_dir
     source = data or target.data_path
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
@@ -72,6 +71,7 @@ def calibrate(
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
         adapter=target.adapter if drafter is None else None,
+        chat_template=target.chat_template,
     )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)

@@ -1,5 +1,6 @@
 """`medusa distill`: seed prompts in, conversations in the model's own words out."""
 
+import hashlib
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,10 @@ def distill(
     model: options.Model = None,
     recipe: Annotated[
         Path | None, typer.Option(help="Recipe YAML whose model and distill section are the defaults here.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja template for a model whose tokenizer has none; the run keeps it."),
     ] = None,
     max_samples: options.MaxSamples = None,
     max_new_tokens: options.MaxNewTokens = None,
@@ -92,7 +97,8 @@ def distill(
         "random_seed": random_seed,
         "context": context,
     }
-    plan = load_recipe(recipe, [f"distill.{key}={value}" for key, value in given.items() if value is not None])
+    words = {f"distill.{key}": value for key, value in given.items()} | {"chat_template": chat_template}
+    plan = load_recipe(recipe, [f"{key}={value}" for key, value in words.items() if value is not None])
     wanted = plan.distill
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
     settings = settings_of(wanted, batch_size, self_talk)
@@ -115,13 +121,14 @@ def distill(
     seeds, report = read_seeds(wanted.seed)
     chosen = order(seeds, settings, count)
     target = Run.open(run, create=True)
+    template = target.template_with(plan.chat_template)
     console.info(
         f"{name} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
         "--max-samples N takes more"
     )
     console.info(str(report))
     backbone: Any = (
-        Tokenizer(name)
+        Tokenizer(name, template)
         if endpoint is not None
         else load_backbone(
             name,
@@ -130,15 +137,17 @@ def distill(
             engine=engine,
             load_in_4bit=load_in_4bit,
             load_in_8bit=load_in_8bit,
+            chat_template=template,
         )
     )
     server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
     if self_talk:
         check_self_talk(backbone)
     target.bind(backbone.identity)
-    header = provenance(backbone.identity, **_header(wanted, self_talk))
+    header = provenance(backbone.identity, **_header(wanted, self_talk, template))
     files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
     failures = Failures(target, world.first)
+    target.keep_template(template)
     kept = unique(chosen, files.answered) if dedup else chosen
     todo = [one for one in kept if one.id not in files.answered]
     if len(kept) < len(chosen):
@@ -199,9 +208,13 @@ def settings_of(wanted: Any, batch_size: int, self_talk: bool = False) -> Any:
     )
 
 
-def _header(wanted: Any, self_talk: bool) -> dict[str, Any]:
+def _header(wanted: Any, self_talk: bool, template: str | None) -> dict[str, Any]:
     """What must agree for conversations to share one file."""
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
     settings = {key: getattr(wanted, key) for key in keys}
-    # Named where it is used alone, so that files from before it go on.
-    return {"seed": wanted.seed, "settings": settings | ({"self_talk": True} if self_talk else {})}
+    # Named where they are used alone, so that files from before them go on.
+    extras = {
+        "self_talk": self_talk,
+        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:16] if template else None,
+    }
+    return {"seed": wanted.seed, "settings": settings | {key: value for key, value in extras.items() if value}}

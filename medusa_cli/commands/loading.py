@@ -45,10 +45,7 @@ def choose(
 ) -> Choice:
     """Explicit flags first, then the run, then what ships for the model; UserError where nothing is to be had."""
     target = Run.open(run) if run else None
-    marker = target.path / "run.json" if target else None
-    if model is None and marker is not None and marker.is_file():
-        model = read_json(marker, "the run file")["backbone"]["id"]
-    name = model or DEFAULT_MODEL
+    name = model or (target.model if target else None) or DEFAULT_MODEL
     file, static, dynamic = _tree_words(tree)
     if not need_drafter:
         return Choice(name, None, None, target, adapter=target.adapter if target else None)
@@ -105,6 +102,7 @@ def load(
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
         adapter=choice.adapter,
+        chat_template=choice.run.chat_template if choice.run else None,
     )
     if choice.run is not None:
         choice.run.bind(backbone.identity)

@@ -25,7 +25,7 @@ def frozen(
 
     kind = drafter_class(plan.drafter.name)
     place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
-    backbone = load_backbone(plan.model, **place, shard=plan.train.shard)
+    backbone = load_backbone(plan.model, **place, shard=plan.train.shard, chat_template=plan.chat_template)
     with together.first_ahead():
         target.bind(backbone.identity)
     fraction = plan.train.validation_fraction

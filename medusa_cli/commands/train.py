@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,7 +100,8 @@ def train(
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
-    plan = _recipe(target, recipe or [], given, resume, (start or target).path / "run.json")
+    plan = _recipe(target, recipe or [], given, resume, start or target)
+    target.keep_template(plan.chat_template)
     sources = {"--from": origin, "--data": data}
     if data is None and start is not None:
         data = start.data_path
@@ -156,14 +158,13 @@ def train(
     _finish(trainer, target, source, coverage, summary, json, run)
 
 
-def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, marker: Path) -> Any:
+def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, origin: Any) -> Any:
     """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then flags.
 
-    Where none of them names a model, it is the one of the run that the marker belongs to.
+    Where none of them names a model or a chat template, it is that of the run `origin`.
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import read_json
 
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:
@@ -172,9 +173,10 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, 
     settings = [word for word in words if word not in files]
     flags = [f"{key}={value}" for key, value in given.items() if value is not None]
     named_model = path is not None or any(one.startswith("model=") for one in settings + flags)
-    if not named_model and marker.is_file():
-        settings.insert(0, f"model={read_json(marker, 'the run file')['backbone']['id']}")
-    return load_recipe(path, settings + flags)
+    if not named_model and origin.model is not None:
+        settings.insert(0, f"model={origin.model}")
+    plan = load_recipe(path, settings + flags)
+    return replace(plan, chat_template=target.template_with(plan.chat_template or origin.chat_template))
 
 
 @contextmanager

@@ -8,9 +8,12 @@ from medusa_cli.errors import UserError
 
 
 class Tokenizer:
-    """What lays out a model's conversations and tells its end tokens; UserError where it cannot be loaded."""
+    """What lays out a model's conversations and tells its end tokens; UserError where it cannot be loaded.
 
-    def __init__(self, model: str) -> None:
+    chat_template takes the place of the tokenizer's own.
+    """
+
+    def __init__(self, model: str, chat_template: str | None = None) -> None:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         source = assets.model_dir(model)
@@ -23,6 +26,8 @@ class Tokenizer:
                 f"--model {model!r}: its tokenizer could not be loaded: {str(reason).splitlines()[0]}",
                 "give the folder or hub id of the model that the server serves",
             ) from reason
+        if chat_template is not None:
+            self.tokenizer.chat_template = chat_template
         try:
             generation: Any = GenerationConfig.from_pretrained(source)
         except OSError:

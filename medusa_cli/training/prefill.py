@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, check_backbone, read_json, replacing
+from medusa_cli.run import Run, check_backbone, replacing
 from medusa_cli.states import StateStore
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
@@ -59,9 +59,9 @@ def load_dataset(
 
 def _check_owner(path: Path, backbone: Backbone) -> None:
     """Refuse data whose run directory says that another backbone made it."""
-    marker = path.parent / "run.json"
-    if path.is_file() and marker.is_file():
-        check_backbone(read_json(marker, "the run's file")["backbone"], backbone.identity, f"{path}")
+    owner = Run(path.parent).owner
+    if path.is_file() and owner is not None:
+        check_backbone(owner, backbone.identity, f"{path}")
 
 
 def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool = False) -> Tensor:

@@ -56,7 +56,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
                 "use train.objective=ce, or train.tuning=lora",
             )
     place = {**place, "load_in_4bit": train.tuning == "qlora" or place["load_in_4bit"]}
-    network, tokenizer = load_network(recipe.model, **place, shard=train.shard)
+    network, tokenizer = load_network(recipe.model, **place, shard=train.shard, chat_template=recipe.chat_template)
     if train.tuning == "full":
         network = network.float()
     else:
