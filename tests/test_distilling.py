@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from medusa_cli.cli import app
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill, read_seeds
 from medusa_cli.distilling.engine import order
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import Run
 from medusa_cli.states import StateStore
+from tests.runs import save_model
 from tests.tiny import CHAT_TEMPLATE, tiny_backbone
 
 SEEDS = [Seed(f"s{i}", tuple(f"w{i} w{j}" for j in range(1 + i % 3))) for i in range(9)]
@@ -247,6 +250,34 @@ def test_kill_minus_nine_loses_and_doubles_nothing(tmp_path: Path) -> None:
         return {r["id"]: r["tokens"] for r in records}
 
     assert by_id(path) == by_id(tmp_path / "whole" / "distill.jsonl")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i}"}]} for i in range(6)]
+    seed = write(tmp_path / "seed.jsonl", "\n".join(map(json.dumps, rows)))
+    return ["distill", "--seed", seed, "--model", save_model(tmp_path / "model"), "--dtype", "fp32", "--run",
+            str(tmp_path / "run"), "--max-new-tokens", "4", "--json"]  # fmt: skip
+
+
+def test_a_rounded_model_does_not_go_on_for_the_whole_one(words: list[str]) -> None:
+    runner = CliRunner()
+    words += ["--dtype", "bf16"]
+    assert runner.invoke(app, [*words, "--max-samples", "2", "--engine", "eager"]).exit_code == 0
+    mixed = runner.invoke(app, [*words, "--engine", "int8"])
+    assert mixed.exit_code == 1 and '"rounding": "int8"' in " ".join(mixed.stderr.split())
+    assert json.loads(runner.invoke(app, [*words, "--engine", "fast"]).stdout)["conversations"] == 6
+
+
+def test_resume_goes_on_and_begins_nothing(words: list[str], tmp_path: Path) -> None:
+    runner = CliRunner()
+    refused = runner.invoke(app, [*words, "--resume"])
+    assert refused.exit_code == 1 and "does not exist" in refused.stderr and not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    refused = runner.invoke(app, [*words, "--resume"])
+    assert refused.exit_code == 1 and "holds no distillation" in " ".join(refused.stderr.split())
+    assert runner.invoke(app, [*words, "--max-samples", "2"]).exit_code == 0
+    assert json.loads(runner.invoke(app, [*words, "--resume"]).stdout)["conversations"] == 6
 
 
 def test_ultrachat_is_a_name_for_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,10 @@ def distill(
         str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: found by asking]")
     ] = None,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on or fail, but begin nothing. The same command goes on without it, too."),
+    ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
@@ -79,7 +83,7 @@ def distill(
     Run the same command again to resume after an interruption, or with a larger --max-samples to get more.
     Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
-    from medusa_cli.errors import UsageError
+    from medusa_cli.errors import UsageError, UserError
     from medusa_cli.recipe import load_recipe
 
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -104,6 +108,7 @@ def distill(
     settings = settings_of(wanted, batch_size, self_talk)
 
     from medusa_cli.backbone import load_backbone
+    from medusa_cli.backbone.rounded import BITS
     from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
@@ -120,7 +125,9 @@ def distill(
     name = model or plan.model or DEFAULT_MODEL
     seeds, report = read_seeds(wanted.seed)
     chosen = order(seeds, settings, count)
-    target = Run.open(run, create=True)
+    target = Run.open(run, create=not resume)
+    if resume and not target.distill_path.is_file():
+        raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
     template = target.template_with(plan.chat_template)
     console.info(
         f"{name} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
@@ -140,11 +147,13 @@ def distill(
             chat_template=template,
         )
     )
+    rounded = {"4bit": load_in_4bit, "8bit": load_in_8bit, engine: engine in BITS} if endpoint is None else {}
+    rounding = next((how for how, given in rounded.items() if given), None)  # answers of another model
     server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
     if self_talk:
         check_self_talk(backbone)
     target.bind(backbone.identity)
-    header = provenance(backbone.identity, **_header(wanted, self_talk, template))
+    header = provenance(backbone.identity, **_header(wanted, self_talk, template, rounding))
     files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
@@ -208,13 +217,14 @@ def settings_of(wanted: Any, batch_size: int, self_talk: bool = False) -> Any:
     )
 
 
-def _header(wanted: Any, self_talk: bool, template: str | None) -> dict[str, Any]:
+def _header(wanted: Any, self_talk: bool, template: str | None, rounding: str | None) -> dict[str, Any]:
     """What must agree for conversations to share one file."""
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
     settings = {key: getattr(wanted, key) for key in keys}
     # Named where they are used alone, so that files from before them go on.
     extras = {
         "self_talk": self_talk,
+        "rounding": rounding,
         "chat_template": hashlib.sha256(template.encode()).hexdigest()[:16] if template else None,
     }
     return {"seed": wanted.seed, "settings": settings | {key: value for key, value in extras.items() if value}}
