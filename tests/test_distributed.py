@@ -4,14 +4,29 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from medusa_cli.errors import UsageError
+from medusa_cli.training import World
+from medusa_cli.training.prefill import _join, _part
 from tests.runs import save_model
 from tests.test_joint import records
 
-COMMON = ["--dtype", "fp32", "--json", "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1"]
+COMMON = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "fp32",
+    "--json",
+    "drafter.num_heads=2",
+    "drafter.vocabulary=own",
+    "train.epochs=1",
+]
 SMALL = ["train.batch_tokens=64", "train.accumulation=2", "train.validation_every=2", "train.lora_rank=4"]
 
 
@@ -31,10 +46,18 @@ def train(launcher: list[str], model: str, run: Path, *words: str) -> subprocess
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("words", [[], ["--stage", "2", "--schedule", "sine", "train.lora_dropout=0"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.accumulation=1"],
+        ["train.accumulation=3"],
+        ["--stage", "2", "--schedule", "sine", "train.lora_dropout=0"],
+    ],
+    ids=["fewer", "uneven", "stage-2"],
+)
 def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     model = save_model(tmp_path / "model")
-    logs = []
+    logs, said = [], []
     for name, launcher in (("one", [sys.executable]), ("two", TWO)):
         run = prepared(tmp_path / name)
         done = train(launcher, model, run, *words)
@@ -42,15 +65,66 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
         assert json.loads(done.stdout)["steps"] > 2  # one document: the second process is silent
         assert (run / "drafter" / "config.json").is_file()
         logs.append([json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()])
+        said.append("1 of 2 processes have nothing to do" in done.stderr)
+    assert said == [False, words == ["train.accumulation=1"]]
     one, two = ([line for line in log if "loss" in line] for log in logs)
     assert len(one) == len(two)
     for ours, theirs in zip(one, two, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["positions"] == theirs["positions"] and ours["accuracies"] == pytest.approx(theirs["accuracies"])
+    # Whoever computed them, the states are the same.
+    kept = [{path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*")} for name in ("one", "two")]
+    assert kept[0] == kept[1] and len(kept[0]) == ("--stage" not in words)
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
-    done = train(TWO, model, prepared(tmp_path / "run"), "train.accumulation=3")
-    assert done.returncode != 0
-    assert "train.accumulation=3 cannot be shared by 2 processes" in done.stderr
+def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> None:
+    whole = tmp_path / "states-x.bin"
+    for rank, data in ((0, b"of the first"), (1, b""), (2, b" and the third"), (7, b"of eight, interrupted")):
+        _part(whole, rank).write_bytes(data)
+    _join(whole, 3)
+    assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
+
+
+@pytest.mark.parametrize("count", range(8))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_stretches_are_the_items_in_order_and_of_like_size(count: int, size: int) -> None:
+    items = [f"i{n}" for n in range(count)]
+    parts = [World(rank, size).stretch(items) for rank in range(size)]
+    assert sum(parts, []) == items and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The second of two processes on a machine with GPUs, and what it asks of them and of torch."""
+    asked: dict[str, Any] = {"gpus": 2}
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked["gpus"])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.update(name=name, **more))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "name", "place"),
+    [
+        ("auto", None, "cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cuda", "gloo", "gloo", "cuda:1"),
+        ("cpu", None, "gloo", "cpu"),
+        ("cuda:0", None, "gloo", "cuda:0"),
+    ],
+)
+def test_processes_talk_where_the_asked_device_is(
+    joined: dict[str, Any], device: str, backend: str | None, name: str, place: str
+) -> None:
+    assert World.join(device, backend).device(device) == place
+    assert joined["name"] == name and joined.get("device") == (1 if place == "cuda:1" else None)
+    assert joined["timeout"] > timedelta(days=1)  # a first pass over real data takes hours
+
+
+def test_more_processes_than_gpus_are_refused(joined: dict[str, Any]) -> None:
+    joined["gpus"] = 1
+    with pytest.raises(UsageError, match="process 2 of this machine finds only 1 GPUs.*--nproc_per_node 1"):
+        World.join()
+    assert World.join("cpu").rank == 1

@@ -39,7 +39,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def command(launcher: list[str], model: str, seed: str, run: Path) -> list[str]:
     words = [*launcher, "-m", "medusa_cli", "distill", "--seed", seed, "--model", model, "--dtype", "fp32", "--json"]
-    return [*words, "--max-new-tokens", "200", "--batch-size", "2", "--run-dir", str(run)]
+    return [*words, "--device", "cpu", "--max-new-tokens", "200", "--batch-size", "2", "--run-dir", str(run)]
 
 
 def environment() -> dict[str, str]:

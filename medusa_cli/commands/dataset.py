@@ -31,11 +31,12 @@ def open_dataset(
     data: Path | None,
     fraction: float,
     together: Any = None,
+    sharded: bool = False,
 ) -> Any:
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
     They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
-    layers whose states it reads. together: the processes among which the backbone is split.
+    layers whose states it reads. together: the processes that share a prefill, or, sharded, the backbone.
     """
     from medusa_cli.training import load_dataset
     from medusa_cli.training.setup import whole_conversations
@@ -58,4 +59,5 @@ def open_dataset(
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
             together=together,
+            sharded=sharded,
         )

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,6 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.run import DEFAULT_RUN
 
-# How long processes that share the work wait for the last one.
-PATIENCE = timedelta(days=7)
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
 
@@ -119,7 +116,7 @@ def distill(
     from medusa_cli.training import World
 
     # The end of the work is where the processes wait for one another, and their shares may differ by hours.
-    world = World.join("gloo", PATIENCE)
+    world = World.join(device, backend="gloo")
     if not world.first:
         world.wait()  # until the first has fetched what all read
     name = model or plan.model or DEFAULT_MODEL

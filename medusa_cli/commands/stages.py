@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ from medusa_cli import console
 
 
 def frozen(
-    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any, resume: bool, start: Any = None
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], world: Any, resume: bool, start: Any = None
 ) -> tuple[Any, Any, Any, float]:
     """Stage 1: the backbone as it decodes, what the drafter learns from, and a drafter: fresh, or another run's.
 
-    together: the processes that load a split backbone side by side; this one alone where it is whole.
+    world: the processes that train, which share what there is to compute before.
     """
     import torch
 
@@ -25,12 +27,15 @@ def frozen(
 
     kind = drafter_class(plan.drafter.name)
     place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
-    backbone = load_backbone(plan.model, **place, shard=plan.train.shard, chat_template=plan.chat_template)
-    with together.first_ahead():
-        target.bind(backbone.identity)
+    shard, template = plan.train.shard, plan.chat_template
+    backbone = _loaded(
+        lambda: load_backbone(plan.model, **place, shard=shard, chat_template=template), target, world, shard
+    )
     fraction = plan.train.validation_fraction
     taps = taps_of(plan.drafter, backbone)
-    dataset = open_dataset(target, backbone, kind, taps, plan, data=data, fraction=fraction, together=together)
+    dataset = open_dataset(
+        target, backbone, kind, taps, plan, data=data, fraction=fraction, together=world, sharded=shard
+    )
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:
@@ -42,11 +47,11 @@ def frozen(
 
 
 def joint(
-    target: Any, plan: Any, data: Path | None, place: dict[str, Any], together: Any, resume: bool, start: Any = None
+    target: Any, plan: Any, data: Path | None, place: dict[str, Any], world: Any, resume: bool, start: Any = None
 ) -> tuple[Any, Any, Any, float]:
     """Stage 2: a backbone that learns, whole conversations, and stage-1 heads: the run's own where it has such ones.
 
-    Another run may give heads of stage 2 as well, with their adapter. together as in `frozen`. UserError where another
+    Another run may give heads of stage 2 as well, with their adapter. world as in `frozen`. UserError where another
     run is to give the heads and has none that fit.
     """
     import torch
@@ -55,9 +60,7 @@ def joint(
     from medusa_cli.training import build_drafter
     from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conversations
 
-    backbone = joint_backbone(plan, place)
-    with together.first_ahead():
-        target.bind(backbone.identity)
+    backbone = _loaded(lambda: joint_backbone(plan, place), target, world, plan.train.shard)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
@@ -76,6 +79,15 @@ def joint(
     else:
         console.info("the heads start fresh: the run holds no stage-1 heads of this shape")
     return backbone, dataset, drafter, coverage
+
+
+def _loaded(load: Callable[[], Any], target: Any, world: Any, shard: bool) -> Any:
+    """The backbone, its run bound to it: the first process ahead, who fetches what all read; a split one by all."""
+    with nullcontext() if shard else world.first_ahead():
+        backbone = load()
+    with world.first_ahead():
+        target.bind(backbone.identity)
+    return backbone
 
 
 def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: Any, run: str) -> tuple[Any, str]:

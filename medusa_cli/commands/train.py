@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,17 +124,14 @@ def train(
     from medusa_cli.training.setup import check_shard
 
     keep_freed_memory()
-    world = World.join()
+    world = World.join(device)
     place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
     check_shard(plan.train, place, world)
-    # The first computes and writes what all read, but runs a split model with the others alone.
-    together = world if plan.train.shard else World()
-    with nullcontext() if plan.train.shard else world.first_ahead():
-        backbone, dataset, drafter, coverage = (
-            frozen(target, plan, data, {**place, "engine": engine}, together, resume, start)
-            if plan.train.stage == 1
-            else joint(target, plan, data, place, together, resume, start)
-        )
+    backbone, dataset, drafter, coverage = (
+        frozen(target, plan, data, {**place, "engine": engine}, world, resume, start)
+        if plan.train.stage == 1
+        else joint(target, plan, data, place, world, resume, start)
+    )
     with _stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         if world.first:
@@ -145,6 +142,7 @@ def train(
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"
             + (f"; the draft vocabulary covers {coverage:.2%} of the answers" if coverage < 1 else "")
         )
+        _name_idle(plan.train, world)
         summary = _run(trainer, target) if world.first else _follow(trainer)
     world.wait()
     world.leave()
@@ -177,6 +175,17 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, 
         settings.insert(0, f"model={origin.model}")
     plan = load_recipe(path, settings + flags)
     return replace(plan, chat_template=target.template_with(plan.chat_template or origin.chat_template))
+
+
+def _name_idle(train: Any, world: Any) -> None:
+    """Say how many processes find no micro-batch in a step, and which settings give them some."""
+    idle = world.size - train.accumulation
+    if idle > 0 and world.first:
+        console.warn(
+            f"{idle} of {world.size} processes have nothing to do: a step has train.accumulation={train.accumulation} "
+            f"micro-batches; train.accumulation={train.accumulation * world.size} with "
+            f"train.batch_tokens={max(2, train.batch_tokens // world.size)} gives all a part of the same steps"
+        )
 
 
 @contextmanager

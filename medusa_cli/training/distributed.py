@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from medusa_cli.errors import UsageError
+
+# How long processes wait for one another: where they share work, their shares may differ by hours.
+PATIENCE = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class World:
@@ -20,21 +25,28 @@ class World:
     local_rank: int = 0
 
     @classmethod
-    def join(cls, backend: str | None = None, patience: timedelta | None = None) -> "World":
+    def join(cls, device: str = "auto", backend: str | None = None) -> "World":
         """What the launcher's environment variables say; the processes find each other at the first call.
 
-        They talk through NCCL on CUDA and gloo elsewhere, unless a backend is named; patience is how long they wait
-        for one another (None: the backend's own limit, ten minutes or more).
+        Where the --device asked for gives each a GPU of its own, they sum what lies there through NCCL; all else, or
+        all by a named backend, goes through gloo. UsageError where there are fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
         world = cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
-        if torch.cuda.is_available():
+        own = world.device(device) != device
+        if own:
+            count = torch.cuda.device_count()
+            if world.local_rank >= count:
+                raise UsageError(
+                    f"process {world.local_rank + 1} of this machine finds only {count} GPUs",
+                    f"start torchrun with --nproc_per_node {count}, or give --device cpu",
+                )
             torch.cuda.set_device(world.local_rank)
         if not torch.distributed.is_initialized():
-            backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-            torch.distributed.init_process_group(backend, timeout=patience)
+            backend = backend or ("cpu:gloo,cuda:nccl" if own else "gloo")
+            torch.distributed.init_process_group(backend, timeout=PATIENCE)
         return world
 
     @property
@@ -49,6 +61,11 @@ class World:
     def share(self, items: Sequence[Any]) -> list[Any]:
         """This process's part of some items."""
         return list(items[self.rank :: self.size])
+
+    def stretch(self, items: Sequence[Any]) -> list[Any]:
+        """This process's part of some items, those of all processes being the items in their order."""
+        first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return list(items[first:end])
 
     def turns(self, items: Sequence[Any], together: bool) -> list[tuple[Any, bool]]:
         """This process's part of some items, each with whether it counts.

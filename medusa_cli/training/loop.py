@@ -10,7 +10,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Drafter
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UserError
 from medusa_cli.recipe import Recipe, TrainRecipe
 from medusa_cli.run import Run
 from medusa_cli.training import checkpoints
@@ -48,12 +48,7 @@ class Trainer:
         self.should_stop = should_stop
         self.world = world or World()
         train = recipe.train
-        if train.accumulation % self.world.size:
-            raise UsageError(
-                f"train.accumulation={train.accumulation} cannot be shared by {self.world.size} processes",
-                f"use a multiple of {self.world.size}, and train.batch_tokens smaller by as much",
-            )
-        torch.manual_seed(train.seed)
+        torch.manual_seed(train.seed + self.world.rank)  # no two processes drop the same
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.task: Task
         if not isinstance(dataset, Conversations):

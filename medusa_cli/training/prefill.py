@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.rounded import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.run import Run, check_backbone, replacing
 from medusa_cli.states import StateStore
@@ -28,12 +30,13 @@ def load_dataset(
     on_total: Callable[[int], None] = lambda tokens: None,
     on_progress: Callable[[int], None] = lambda tokens: None,
     together: World | None = None,
+    sharded: bool = False,
 ) -> Dataset:
     """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
 
-    on_total is told how many tokens must be prefilled, if any, on_progress how many were. together: the processes
-    among which the backbone is split; all make the passes, the first one writes. UserError for missing or unusable
-    data and for states that do not belong to it.
+    on_total is told how many tokens this process must prefill, if any, on_progress how many it did. together: the
+    processes that share the conversations, or, where the backbone is sharded among them, make all passes side by
+    side. UserError for missing or unusable data and for states that do not belong to it.
     """
     path = data or run.data_path
     _check_owner(path, backbone)
@@ -50,8 +53,14 @@ def load_dataset(
     cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
-        on_total(sum(len(record.tokens) for record in records))
-        _prefill(backbone, records, taps, cached if together.first else None, on_progress)
+        shared = together.size > 1 and not sharded
+        mine = together.stretch(records) if shared else records
+        target = _part(cached, together.rank) if shared else cached if together.first else None
+        on_total(sum(len(record.tokens) for record in mine))
+        _prefill(backbone, mine, taps, target, on_progress)
+        together.wait()
+        if shared and together.first:
+            _join(cached, together.size)
         together.wait()
     width = backbone.hidden_size * len(taps)
     return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction)
@@ -81,10 +90,34 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
 
 def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:
     owner = {key: value for key, value in backbone.identity.items() if key != "id"}
-    digest = hashlib.sha256(json.dumps([owner, str(backbone.dtype), list(taps)]).encode())
+    # Rounding is named where there is some, so that states kept from before it was are found.
+    named = [owner, str(backbone.dtype), list(taps), *_rounding(backbone)]
+    digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
     return digest.hexdigest()[:16]
+
+
+def _rounding(backbone: Backbone) -> list[str]:
+    """How a backbone's weights are rounded, by its engine or at load; nothing where they are not."""
+    quantised = getattr(backbone.model.config, "quantization_config", None)
+    loaded = [f"load_in_{bits}bit" for bits in (4, 8) if getattr(quantised, f"load_in_{bits}bit", False)]
+    return [backbone.engine] if backbone.engine in BITS else loaded
+
+
+def _part(path: Path, rank: int) -> Path:
+    """Where one of several processes writes its part of the states."""
+    return path.with_name(f"{path.name}.{rank}")
+
+
+def _join(path: Path, size: int) -> None:
+    """Make one file of the parts of so many processes, then remove them and what other numbers of processes left."""
+    with replacing(path) as whole, whole.open("wb") as out:
+        for rank in range(size):
+            with _part(path, rank).open("rb") as part:
+                shutil.copyfileobj(part, out)
+    for left in path.parent.glob(f"{path.name}.*"):
+        left.unlink()
 
 
 def _prefill(
