@@ -272,8 +272,15 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str) -
 
 def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> None:
     _, run = place
-    done = train(place, "--stage", "2", "--tuning", "full", "train.objective=ce")
+    # A JSON array, with what is no conversation in it and a line separator in an answer.
+    lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
+    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2\u2028 w3 w4"}]
+    other = Path(run, "mine.json")
+    other.write_text(json.dumps([*lines, "nothing", {"id": "odd", "messages": said}], ensure_ascii=False))
+    done = train(place, "--stage", "2", "--tuning", "full", "train.objective=ce", "--data", str(other))
     assert done.exit_code == 0, done.output
+    copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
+    assert copied == [*lines, {"id": "odd", "messages": said}]
     beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
     assert beside["kl"] is None and beside["agreement"] is None, "the original is gone: nothing to be held against"
     done = CliRunner().invoke(app, ["compare", run, "--data", f"{run}/distill.jsonl"])

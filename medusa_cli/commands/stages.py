@@ -97,8 +97,9 @@ def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: 
     from medusa_cli.training.checkpoints import save_drafter
 
     identity = dict(trainer.backbone.identity)
-    if trainer.recipe.train.stage == 2 and trainer.recipe.train.tuning == "full":
-        target, identity = _tuned_run(trainer.backbone, target, source)
+    tuned = trainer.recipe.train.stage == 2 and trainer.recipe.train.tuning == "full"
+    if tuned:
+        target, identity = _tuned_run(trainer.backbone, target)
         run = str(target.path)
     elif trainer.recipe.train.stage == 2:
         adapter.save(trainer.backbone.model, target.adapter_dir, identity["id"])
@@ -119,13 +120,15 @@ def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: 
         validation=validation,
     )
     save_drafter(trainer.drafter, target.drafter_dir, made)
+    if tuned:  # when what was trained is safe
+        _copy_conversations(source, target)
     return target, run
 
 
-def _tuned_run(backbone: Any, target: Any, source: Path) -> tuple[Any, dict[str, Any]]:
-    """A fully tuned model is another model: it goes into a run of its own, RUN/tuned, with the conversations."""
+def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
+    """A fully tuned model is another model: it goes into a run of its own, RUN/tuned."""
     from medusa_cli.backbone import Backbone
-    from medusa_cli.run import Run, write_atomic, write_json
+    from medusa_cli.run import Run, write_json
     from medusa_cli.run import provenance as made_by
 
     tuned = Run.open(str(target.path / "tuned") + "/", create=True)
@@ -135,9 +138,16 @@ def _tuned_run(backbone: Any, target: Any, source: Path) -> tuple[Any, dict[str,
     backbone.tokenizer.save_pretrained(folder)
     identity = Backbone(backbone.model, id=str(folder)).identity
     write_json(tuned.path / "run.json", made_by(identity))
-    # The states kept beside the conversations were the untuned model's.
-    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    lines = [{key: value for key, value in one.items() if key != "state_rows"} for one in records]
-    write_atomic(tuned.distill_path, "".join(json.dumps(one) + "\n" for one in lines))
     console.info(f"the tuned model is in {folder}, its run is {tuned.path}")
     return tuned, identity
+
+
+def _copy_conversations(source: Path, target: Any) -> None:
+    """Give a run the conversations of a file, without their states: these were another model's."""
+    from medusa_cli.run import replacing
+    from medusa_cli.training.records import ReadReport, parse
+
+    with replacing(target.distill_path) as part, part.open("w", encoding="utf-8") as out:
+        for record in parse(source, ReadReport()):
+            if isinstance(record, dict):  # what is none was not trained on either
+                out.write(json.dumps({key: value for key, value in record.items() if key != "state_rows"}) + "\n")

@@ -52,7 +52,7 @@ def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadRepo
     report = ReadReport()
     records: list[Record] = []
     seen: set[str] = set()
-    for raw in _parse(path, report):
+    for raw in parse(path, report):
         try:
             record = _record(raw, backbone)
         except Malformed as reason:
@@ -72,7 +72,11 @@ def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadRepo
     return records, report
 
 
-def _parse(path: Path, report: ReadReport) -> Iterator[Any]:
+def parse(path: Path, report: ReadReport) -> Iterator[Any]:
+    """The JSON values of a JSONL file or an array, whatever they are; the report counts what is none.
+
+    UserError for a missing or empty file.
+    """
     remedy = "make it with `medusa distill`, or give other data with --data"
     if not path.is_file():
         raise UserError(f"{path} does not exist", remedy)
