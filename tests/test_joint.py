@@ -241,11 +241,12 @@ def test_a_merged_adapter_computes_what_an_unmerged_one_does(tmp_path: Path) -> 
         load_backbone(model, dtype="fp32", adapter=tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str) -> None:
+@pytest.mark.parametrize(("tuning", "dropout"), [("lora", 0.0), ("lora", 0.05), ("full", 0.0)])
+def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, dropout: float) -> None:
     model = save_model(tmp_path / "model")
     words = [*SETTINGS, f"model={model}", "train.batch_tokens=64", "train.checkpoint_every=3", "train.epochs=1"]
     words += [f"train.tuning={tuning}", f"train.objective={'kl' if tuning == 'lora' else 'ce'}", "train.schedule=sine"]
+    words += [f"train.lora_dropout={dropout}", "train.backbone_lr=0.02"]
     recipe = load_recipe(None, words)
 
     def trainer(run: Run, resume: bool = False) -> Trainer:

@@ -17,12 +17,15 @@ MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validat
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training between two steps: weights, optimizer, steps done, random state, and what it belongs to."""
+    """A training between two steps: weights and buffers, optimizer, steps done, and what it belongs to.
+
+    rng: the random state of each process, by the type of the device whose it is.
+    """
 
     drafter: dict[str, Any]
     optimizer: dict[str, Any]
     step: int
-    rng: torch.Tensor
+    rng: list[dict[str, torch.Tensor]]
     recipe: dict[str, Any]
     backbone: dict[str, Any]
     data: str  # digest of the data set
@@ -34,11 +37,42 @@ def checkpoint_path(run: Run) -> Path:
     return run.path / "checkpoint.pt"
 
 
+def earlier_path(path: Path) -> Path:
+    """Where the checkpoint of an earlier training lies until a new one in the same run has its own."""
+    return path.with_name("checkpoint.earlier.pt")
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that a new training finds: --resume must not take it for the new one's.
+
+    It is not deleted before the new one has saved its first: a start by mistake, or one that fails at once, costs
+    nothing that renaming it back would not mend.
+    """
+    if path.is_file():
+        path.replace(earlier_path(path))
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """This process's random state, by device type: the CPU's, and on CUDA that of its device."""
+    found = {"cpu": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int, device: torch.device) -> None:
+    """Go on with this process's random state; one that had no part in the training so far keeps its own."""
+    found = states[rank] if rank < len(states) else {}
+    if "cpu" in found:
+        torch.set_rng_state(found["cpu"])
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device)
+
+
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write under a temporary name, then rename; UserError where the disk refuses."""
+    """Write under a temporary name, then rename, and drop what was set aside; UserError where the disk refuses."""
     try:
         with replacing(path) as part:
             torch.save(vars(checkpoint), part)
+        earlier_path(path).unlink(missing_ok=True)
     except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
             f"the checkpoint {path} could not be written: {str(reason).splitlines()[0]}",
@@ -49,9 +83,14 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; UserError if there is none or it is no checkpoint."""
     if not path.is_file():
-        raise UserError(f"--resume: {path} does not exist", "train without --resume")
+        earlier = earlier_path(path)
+        aside = f", or rename {earlier}, which an earlier training left" if earlier.is_file() else ""
+        raise UserError(f"--resume: {path} does not exist", f"train without --resume{aside}")
     try:
-        return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(found["rng"], torch.Tensor):  # of a version that kept the first process's alone
+            found["rng"] = [{"cpu": found["rng"]}]
+        return Checkpoint(**found)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
         raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
 

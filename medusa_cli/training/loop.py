@@ -67,6 +67,7 @@ class Trainer:
         self.steps = math.ceil(len(self.batches) / train.accumulation)
         self.validation = _first(self.task.held_out(), train.validation_tokens)
         self.step = 0
+        self._resumed = resume
         if resume:
             self._restore()
 
@@ -84,6 +85,10 @@ class Trainer:
         """Run from the present step to the last; the drafter is then trained, in fp32, and not yet saved."""
         train = self.recipe.train
         done = self.positions_done
+        if self.world.first and not self._resumed:
+            checkpoints.set_aside(checkpoints.checkpoint_path(self.run))
+        if self.validation and train.stage == 2 and self.step == 0:  # what the heads came with
+            yield self.validate(done)
         while self.step < self.steps:
             start = time.perf_counter()
             group = self.batches[self.step * train.accumulation :][: train.accumulation]
@@ -168,16 +173,17 @@ class Trainer:
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 
     def save(self) -> None:
-        """Write the checkpoint that --resume takes up; the first process does."""
+        """Write the checkpoint that --resume takes up; the first process does, all have a part in it."""
+        rng = self.world.gather(checkpoints.random_state(self.backbone.device))
         if not self.world.first:
             return
         checkpoints.save(
             checkpoints.checkpoint_path(self.run),
             checkpoints.Checkpoint(
-                drafter=self.drafter.state_dict(),
+                drafter=self._drafter_state(),
                 optimizer=self.optimizer.state_dict(),
                 step=self.step,
-                rng=torch.get_rng_state(),
+                rng=rng,
                 recipe=self.recipe.to_dict(),
                 backbone=self.backbone.identity,
                 data=self.digest,
@@ -185,13 +191,20 @@ class Trainer:
             ),
         )
 
+    def _drafter_state(self) -> dict[str, torch.Tensor]:
+        """Its weights and every buffer: the ids of a draft vocabulary may come with heads that other data gave."""
+        return {**self.drafter.state_dict(), **dict(self.drafter.named_buffers())}
+
     def _restore(self) -> None:
         checkpoint = checkpoints.load(checkpoints.checkpoint_path(self.run))
         checkpoints.check(checkpoint, self.backbone.identity, self.digest, self.recipe)
-        self.drafter.load_state_dict(checkpoint.drafter)
+        self.drafter.load_state_dict({name: checkpoint.drafter[name] for name in self.drafter.state_dict()})
+        for name, buffer in self.drafter.named_buffers():
+            if name in checkpoint.drafter:  # one of an earlier version has none: they stay as the data makes them
+                buffer.copy_(checkpoint.drafter[name])
         self.task.load_state(checkpoint.backbone_weights)
         self.optimizer.load_state_dict(checkpoint.optimizer)
-        torch.set_rng_state(checkpoint.rng)
+        checkpoints.restore_random_state(checkpoint.rng, self.world.rank, self.backbone.device)
         self.step = checkpoint.step
 
 

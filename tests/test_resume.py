@@ -1,0 +1,144 @@
+"""Going on with a training: its own draft vocabulary, its own random states, and no other training's checkpoint."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from medusa_cli.cli import app
+from medusa_cli.drafters import MedusaHeads
+from medusa_cli.errors import UserError
+from medusa_cli.run import Run
+from medusa_cli.training import Stepped, Trainer, World, build_drafter, load_dataset
+from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load, restore_random_state
+from medusa_cli.training.log import TrainLog
+from tests.runs import save_model
+from tests.test_training import Crash, conversation, crash_at, recipe_with, trainer, write_lines
+from tests.tiny import tiny_backbone
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    found = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(found.distill_path, [conversation(n) for n in range(20)])
+    return found
+
+
+def draft(run: Run, model: str, *words: str) -> Any:
+    settings = ["drafter.vocabulary=draft", "drafter.draft_vocab_size=12", "drafter.num_heads=2", "train.epochs=1"]
+    settings += ["train.batch_tokens=64", "train.checkpoint_every=1", "train.lr=1e-2"]
+    place = ["--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
+    return CliRunner().invoke(app, ["train", *settings, *place, *words])
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_the_draft_vocabulary_is_the_givers_after_a_resume_too(
+    run: Run, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    assert draft(run, model).exit_code == 0
+    given = MedusaHeads.load(run.drafter_dir, tiny_backbone()).draft_ids.tolist()
+    other = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(25, 45)])
+    words = ["--stage", stage, "--from", str(run.path), "--data", str(other)]
+    second = Run(tmp_path / "second")
+    with monkeypatch.context() as broken:
+
+        def crash(self: TrainLog, event: Any) -> None:
+            if isinstance(event, Stepped) and event.step == 2:
+                raise Crash
+
+        broken.setattr(TrainLog, "write", crash)
+        assert draft(second, model, *words).exit_code != 0
+    assert load(checkpoint_path(second)).step == 1
+    done = draft(second, model, *words, "--resume")
+    assert done.exit_code == 0, done.output
+    assert MedusaHeads.load(second.drafter_dir, tiny_backbone()).draft_ids.tolist() == given
+    fresh = draft(Run(tmp_path / "fresh"), model, "--data", str(other))
+    assert fresh.exit_code == 0
+    assert MedusaHeads.load(tmp_path / "fresh" / "drafter", tiny_backbone()).draft_ids.tolist() != given
+
+
+def test_a_checkpoint_of_an_earlier_version_still_loads(run: Run) -> None:
+    whole = [e.loss for e in trainer(run, tiny_backbone()).events() if isinstance(e, Stepped)]
+    crash_at(trainer(run, tiny_backbone()).events(), 5)
+    path = checkpoint_path(run)
+    found = torch.load(path, weights_only=True)
+    del found["drafter"]["draft_ids"]
+    found["rng"] = found["rng"][0]["cpu"]
+    torch.save(found, path)
+    again = trainer(run, tiny_backbone(), resume=True)
+    assert again.step == 4
+    assert [e.loss for e in again.events() if isinstance(e, Stepped)] == whole[4:]
+
+
+def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run: Run) -> None:
+    list(trainer(run, tiny_backbone()).events())
+    last = load(checkpoint_path(run)).step
+    assert last > 4
+    crash_at(trainer(run, tiny_backbone()).events(), 2)  # before its first checkpoint, at step 4
+    with pytest.raises(UserError, match=r"checkpoint.pt does not exist.*rename .*checkpoint.earlier.pt"):
+        trainer(run, tiny_backbone(), resume=True)
+    assert load(earlier_path(checkpoint_path(run))).step == last  # nothing is lost by a start that fails
+    crash_at(trainer(run, tiny_backbone()).events(), 5)
+    assert trainer(run, tiny_backbone(), resume=True).step == 4
+    assert not earlier_path(checkpoint_path(run)).exists()
+
+
+def test_a_validation_alone_leaves_the_checkpoint(run: Run) -> None:
+    list(trainer(run, tiny_backbone()).events())
+    trainer(run, tiny_backbone()).validate(0)
+    assert checkpoint_path(run).is_file()
+
+
+@dataclass(frozen=True)
+class Told(World):
+    """One of several processes whose others are made up: what they say is what this one says, or `others`."""
+
+    others: dict[int, Any] = field(default_factory=dict)
+
+    def spread(self, parameters: Any) -> None:
+        """All have the same weights already."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value if rank == self.rank else self.others.get(rank, value) for rank in range(self.size)]
+
+
+def member(run: Run, world: World, resume: bool = False) -> Trainer:
+    backbone, recipe = tiny_backbone(), recipe_with("train.seed=7")
+    dataset = load_dataset(run, backbone)
+    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    return Trainer(backbone, drafter, dataset, recipe, run, world=world, resume=resume)
+
+
+def drawn_from(state: torch.Tensor) -> torch.Tensor:
+    torch.set_rng_state(state)
+    return torch.rand(3)
+
+
+def test_every_process_draws_its_own_numbers_and_goes_on_with_them(run: Run) -> None:
+    states = []
+    for rank in (0, 1):
+        member(run, Told(rank, 2))
+        torch.rand(5)
+        states.append(torch.get_rng_state())
+    following = [drawn_from(state) for state in states]
+    assert not torch.equal(*following)
+    first = member(run, Told(0, 2, others={1: {"cpu": states[1]}}))
+    torch.set_rng_state(states[0])
+    first.save()
+    for rank in (0, 1):
+        member(run, Told(rank, 2), resume=True)
+        assert torch.equal(torch.rand(3), following[rank])
+    member(run, Told(2, 3), resume=True)  # one more than before starts as it would have
+    assert torch.equal(torch.rand(3), drawn_from(torch.Generator().manual_seed(7 + 2).get_state()))
+
+
+def test_a_state_of_another_device_is_left_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    restore_random_state([{"cuda": torch.zeros(16, dtype=torch.uint8)}], 0, torch.device("cpu"))
+    assert torch.equal(torch.rand(2), expected)
