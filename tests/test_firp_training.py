@@ -141,7 +141,7 @@ def test_the_loss_falls_and_the_backbone_stays(run: Run) -> None:
     before = {name: weight.clone() for name, weight in one.backbone.model.named_parameters()}
     start = one.validate(0)
     last = [event for event in one.events() if isinstance(event, Validated)][-1]
-    assert last.loss < 0.8 * start.loss
+    assert last.loss < 0.85 * start.loss
     assert all(after < first for after, first in zip(last.head_losses, start.head_losses, strict=True))
     assert all(torch.equal(weight, before[name]) for name, weight in one.backbone.model.named_parameters())
 

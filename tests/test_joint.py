@@ -267,7 +267,9 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, d
     again = [e for e in trainer(broken, resume=True).events() if isinstance(e, Stepped | Validated)]
     tail = [e for e in expected if e.step > 3]
     assert [e.loss for e in again] == pytest.approx([e.loss for e in tail], rel=1e-6)
-    losses = [e.parts["lm"] for e in expected if isinstance(e, Stepped)]
+    steps = [e for e in expected if isinstance(e, Stepped)]
+    assert steps[0].parts["lambda_0"] == 0 and steps[-1].parts["lambda_0"] == recipe.train.lambda_0
+    losses = [e.parts["lm"] for e in steps]
     assert all(math.isfinite(one) for one in losses) and (tuning == "full" or losses[0] == pytest.approx(0, abs=1e-6))
 
 
@@ -304,6 +306,22 @@ def test_what_cannot_be_trained_jointly_is_refused(place: tuple[str, str]) -> No
     assert done.exit_code == 2 and "train.stage=3 is too large" in done.stderr
     done = train(place, "--stage", "2", "--schedule", "cosine")
     assert done.exit_code == 2 and "train.schedule='cosine' is unknown" in done.stderr
+    done = train(place, "--stage", "2", "drafter.vocabulary=shared")
+    assert done.exit_code == 2 and "drafter.vocabulary=shared needs to stay as it is" in done.stderr
+    done = train(place, "--stage", "2", "train.max_length=16")
+    assert done.exit_code == 0, done.output
+    data = Path(place[1], "long.jsonl")
+    data.write_text(json.dumps({"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}) + "\n")
+    done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data))
+    assert done.exit_code == 1 and "two tokens of an answer among its first 16" in done.stderr, done.output
+
+
+def test_a_model_that_moves_far_from_the_original_is_warned_of(place: tuple[str, str]) -> None:
+    far = ["train.objective=ce", "train.backbone_lr=0.05", "train.lambda_0=1"]
+    done = train(place, "--stage", "2", "--schedule", "constant", *far)
+    assert done.exit_code == 0 and "moves away from the original (KL over 0.05 nats)" in done.stderr, done.output
+    done = train(place, "--stage", "2", "train.backbone_lr=0")
+    assert done.exit_code == 0 and "moves away" not in done.stderr, done.output
 
 
 def compared(*words: str) -> list[dict]:
@@ -337,8 +355,8 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     told.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
     on_held, on_told = (compared(*words, "--data", str(file)) for file in (held, told))
     for again, row in zip(on_held, rows, strict=True):
-        assert again["kl"] == pytest.approx(row["kl"], rel=0.02, abs=1e-5)
-        assert again["accuracies"] == pytest.approx(row["accuracies"], abs=0.02)
+        assert again["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-5)
+        assert again["accuracies"] == pytest.approx(row["accuracies"])
         assert again["measured"] == row["measured"]
     assert on_held[0]["perplexity_ratio"] == on_held[0]["agreement"] == 1 and on_told[2]["kl"] != on_held[2]["kl"]
     few = compared(*words, "--data", str(told), "--max-samples", "2")

@@ -37,12 +37,16 @@ def test_quantised_models_decode_with_drafts_as_without(model: str, bits: str) -
         assert tokens == plain
 
 
-def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str) -> None:
+def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On hosts with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference.
 
     Unless that is switched off, later training passes lose the gradients of adapters with a generic warning at most.
     """
-    network, _ = load_network(model, dtype="bf16", load_in_4bit=True)
+    with monkeypatch.context() as elsewhere:  # such a host, whatever this one is
+        elsewhere.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+        network, _ = load_network(model, dtype="bf16", load_in_4bit=True)
+    layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
+    assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
     torch.manual_seed(0)
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     backbone = Backbone(network)

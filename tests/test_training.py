@@ -2,10 +2,12 @@
 
 import ctypes
 import dataclasses
+import hashlib
 import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
 from medusa_cli.drafters import DRAFTERS, load_drafter
+from medusa_cli.drafters.base import Losses
 from medusa_cli.drafters.cross_entropy import linear_cross_entropy
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.recipe import Recipe, load_recipe
@@ -24,11 +27,12 @@ from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan
+from medusa_cli.training.events import Found, Meter
 from medusa_cli.training.log import TrainLog, read_log
-from medusa_cli.training.records import Record
+from medusa_cli.training.records import Record, read_records
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, head_rate
-from tests.tiny import END_ID, tiny_backbone
+from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
 
 # A language that a head can learn: each answer counts on from the question's number.
 SETTINGS = [
@@ -199,6 +203,57 @@ def test_the_split_is_by_record_and_stable(run: Run, backbone: Backbone) -> None
     write_lines(run.distill_path, [conversation(n) for n in range(2)])
     small = load_dataset(run, backbone, fraction=0.001)
     assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
+
+
+def test_rounded_weights_have_states_of_their_own(run: Run) -> None:
+    def files(backbone: Backbone) -> set[str]:
+        load_dataset(run, backbone)
+        return {path.name for path in (run.path / "cache").iterdir()}
+
+    def made(engine: str) -> Backbone:
+        return Backbone(tiny_model("llama").bfloat16(), tiny_tokenizer(), engine=engine)
+
+    plain = files(made("eager"))
+    owner = {key: value for key, value in made("eager").identity.items() if key != "id"}
+    digest = hashlib.sha256(json.dumps([owner, "torch.bfloat16", [-1]]).encode())
+    for record in read_records(run.distill_path, made("eager"))[0]:
+        digest.update(json.dumps([record.tokens, record.spans]).encode())
+    assert plain == {f"states-{digest.hexdigest()[:16]}.bin"}, "what was kept before is found again"
+    assert files(made("fast")) == plain
+    assert len(files(made("int8"))) == 2 and len(files(made("int4"))) == 3
+    quantised = made("eager")
+    quantised.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
+    assert len(files(quantised)) == 4
+
+
+def test_data_with_nothing_to_learn_is_refused(run: Run, backbone: Backbone) -> None:
+    short = [{"id": f"c{n}", "tokens": [5, 6, 7], "spans": [[2, 3]]} for n in range(4)]
+    write_lines(run.distill_path, short)
+    with pytest.raises(UserError, match="holds no answer of two tokens or more"):
+        load_dataset(run, backbone)
+
+
+def batch_found(positions: int, loss: float, kl: float, correct: int) -> Found:
+    counted = torch.tensor([positions - 1])
+    heads = Losses(torch.tensor(loss), [torch.tensor(loss)], torch.tensor([correct]), counted)
+    return Found(torch.tensor(loss), heads, positions, {"kl": kl})
+
+
+def test_means_on_held_out_answers_are_of_positions_not_of_batches() -> None:
+    small, large = batch_found(5, 1.0, 0.1, 4), batch_found(21, 4.0, 0.5, 0)
+    held_out, step = Meter(by_position=True), Meter()
+    for meter in (held_out, step):
+        meter.add(small)
+        meter.add(large)
+    apart = [Meter(by_position=True), Meter(by_position=True), Meter(by_position=True)]
+    apart[0].add(small)
+    apart[2].add(large)  # the process between had none
+    for meter in (held_out, Meter.of(apart)):
+        loss, (head,), (accuracy,) = meter.means()
+        assert loss == pytest.approx((5 * 1 + 21 * 4) / 26) and head == pytest.approx((4 * 1 + 20 * 4) / 24)
+        assert meter.mean_parts()["kl"] == pytest.approx((5 * 0.1 + 21 * 0.5) / 26) and accuracy == 4 / 24
+    loss, (head,), _ = step.means()  # a step's gradient is the mean of its micro-batches'
+    assert loss == head == 2.5 and step.mean_parts()["kl"] == pytest.approx(0.3)
 
 
 def answers_of(*lengths: int) -> list[Answer]:

@@ -37,7 +37,7 @@ def bench_firp(
     from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import Run, provenance, write_json
-    from medusa_cli.training.build import check_regress
+    from medusa_cli.training.build import check_drafter
 
     console.configure(quiet=quiet, json=json)
     if figure is not None and figure not in TITLES:
@@ -47,7 +47,7 @@ def bench_firp(
     target = Run.open(run, create=data is not None)
     settings = [*(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
     plan = load_recipe(None, ["drafter=firp", *settings])
-    check_regress(plan)
+    check_drafter(plan)
     name = model or target.model or plan.model
     source = data or target.data_path
     console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")

@@ -106,10 +106,9 @@ def train(
     if data is None and start is not None:
         data = start.data_path
     source = data or target.data_path
-    from medusa_cli.training.build import check_regress, check_turns, drafter_class
+    from medusa_cli.training.build import check_drafter, drafter_class
 
-    check_regress(plan)
-    check_turns(plan)
+    check_drafter(plan)
     bound, whole = plan.train.max_tokens, plan.train.stage == 2 or drafter_class(plan.drafter.name).whole_sequences
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
     length = f" or {bound:,} tokens, at most {minutes} minutes on two cores" if bound else ""

@@ -23,24 +23,25 @@ def drafter_class(name: str) -> type[HeadDrafter]:
     return DRAFTERS[name]
 
 
-def check_regress(recipe: Recipe) -> None:
-    """UsageError where train.regress is to draw heads none of which is told the tokens before its guess."""
-    kind = drafter_class(recipe.drafter.name)
-    if recipe.train.regress and not kind.told:
+def check_drafter(recipe: Recipe) -> None:
+    """UsageError where the recipe's way of training is none for its kind of drafter."""
+    kind, train = drafter_class(recipe.drafter.name), recipe.train
+    if train.regress and not kind.told:
         raise UsageError(
-            f"train.regress={recipe.train.regress:g} says nothing to {kind.name}: its heads are not told the tokens "
+            f"train.regress={train.regress:g} says nothing to {kind.name}: its heads are not told the tokens "
             "before their guesses",
             "leave it out, or use drafter=hydra or drafter=amphista",
         )
-
-
-def check_turns(recipe: Recipe) -> None:
-    """UsageError where train.heads_in_turn is set for heads that learn at once."""
-    kind = drafter_class(recipe.drafter.name)
-    if recipe.train.heads_in_turn and not kind.whole_sequences:
+    if train.heads_in_turn and not kind.whole_sequences:
         raise UsageError(
             f"train.heads_in_turn=true says nothing to {kind.name}: its heads learn at once",
             "leave it out, or use drafter=firp",
+        )
+    # Such heads learn beside the lm_head's weight without the adapter, and would score with the merged one.
+    if train.stage == 2 and recipe.drafter.vocabulary == "shared":
+        raise UsageError(
+            "train.stage=2 trains the lm_head, which drafter.vocabulary=shared needs to stay as it is",
+            "use drafter.vocabulary=own or draft, or train.stage=1",
         )
 
 

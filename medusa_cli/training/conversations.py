@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.trace import trace
 from medusa_cli.drafters.base import Batch
+from medusa_cli.errors import UserError
 from medusa_cli.training.data import held_out_ids, records_digest
 from medusa_cli.training.records import ReadReport, Record
 
@@ -45,9 +46,17 @@ class Conversations:
 def split_conversations(
     records: Sequence[Record], report: ReadReport, *, max_length: int, fraction: float
 ) -> Conversations:
-    """Split records as stage 1 does and cut them to max_length tokens; answers of one token are left out."""
+    """Split records as stage 1 does and cut them to max_length tokens; answers of one token are left out.
+
+    UserError where none is left.
+    """
     cut = [(one, [(s, min(e, max_length)) for s, e in one.spans if min(e, max_length) - s > 1]) for one in records]
     usable = [(record, spans) for record, spans in cut if spans]
+    if not usable:
+        raise UserError(
+            f"no conversation has two tokens of an answer among its first {max_length:,}",
+            "raise train.max_length and train.batch_tokens, or distil other conversations",
+        )
     held = held_out_ids([record for record, _ in usable], fraction)
     parts: dict[bool, list[Conversation]] = {False: [], True: []}
     for record, spans in usable:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.drafters.base import Batch
+from medusa_cli.errors import UserError
 from medusa_cli.training.records import ReadReport, Record
 
 # A part of a ShareGPT conversation: seven letters and digits, not all of them small letters, and a number.
@@ -84,7 +85,10 @@ def records_digest(records: Sequence[Record], held: Collection[str]) -> str:
 
 
 def split(records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float) -> Dataset:
-    """Answers of two tokens or more, held out by record; records without kept rows take theirs in order."""
+    """Answers of two tokens or more, held out by record; records without kept rows take theirs in order.
+
+    UserError where there is none.
+    """
     held = held_out_ids([one for one in records if any(end - start > 1 for start, end in one.spans)], fraction)
     parts: dict[bool, list[Answer]] = {False: [], True: []}
     row = 0
@@ -94,6 +98,8 @@ def split(records: Sequence[Record], states: Tensor, report: ReadReport, fractio
             if end - start > 1:
                 parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row))
             row += end - start
+    if not parts[False]:
+        raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
     return Dataset(parts[False], parts[True], states, report, records_digest(records, held))
 
 

@@ -62,8 +62,6 @@ class Trainer:
         self.optimizer = _optimizer(groups, train, backbone.device.type)
         self.peaks = [group.lr for group in groups for _ in (0, 1)]
         self.batches = self.task.batches()
-        if not self.batches:
-            raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
         self.steps = math.ceil(len(self.batches) / train.accumulation)
         self.validation = _first(self.task.held_out(), train.validation_tokens)
         self.step = 0
@@ -130,7 +128,8 @@ class Trainer:
     def _losses(self, items: list[Any]) -> Found:
         half = self.recipe.train.dtype == "bf16"
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
-            return self.task.losses(items, self.step / self.steps)
+            # 1 in the last step, and in the validation after it.
+            return self.task.losses(items, min(1.0, self.step / max(1, self.steps - 1)))
 
     def _update(self, group: list[list[Any]]) -> tuple[float, float]:
         """Clip, step and clear the gradients; return the heads' rate and the gradients' norm before clipping."""
@@ -160,7 +159,7 @@ class Trainer:
 
     def validate(self, done: int) -> Validated:
         """Loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        meter = Meter()
+        meter = Meter(by_position=True)
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad(), self.task.evaluating():

@@ -2,8 +2,6 @@
 
 import math
 
-SCHEDULES = ("constant", "warmup", "sine")
-
 
 def learning_rate(step: int, steps: int, *, peak: float, min_ratio: float, warmup: int) -> float:
     """The rate of step `step` (from 0) of `steps`; the warmup takes a tenth of a short training at most."""
