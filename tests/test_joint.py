@@ -175,12 +175,16 @@ def train(place: tuple[str, str], *words: str) -> Result:
 
 def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str, str]) -> None:
     model, run = place
-    first = train(place)
+    first = train(place, "--json")
     assert first.exit_code == 0, first.output
     done = train(place, "--stage", "2", "--schedule", "sine", "--lora", "--json", "train.backbone_lr=0.01")
     assert done.exit_code == 0, done.output
     assert "the heads start from" in done.stderr and "KL to the original" in done.stderr
+    assert "step 0: held-out loss" in done.stderr
     summary = json.loads(done.stdout)
+    one, two = summary["validation"]["accuracies"]
+    assert summary["expected_acceptance"] == pytest.approx(1 + one + one * two)
+    assert summary["expected_acceptance_at_start"] == json.loads(first.stdout)["expected_acceptance"]
     assert summary["validation"]["parts"]["kl"] >= 0
     config = json.loads((Path(run) / "drafter" / "config.json").read_text())
     assert config["provenance"]["backbone"]["adapter"] == adapter.digest(Path(run) / "adapter")

@@ -1,6 +1,5 @@
 """`medusa train`: a drafter from the run's distilled conversations."""
 
-import math
 import os
 import shlex
 import signal
@@ -17,8 +16,6 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.run import DEFAULT_RUN
 
-# Nats a token from the original beyond which joint training warns.
-FAR = 0.05
 # Positions trained a second on two cores with the default model, from cached states and beside whole passes (a guess);
 # for the estimate only.
 RATE, WHOLE_RATE = 1500, 250
@@ -117,6 +114,7 @@ def train(
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
+    from medusa_cli.commands.outcome import finish
     from medusa_cli.commands.stages import frozen, joint
     from medusa_cli.training import Trainer, World
     from medusa_cli.training.allocator import keep_freed_memory
@@ -152,7 +150,7 @@ def train(
         again = shlex.join(words + [str(word) for flag, one in sources.items() if one for word in (flag, one)])
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(130)
-    _finish(trainer, target, source, coverage, summary, json, run)
+    finish(trainer, target, source, coverage, summary, json, run)
 
 
 def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, origin: Any) -> Any:
@@ -216,6 +214,7 @@ def _follow(trainer: Any) -> dict[str, Any]:
 def _run(trainer: Any, target: Any) -> dict[str, Any]:
     """Run the training, logging and showing every event; return what the last ones said."""
     from medusa_cli.commands.live import cells
+    from medusa_cli.commands.outcome import cost, shares, validations
     from medusa_cli.training import Saved, Stepped, Stopped, Validated
     from medusa_cli.training.log import NAME, TrainLog, read_log
     from medusa_cli.training.picture import draw_curves
@@ -239,9 +238,8 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
                     rate = summary["positions"] / max(summary["seconds"], 1e-9)
                     bar.show(cells(event, trainer.positions - event.total_positions, rate))
                 elif isinstance(event, Validated):
-                    shares = _shares(event.accuracies)
-                    cost = _cost(event.parts)
-                    console.info(f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares}{cost}")
+                    right, words = shares(event.accuracies), cost(event.parts)
+                    console.info(f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {right}{words}")
                 elif isinstance(event, Saved | Stopped):
                     draw_curves(
                         read_log(log.path),
@@ -254,57 +252,4 @@ def _run(trainer: Any, target: Any) -> dict[str, Any]:
         board.close()
     summary["wall_seconds"] = time.perf_counter() - start
     # From the log, because a training resumed at its very end validates no more.
-    checks = [line for line in read_log(log.path) if line["event"] == "validated"]
-    kept = ("loss", "head_losses", "accuracies", "positions", "parts")
-    summary["validation"] = {key: checks[-1][key] for key in kept} if checks else None
-    return summary
-
-
-def _finish(
-    trainer: Any, target: Any, source: Path, coverage: float, summary: dict[str, Any], json: bool, run: str
-) -> None:
-    """Save the drafter with its provenance and say what came of it."""
-    from medusa_cli.commands.stages import leave
-
-    target, run = leave(trainer, target, source, coverage, summary["validation"], run)
-    rate = summary["positions"] / summary["seconds"] if summary["seconds"] else 0.0
-    if json:
-        console.emit_json(
-            {
-                "run": str(target.path),
-                "drafter": str(target.drafter_dir),
-                "heads": trainer.drafter.num_heads,
-                "steps": trainer.steps,
-                "positions": trainer.positions,
-                "loss": summary["loss"],
-                "validation": summary["validation"],
-                "draft_coverage": coverage,
-                "tokens_per_s": round(rate, 1),
-                "seconds": round(summary["wall_seconds"], 1),
-            }
-        )
-        return
-    last = summary["validation"]
-    console.result(
-        f"{target.drafter_dir}: {trainer.drafter.num_heads} heads, {trainer.steps:,} steps"
-        + (f" at {rate:,.0f} tokens/s" if rate else "")
-        + (f", held-out top-1 by head {_shares(last['accuracies'])}" if last else "")
-        + f". Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {run}"
-    )
-
-
-def _cost(parts: dict[str, float]) -> str:
-    """What joint training has made of the model so far, as words after a validation; nothing in stage 1."""
-    if "kl" not in parts:
-        return f"; perplexity {math.exp(parts['nll']):.3f}" if "nll" in parts else ""
-    words = (
-        f"; KL to the original {parts['kl']:.4f} nats, perplexity {math.exp(parts['nll']):.3f} "
-        f"(original {math.exp(parts['nll_original']):.3f}), greedy agreement {parts['agreement']:.1%}"
-    )
-    if parts["kl"] > FAR:
-        console.warn(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
-    return words
-
-
-def _shares(values: list[float]) -> str:
-    return "/".join(f"{value:.2f}".lstrip("0") for value in values)
+    return summary | validations(read_log(log.path))
