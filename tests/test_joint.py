@@ -277,6 +277,22 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, d
     assert all(math.isfinite(one) for one in losses) and (tuning == "full" or losses[0] == pytest.approx(0, abs=1e-6))
 
 
+def test_held_out_figures_do_not_hang_on_how_conversations_are_gathered(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    data = split_conversations(records(24), ReadReport(), max_length=30, fraction=0.4)
+    found = []
+    for tokens in (32, 96, 1024):
+        recipe = load_recipe(None, [*SETTINGS, f"model={model}", f"train.batch_tokens={tokens}"])
+        backbone = joint_backbone(
+            recipe, {"device": "cpu", "dtype": "fp32", "load_in_4bit": False, "load_in_8bit": False}
+        )
+        torch.manual_seed(0)
+        heads = MedusaHeads.create(backbone, 2, 1, "own")
+        one = Trainer(backbone, heads, data, recipe, Run(tmp_path / "run")).validate(0)
+        found.append([*one.head_losses, *one.accuracies, one.parts["nll"], one.parts["agreement"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> None:
     _, run = place
     # A JSON array, with what is no conversation in it and a line separator in an answer.

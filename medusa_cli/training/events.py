@@ -71,7 +71,8 @@ Event = Stepped | Validated | Saved | Stopped
 class Meter:
     """Sums losses and hits per head over micro-batches, each of which weighs 1, as in the gradient of a step.
 
-    by_position: each weighs its positions, and a head's loss the targets it had: no mean depends on how they are cut.
+    by_position: each weighs its positions, and a head's loss the targets it had, so that their means do not hang on how
+    answers were gathered into micro-batches; that of the total, which holds both, does by a hair.
     """
 
     def __init__(self, by_position: bool = False) -> None:
