@@ -127,6 +127,16 @@ def read_json(path: Path, what: str = "") -> Any:
         ) from reason
 
 
+def read_object(path: Path, what: str = "") -> dict[str, Any]:
+    """As read_json, and UserError for JSON that is no object."""
+    data = read_json(path, what)
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{what} {path}".strip() + " holds no JSON object", "write it again with the command that made it"
+        )
+    return data
+
+
 def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
     """What every file says of its making: the tool's version, the time, the backbone, and what else is given."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -94,6 +94,18 @@ def test_auto_finds_a_size_keeps_the_times_and_shows_it_beside_others(tiny_run: 
     assert json.loads((tiny_run / "step_cost.json").read_text()) == times
 
 
+def test_times_for_fewer_heads_than_are_asked_for_are_taken_again(tiny_run: Path) -> None:
+    words = ["--run", str(tiny_run), "--budget", "auto"]
+    assert medusa_tree(*words, "--heads", "2").exit_code == 0
+    all_heads = medusa_tree(*words)
+    assert all_heads.exit_code == 0 and "step times from" not in all_heads.stderr
+    times = json.loads((tiny_run / "step_cost.json").read_text())["costs"]
+    assert max(row["heads"] for row in times) == 3
+    fewer = medusa_tree(*words, "--heads", "2", "--json")
+    assert "step times from" in fewer.stderr
+    assert len(json.loads(fewer.stdout)["nodes_per_depth"]) <= 3
+
+
 def test_a_budget_that_is_no_number_is_refused(tiny_run: Path) -> None:
     done = medusa_tree("--run", str(tiny_run), "--budget", "many")
     assert done.exit_code == 2 and "--budget 'many' is no number of nodes" in done.stderr

@@ -1,6 +1,7 @@
 """Calibration: shares counted as they are, on what was held out, and the command's files."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,13 +142,35 @@ def test_other_data_is_used_whole_and_can_be_limited(run: Run, model_folder: str
     words = ["calibrate", "--run", str(run.path), "--dtype", "fp32", "--json", "--data", str(data)]
     assert json.loads(medusa(*words).stdout)["answers"] == 10
     assert json.loads(medusa(*words, "--max-samples", "3").stdout)["answers"] == 3
+    folder = medusa("calibrate", "--run", str(run.path), "--data", str(tmp_path))
+    assert folder.exit_code == 2 and "is a directory" in folder.stderr
+
+
+def test_the_runs_own_calibration_is_written_for_its_own_drafter_and_held_out_part_alone(
+    run: Run, model_folder: str, tmp_path: Path
+) -> None:
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
+    other = shutil.copytree(run.drafter_dir, tmp_path / "drafter")
+    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32"]
+    for more in (["--data", str(data)], ["--drafter", str(other)]):
+        shown = medusa(*words, *more)
+        assert shown.exit_code == 0 and "not saved; give --output FILE" in shown.stdout, shown.output
+        assert not run.calibration_path.exists()
+        kept = tmp_path / "kept.json"
+        shown = medusa(*words, *more, "--output", str(kept))
+        assert shown.exit_code == 0 and f"--calibration {kept}" in "".join(shown.stdout.splitlines())
+        assert json.loads(kept.read_text())["accuracies"] and kept.with_suffix(".png").is_file()
+        assert not run.calibration_path.exists()
+    assert medusa(*words, "--drafter", str(run.drafter_dir)).exit_code == 0  # named, but the run's own
+    assert run.calibration_path.is_file()
 
 
 def test_bad_words_end_in_one_line(run: Run, model_folder: str) -> None:
     words = ["calibrate", "--run", str(run.path), "--model", model_folder, "--quiet"]
     for more, code, part in (
-        (["--top", "0"], 2, "--top 0"),
-        ([], 1, "config.json does not exist"),
+        (["--top", "0"], 2, "--top"),
+        ([], 1, "holds no drafter; run `medusa train` first"),
         (["--run", "no/where"], 1, "does not exist"),
     ):
         result = medusa(*words, *more)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.heads import Heads
+from medusa_cli.commands.heads import Heads, check_current, stamp_of
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, provenance, read_json, write_json
+from medusa_cli.run import Run, provenance, read_object, write_json
 
 if TYPE_CHECKING:
     from medusa_cli.tree.budget import Budget
@@ -67,7 +67,8 @@ def find_budget(
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
     if not heads.accuracies:
         raise UserError(f"the run {source.path} has no calibration.json", "run `medusa calibrate` first")
-    costs = None if again or target is None else _cached(target, place)
+    check_current(heads)
+    costs = None if again or target is None else _cached(target, len(heads.accuracies), place)
     if costs is None:
         costs = _measure(source, target, heads, place)
     chosen = best_budget(heads.accuracies, costs)
@@ -82,18 +83,21 @@ def find_budget(
     return found
 
 
-def _cached(target: Run, place: dict[str, Any]) -> Any:
-    """The run's step times, if they were taken for this drafter in this place."""
+def _cached(target: Run, heads: int, place: dict[str, Any]) -> Any:
+    """The run's step times for so many heads, if they were taken for this drafter in this place."""
     from medusa_cli.tree.budget import StepCost
 
     path = target.path / COSTS
     if not path.is_file():
         return None
-    data = read_json(path, "the step times")
-    if data.get("asked") != place or data.get("drafter") != _stamp(target):
+    data = read_object(path, "the step times")
+    if data.get("asked") != place or data.get("drafter") != stamp_of(target.drafter_dir):
+        return None
+    costs = [StepCost(**one) for one in data["costs"]]
+    if max(one.heads for one in costs) < heads:
         return None
     console.info(f"step times from {path}; --measure takes them again")
-    return [StepCost(**one) for one in data["costs"]]
+    return [one for one in costs if one.heads <= heads]
 
 
 def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any]) -> Any:
@@ -103,7 +107,7 @@ def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any
     from medusa_cli.drafters import load_drafter
     from medusa_cli.tree.search import largest, search
 
-    config = read_json(source.drafter_dir / "config.json", "the drafter's config")
+    config = read_object(source.drafter_dir / "config.json", "the drafter's config")
     model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
     backbone = load_backbone(model, **place, adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)
@@ -120,13 +124,7 @@ def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any
     with console.progress("timing", total=(ROUNDS + 2) * len(trees), unit="steps") as bar:
         costs = measure_costs(backbone, drafter, trees, on_progress=bar.advance)
     if target is not None:
+        made = {**provenance(backbone.identity), "asked": place, "drafter": stamp_of(target.drafter_dir)}
         facts = {"device": str(backbone.device), "dtype": kind, "engine": backbone.engine, "context": CONTEXT}
-        document = {"asked": place, "drafter": _stamp(target), **facts, "costs": [asdict(one) for one in costs]}
-        write_json(target.path / COSTS, {**provenance(backbone.identity), **document})
+        write_json(target.path / COSTS, {**made, **facts, "costs": [asdict(one) for one in costs]})
     return costs
-
-
-def _stamp(target: Run) -> str:
-    """When the run's drafter was made: its times are no other drafter's."""
-    config = read_json(target.drafter_dir / "config.json", "the drafter's config")
-    return str(config.get("provenance", {}).get("created"))

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.heads import STAMP, stamp_of
+from medusa_cli.errors import UserError
 from medusa_cli.run import DEFAULT_RUN
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
@@ -18,9 +20,21 @@ def calibrate(
     drafter: options.Drafter = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Conversations never trained on, all of them used. [default: the run's held-out ones]"),
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Conversations never trained on, all of them used. [default: the run's held-out ones]",
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(help="Guesses of each head to measure.")] = 10,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Guesses of each head to measure.")] = 10,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Where to save it. [default: the run's calibration.json, nowhere with --data or --drafter]",
+        ),
+    ] = None,
     max_samples: options.MaxSamples = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -34,22 +48,22 @@ def calibrate(
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
     Writes RUN/calibration.json and the heat map calibration.png. Typed bare it uses the conversations that
-    `medusa train` held out.
+    `medusa train` held out. What another drafter or other conversations come to is shown, and saved where --output
+    says: the run's own calibration, which `medusa tree` builds on, stays.
     """
     from medusa_cli.drafters import drafter_kind
-    from medusa_cli.errors import UsageError
     from medusa_cli.recipe import load_recipe
     from medusa_cli.run import Run, provenance, write_json
 
     console.configure(quiet=quiet, json=json)
-    if top < 1:
-        raise UsageError(f"--top {top} is too small", "use 1 or more")
-    if max_samples is not None and max_samples < 1:
-        raise UsageError(f"--max-samples {max_samples} is too small", "use 1 or more")
     target = Run.open(run)
     recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
     name = model or target.model or recipe.model
+    own = drafter is None or drafter.resolve() == target.drafter_dir.resolve()
     folder = drafter or target.drafter_dir
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+    output = output or (target.calibration_path if own and data is None else None)
     source = data or target.data_path
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
         max_samples = WHOLE
@@ -70,7 +84,7 @@ def calibrate(
         engine=engine_for(drafter_kind(folder), engine),
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
-        adapter=target.adapter if drafter is None else None,
+        adapter=target.adapter if own else None,
         chat_template=target.chat_template,
     )
     target.bind(backbone.identity)
@@ -82,6 +96,7 @@ def calibrate(
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
     document = {
         **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
+        STAMP: stamp_of(folder),
         "accuracies": found.accuracies,
         "temperatures": found.temperatures,
         "heads": heads.num_heads,
@@ -89,16 +104,19 @@ def calibrate(
         "positions": found.positions,
         "answers": found.answers,
     }
-    write_json(target.calibration_path, document)
-    picture = target.calibration_path.with_suffix(".png")
-    draw_heat_map(found.accuracies, picture, f"{target.name}: how often guess i is right")
     if json:
         console.emit_json(document)
-        return
     console.result(_table(found))
     heat = ", ".join(f"{one:.2f}" for one in found.temperatures)
     console.result(f"temperatures at which the heads' confidences fit: {heat}")
-    console.result(f"{target.calibration_path} and {picture}. Next: medusa tree --run {run} --budget 64")
+    if output is None:
+        console.result(f"not saved; give --output FILE to keep it, {target.calibration_path} for `medusa tree`")
+        return
+    picture = output.with_suffix(".png")
+    write_json(output, document)
+    draw_heat_map(found.accuracies, picture, f"{target.name}: how often guess i is right")
+    following = f"--run {run}" if output == target.calibration_path else f"--calibration {output}"
+    console.result(f"{output} and {picture}. Next: medusa tree {following} --budget 64")
 
 
 def _first(answers: list[Any], samples: int | None) -> list[Any]:

@@ -1,23 +1,31 @@
 """What is known of a drafter's heads without loading it: accuracies, their number, their backbone."""
 
+import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import DEFAULT_RUN, Run, read_json
+from medusa_cli.run import DEFAULT_RUN, Run, read_object
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Calibration file, accuracies [K][top] (empty: not measured), K (None: unknown), backbone identity."""
+    """Calibration file, accuracies [K][top] (empty: not measured), K (None: unknown), backbone identity.
+
+    drafter: the stamp of the drafter that was measured. stale: the run has another drafter by now. temperatures: those
+    at which the heads' confidences fit, where they were measured.
+    """
 
     source: Path | None
     accuracies: list[list[float]]
     count: int | None
     backbone: Any = ""
+    drafter: str | None = None
+    stale: bool = False
+    temperatures: tuple[float, ...] = ()
 
     def first(self, number: int | None) -> "Heads":
         """The first `number` heads (None: all); UsageError where there are fewer."""
@@ -26,10 +34,27 @@ class Heads:
         if number < 1 or (self.count is not None and number > self.count):
             there = f"1 to {self.count}" if self.count is not None else "1 or more"
             raise UsageError(f"--heads {number} cannot be", f"use {there}")
-        return Heads(self.source, self.accuracies[:number], number, self.backbone)
+        return replace(self, accuracies=self.accuracies[:number], count=number)
 
 
 UNKNOWN = Heads(None, [], None)
+# The key under which a file made for a drafter keeps its stamp; files of earlier versions have none.
+STAMP = "drafter_stamp"
+
+
+def stamp_of(folder: Path) -> str | None:
+    """What tells a trained drafter from any other: a digest of its config, which says when and how it was made.
+
+    None where the folder holds none.
+    """
+    config = folder / "config.json"
+    return hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None
+
+
+def outdated(stamp: str | None, folder: Path) -> bool:
+    """Whether a stamp is that of another drafter than the folder's; what is not known does not differ."""
+    now = stamp_of(folder)
+    return stamp is not None and now is not None and stamp != now
 
 
 def find_heads(run: str | None, calibration: Path | None) -> tuple[Run | None, Heads, str]:
@@ -55,8 +80,8 @@ def find_heads(run: str | None, calibration: Path | None) -> tuple[Run | None, H
 
 def read_calibration(path: Path) -> Heads:
     """Read a calibration; UserError unless it holds a share between 0 and 1 for every head and rank."""
-    data = read_json(path, "the calibration")
-    rows = data.get("accuracies") if isinstance(data, dict) else None
+    data = read_object(path, "the calibration")
+    rows = data.get("accuracies")
     if (
         not isinstance(rows, list)
         or not rows
@@ -66,12 +91,24 @@ def read_calibration(path: Path) -> Heads:
             f"the calibration {path} has no table of accuracies between 0 and 1",
             "write it with `medusa calibrate`",
         )
-    return Heads(path, rows, len(rows), data.get("backbone", ""))
+    heat = data.get("temperatures", [])
+    if not isinstance(heat, list) or not all(isinstance(one, int | float) and one > 0 for one in heat):
+        raise UserError(f"the calibration {path} has temperatures that are none", "write it with `medusa calibrate`")
+    return Heads(path, rows, len(rows), data.get("backbone", ""), data.get(STAMP), temperatures=tuple(heat))
 
 
 def _is_share(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value) and 0 <= value <= 1
+
+
+def check_current(heads: Heads) -> None:
+    """UserError where the run's drafter was trained again after these accuracies were measured."""
+    if heads.stale and heads.source is not None:
+        raise UserError(
+            f"{heads.source} was measured on an earlier drafter of this run",
+            f"run `medusa calibrate --run {heads.source.parent}` again",
+        )
 
 
 def _default_run() -> Run | None:
@@ -86,12 +123,13 @@ def _default_run() -> Run | None:
 def _of_run(target: Run) -> Heads:
     """The run's calibration; where it has none, the number of heads its drafter has."""
     if target.calibration_path.is_file():
-        return read_calibration(target.calibration_path)
+        found = read_calibration(target.calibration_path)
+        return replace(found, stale=outdated(found.drafter, target.drafter_dir))
     config = target.drafter_dir / "config.json"
     if not config.is_file():
         return UNKNOWN
-    data = read_json(config, "the drafter's config")
-    count = data.get("num_heads", data.get("medusa_num_heads")) if isinstance(data, dict) else None
+    data = read_object(config, "the drafter's config")
+    count = data.get("num_heads", data.get("medusa_num_heads"))
     if not isinstance(count, int):
         return UNKNOWN
     return Heads(None, [], count, data.get("provenance", {}).get("backbone", ""))

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.heads import STAMP, UNKNOWN, Heads, outdated, read_calibration
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import Run, read_json
+from medusa_cli.run import Run, read_json, read_object
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
@@ -50,6 +51,10 @@ def choose(
     if not need_drafter:
         return Choice(name, None, None, target, adapter=target.adapter if target else None)
     source = target or Run.pretrained(name)
+    if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
+        drafter = None  # named, but what is taken in any case
+    if drafter is not None and target is None:
+        source = None  # tree and temperatures of the drafter that ships are no other drafter's
     folder = drafter or (source.drafter_dir if source else None)
     if folder is None:
         raise UserError(
@@ -60,19 +65,23 @@ def choose(
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
     heat = source.calibration_path if source else None
     if static is not None and (heat is None or not heat.is_file()):
-        raise UserError(f"--tree {tree}: {folder} is not calibrated", "run `medusa calibrate` first")
-    shape = file or (source.tree_path if source else None)
-    if static is None and (shape is None or (file is None and not shape.is_file())):
-        words = f"--run {run}" if run else "--output FILE"
-        raise UserError(f"there is no tree for {folder}", f"make one with `medusa tree {words}`, or give --tree FILE")
+        remedy = "run `medusa calibrate` first" if source else "give the --run that it belongs to"
+        raise UserError(f"--tree {tree}: {folder} is not calibrated", remedy)
+    own = source.tree_path if source and source.tree_path.is_file() else None
+    shape = None if static else file or own
+    if shape is None and not (static or dynamic):  # a number of nodes needs no tree beside it
+        remedy = f"make one with `medusa tree --run {run}`" if run else "give the --run that it belongs to"
+        raise UserError(f"there is no tree for {folder}", f"{remedy}, or give --tree FILE")
     adapter = target.adapter if target and drafter is None else None
-    return Choice(name, folder, shape if static is None else None, target, dynamic, heat, adapter, static)
+    return Choice(name, folder, shape, target, dynamic, heat, adapter, static)
 
 
 def _tree_words(tree: str | None) -> tuple[Path | None, int | None, int | None]:
-    """What --tree says: a file, nodes of a static tree to search, of dynamic ones; UsageError for a bad number."""
+    """What --tree says: a file, nodes of a static tree to search, of dynamic ones; UserError for anything else."""
     word, colon, number = (tree or "static").partition(":")
     if word not in ("static", "dynamic"):
+        if not Path(str(tree)).is_file():
+            raise UserError(f"--tree {tree!r} is no file", "use static, static:N, dynamic, dynamic:N or a file")
         return Path(str(tree)), None, None
     if not colon:
         return None, None, None if word == "static" else 0
@@ -117,14 +126,50 @@ def load(
 
 
 def static_tree(choice: Choice) -> "Tree | None":
-    """The chosen static tree, read or searched; None where no drafter was chosen."""
-    from medusa_cli.commands.heads import read_calibration
-    from medusa_cli.tree.files import load_tree
-    from medusa_cli.tree.search import search
+    """The chosen static tree, read or searched; None where no drafter was chosen.
 
+    Warns where it was made for another drafter.
+    """
+    from medusa_cli.tree import Tree
+    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.search import largest, search
+
+    if choice.drafter is None:
+        return None
     if choice.static is not None and choice.calibration is not None:
-        return search(read_calibration(choice.calibration).accuracies, choice.static)
-    return load_tree(choice.tree) if choice.tree else None
+        accuracies = _calibration(choice).accuracies
+        if choice.static > largest(accuracies):
+            there = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
+            raise UsageError(f"--tree static:{choice.static} cannot be", there)
+        return search(accuracies, choice.static)
+    if choice.tree is None:  # dynamic trees of a number of nodes
+        return Tree.root_only()
+    if outdated(_made(choice.tree).get(STAMP), choice.drafter):
+        console.warn(
+            f"the tree {choice.tree} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` and `medusa tree` make one that fits"
+        )
+    return load_tree(choice.tree)
+
+
+def _made(tree: Path) -> dict[str, Any]:
+    """What a tree's file says of its making."""
+    data = read_json(tree, "the tree")
+    made = data.get("provenance") if isinstance(data, dict) else None
+    return made if isinstance(made, dict) else {}
+
+
+def _calibration(choice: Choice) -> Heads:
+    """What was measured of the heads, if anything; warns where it was measured on another drafter."""
+    if choice.calibration is None or choice.drafter is None or not choice.calibration.is_file():
+        return UNKNOWN
+    found = read_calibration(choice.calibration)
+    if outdated(found.drafter, choice.drafter):
+        console.warn(
+            f"{choice.calibration} was measured on another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` measures this one"
+        )
+    return found
 
 
 def load_drafting(choice: Choice, backbone: "Backbone", tree: "Tree") -> "tuple[Drafter, Tree | Growth]":
@@ -133,7 +178,7 @@ def load_drafting(choice: Choice, backbone: "Backbone", tree: "Tree") -> "tuple[
 
     assert choice.drafter is not None
     drafter = load_drafter(choice.drafter, backbone)
-    check_fit(tree, drafter, choice.tree)
+    check_fit(tree, drafter, str(choice.tree or f"--tree static:{choice.static}"))
     return drafter, tree if choice.dynamic is None else growth_of(choice, tree, drafter)
 
 
@@ -145,13 +190,9 @@ def growth_of(choice: Choice, tree: "Tree | Growth", drafter: "Drafter") -> "Gro
     """
     from medusa_cli.tree import Growth
 
-    heat: list[float] = []
-    if choice.calibration is not None and choice.calibration.is_file():
-        heat = read_json(choice.calibration, "the calibration").get("temperatures", [])
-    made = read_json(choice.tree, "the tree") if choice.tree else {}
-    least = made.get("provenance", {}).get("break_even", 0.0) if isinstance(made, dict) else 0.0
+    least = _made(choice.tree).get("break_even", 0.0) if choice.tree else 0.0
     budget = choice.dynamic or (max(MOST_PAYING, tree.size) if least else tree.size)
-    return Growth(budget, drafter.num_heads, tuple(heat), least)
+    return Growth(budget, drafter.num_heads, _calibration(choice).temperatures, least)
 
 
 def describe(shape: "Tree | Growth | None") -> str:
@@ -165,8 +206,8 @@ def describe(shape: "Tree | Growth | None") -> str:
     )
 
 
-def check_fit(tree: "Tree", drafter: Any, name: Path | None) -> None:
-    """UserError for a tree that asks for more heads or guesses than the drafter has."""
+def check_fit(tree: "Tree", drafter: Any, name: str) -> None:
+    """UserError for a tree, a file or what --tree says, that asks for more heads or guesses than the drafter has."""
     if tree.max_depth > drafter.num_heads:
         raise UserError(
             f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.heads import Heads, find_heads
+from medusa_cli.commands.heads import STAMP, Heads, check_current, find_heads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import DEFAULT_RUN, provenance
 
@@ -100,7 +100,8 @@ def tree(
     picture = picture or (output.with_suffix(".png") if output else None)
     if output is not None:
         facts = {"calibration": source, "expected_acceptance_length": expected, **recipe}
-        save_tree(output, made, provenance(known.backbone, **facts))
+        searched = widths is None and choices is None
+        save_tree(output, made, provenance(known.backbone, **facts, **({STAMP: known.drafter} if searched else {})))
     if picture is not None:
         draw_picture(made, picture, used.accuracies or None)
     per_depth = [made.depths.count(depth) for depth in range(made.max_depth + 1)]
@@ -185,6 +186,7 @@ def _make(
         if made.size > MOST_NODES:
             raise UserError(f"--choices {choices} has {made.size:,} nodes", f"use {MOST_NODES:,} at most")
         return made, {"choices": str(choices)}
+    check_current(used)
     possible = largest(used.accuracies)
     nodes = min(BUDGET, possible) if budget is None else budget
     if MOST_NODES < nodes <= possible:
@@ -203,6 +205,8 @@ def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, said: str) -> s
 def _notes(widths: tuple[int, ...], known: Heads) -> list[str]:
     """What the tree asks of the heads that they do not have, or that was not measured."""
     notes = []
+    if known.stale:
+        notes.append(f"{known.source} was measured on an earlier drafter of this run: so is the expected length")
     if known.count is not None and len(widths) > known.count:
         notes.append(
             f"the tree is {len(widths)} deep but there are {known.count} heads: these heads cannot fill it; "
