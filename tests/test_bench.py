@@ -10,11 +10,12 @@ from typer.testing import CliRunner, Result
 from medusa_cli.backbone.packed import can_pack
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
+from medusa_cli.benchmarks.methods import check_batch, check_llama
 from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.taken import Taken
 from medusa_cli.cli import app
-from medusa_cli.decoding import Stats, Step
-from medusa_cli.drafters import HydraHeads
+from medusa_cli.decoding import Sampling, Stats, Step
+from medusa_cli.drafters import Firp, HydraHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
@@ -51,7 +52,10 @@ def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> Non
         assert one["divergences"] == []
     assert document["methods"]["hf"]["speedup"] == pytest.approx(1)
     assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
-    assert document["methods"]["medusa"]["acceptance_rate"] >= 1 and document["tree_nodes"] == 6
+    assert document["methods"]["medusa"]["acceptance_rate"] >= 1
+    drafted = document["drafting"]["medusa"]
+    assert (drafted["kind"], drafted["nodes"], drafted["dynamic"]) == ("medusa", 6, False)
+    assert drafted["drafter"] == str(place / "mine" / "drafter") and drafted["tree"] == str(place / "mine/tree.json")
     reports = list((place / "mine" / "bench").glob("*.md"))
     page = reports[0].read_text()
     assert "| medusa |" in page and "| drafting |" in page and "Acceptance rate by category" in page
@@ -125,7 +129,7 @@ def test_a_batch_answers_as_one_at_a_time_does_and_says_its_size(place: Path) ->
     assert shown.exit_code == 0, shown.stderr
     document = json.loads(shown.stdout)
     assert (alone["batch_size"], document["batch_size"]) == (1, 3)
-    assert "3 questions side by side" in document["facts"][1]
+    assert "3 questions side by side" in document["facts"][-1]
     for name, one in document["methods"].items():
         assert one["identical"] == one["questions"] == 4 and one["divergences"] == []
         assert one["tokens"] == alone["methods"][name]["tokens"]
@@ -256,12 +260,82 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     assert list(methods) == ["ar", "medusa", "hydra", "second"]
     assert all(one["identical"] == 2 for one in methods.values())
     assert "mine/drafter" in shown.stderr and "mine/hydra/drafter" in shown.stderr
+    document = json.loads(shown.stdout)
+    assert {name: (one["kind"], one["nodes"]) for name, one in document["drafting"].items()} == {
+        "medusa": ("medusa", 6),
+        "hydra": ("hydra", 6),
+        "second": ("medusa", 3),
+    }
+    facts = " ".join(document["facts"])
+    for name, one in document["drafting"].items():
+        assert f"{name}: {one['kind']} drafter {one['drafter']} of {one['created'][:10]}, tree of" in facts
     refused = medusa(*words, "medusa,amphista")
     assert refused.exit_code == 1 and "there is no amphista drafter in" in refused.stderr
     refused = medusa(*words, "medusa,hydra", "--tree", "static:5")
     assert refused.exit_code == 1 and "is not calibrated" in refused.stderr
     searched = medusa(*words, "hydra", "--tree", "static:5")
     assert searched.exit_code == 0 and "hydra/drafter, tree of 5 nodes" in searched.stderr
+    assert json.loads(searched.stdout)["drafting"]["hydra"]["tree"] is None
+    refused = medusa(*words, "ar,medusa,hydra", "--drafter", str(outer.drafter_dir))
+    assert refused.exit_code == 2 and "none of --methods ar,medusa,hydra takes it" in refused.stderr
+
+
+def test_dynamic_trees_are_over_the_drafter_that_medusa_stands_for(place: Path, tmp_path: Path) -> None:
+    model = str(place / "model")
+    outer = save_run(tmp_path / "mine", model, kind=HydraHeads)
+    save_run(tmp_path / "mine" / "medusa", model, heads=2, tree=Tree.chain(2))
+    words = ["bench", "--questions", str(place / "q.jsonl"), "--limit", "1", "--dtype", "fp32", "--json"]
+    words += ["--run", str(outer.path), "--max-new-tokens", "5", "--methods"]
+    shown = medusa(*words, "hydra,medusa,medusa-dynamic")
+    assert shown.exit_code == 0, shown.stderr
+    drafting = json.loads(shown.stdout)["drafting"]
+    assert drafting["medusa"]["drafter"] == drafting["medusa-dynamic"]["drafter"] != drafting["hydra"]["drafter"]
+    assert drafting["medusa-dynamic"]["dynamic"] and drafting["medusa-dynamic"]["nodes"] == 3
+    alone = medusa(*words, "medusa-dynamic")
+    assert json.loads(alone.stdout)["drafting"]["medusa-dynamic"]["kind"] == "hydra"
+
+
+def test_what_was_measured_is_shown_before_it_is_saved(place: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "mine", str(place / "model"))
+    run.bench_dir.write_text("in the way")
+    for more in ([], ["--json"]):
+        shown = bench(place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more)
+        assert shown.exit_code == 1 and "ar" in shown.stdout and str(run.bench_dir) in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "ar", "--gguf", "{here}/q.jsonl"], "says nothing to --methods ar"),
+        (["--methods", "llama.cpp", "--gguf", "{here}/nowhere.gguf"], "'--gguf'"),
+        (["--methods", "llama.cpp"], "--methods llama.cpp"),
+        (["--methods", "ar,hf", "--drafter", "{here}/mine/drafter"], "none of --methods ar,hf takes it"),
+        (["--context", "20"], "--context 20 says nothing without --steps"),
+        (["--batch-size", "2", "--methods", "hf-lookup"], "one sequence at a time"),
+        (["--batch-size", "2", "--tree", "dynamic"], "--tree dynamic"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr("medusa_cli.commands.measuring.load", lambda *args, **rest: pytest.fail("it was loaded"))
+    shown = bench(place, *(word.format(here=place) for word in words))
+    assert shown.exit_code == 2 and said in shown.stderr
+
+
+def test_llama_cpp_is_asked_for_greedy_decoding_of_a_known_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check_llama("smollm2-135m", None, Sampling())
+    with pytest.raises(UsageError, match="no GGUF file of 'other' is known; give --gguf FILE"):
+        check_llama("other", None, Sampling())
+    with pytest.raises(UsageError, match="greedy decoding alone"):
+        check_llama("other", Path("some.gguf"), Sampling("exact", 0.7))
+
+
+def test_a_drafter_that_rides_in_the_pass_is_no_batch_drafter() -> None:
+    check_batch(["hf", "ar", "medusa"], [HydraHeads], dynamic=False)
+    with pytest.raises(UsageError, match="firp drafts for one sequence at a time"):
+        check_batch(["firp"], [Firp], dynamic=False)
 
 
 @pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 kernels here")

@@ -11,7 +11,7 @@ from medusa_cli.backbone import Backbone, blank
 from medusa_cli.benchmarks.memory import peak_memory, reset_peak
 from medusa_cli.benchmarks.rows import ROWS, copy_bandwidth, time_rows
 from medusa_cli.cli import app
-from tests.runs import save_model
+from tests.runs import save_model, save_run
 from tests.tiny import tiny_backbone, tiny_model
 
 
@@ -86,6 +86,16 @@ def test_the_command_prints_the_ceiling_and_a_table_or_json(model: str) -> None:
     assert list(small["step_ms"]) == [str(n) for n in ROWS] and small["cache_bytes"] < large["cache_bytes"]
     assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
     assert list(document["peak_bytes"]) == ["20", "40"]
+
+
+def test_a_run_names_the_model_and_what_passes_know_nothing_of_is_refused(model: str, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", model, tree=None)
+    words = ["bench", "--steps", "--run", str(run.path), "--engine", "eager", "--context", "9", "--dtype", "fp32"]
+    shown = CliRunner().invoke(app, [*words, "--json"])
+    assert shown.exit_code == 0 and json.loads(shown.stdout)["model"] == model
+    for more in (["--limit", "2"], ["--methods", "ar"], ["--batch-size", "1"], ["--mt-bench"]):
+        refused = CliRunner().invoke(app, [*words, *more])
+        assert refused.exit_code == 2 and f"{more[0]} says nothing to --steps" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """The decoding methods a benchmark compares; each continues prompts of token ids and says what it took."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from medusa_cli.assets import MODELS
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.others import LlamaCpp, Transformers
 from medusa_cli.benchmarks.taken import Taken, Watch, share
@@ -29,13 +31,38 @@ def parse_methods(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_methods(text: str, names: Sequence[str], also: Collection[str] = ()) -> None:
+def check_names(text: str, names: Sequence[str], also: Collection[str] = ()) -> None:
     """UsageError for no name at all and for one that is neither a method nor among `also`."""
     unknown = [name for name in names if name not in METHODS and name not in also]
     if unknown or not names:
         raise UsageError(
             f"--methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
         )
+
+
+def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
+    """UsageError where llama.cpp is not installed, has no file to read, or would not decode greedily."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise UsageError(
+            "--methods llama.cpp: the package llama-cpp-python is not installed",
+            "install it (it is compiled for minutes), or leave the method out",
+        )
+    if gguf is None and model not in MODELS:
+        raise UsageError(f"--methods llama.cpp: no GGUF file of {model!r} is known", "give --gguf FILE")
+    if not sampling.greedy:
+        raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
+
+
+def check_batch(names: Sequence[str], kinds: Collection[type[Drafter]], dynamic: bool) -> None:
+    """UsageError for a method, a kind of drafter, or trees that cannot be decoded side by side."""
+    for name in names:
+        if name in ALONE:
+            raise UsageError(f"--methods {name} decodes one sequence at a time", "leave it out, or use --batch-size 1")
+    if dynamic:
+        raise UsageError("--tree dynamic grows another tree for each row", "use a static tree, or --batch-size 1")
+    for kind in kinds:
+        if kind.whole_sequences:  # its rows ride in the backbone's pass
+            raise UsageError(f"{kind.name} drafts for one sequence at a time", "use --batch-size 1, or leave it out")
 
 
 def build_methods(
@@ -49,17 +76,15 @@ def build_methods(
 ) -> dict[str, Method]:
     """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
 
-    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads. UsageError
-    where a method lacks what it needs, or cannot decode batch_size prompts side by side.
+    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads.
     """
     methods: dict[str, Method] = {}
     for name in names:
-        if batch_size > 1 and name in ALONE:
-            raise UsageError(f"--methods {name} decodes one sequence at a time", "leave it out, or use --batch-size 1")
         if name.startswith("hf"):
             methods[name] = Transformers(plain, backbone, sampling, lookup=name == "hf-lookup")
         elif name == "llama.cpp":
-            methods[name] = LlamaCpp(gguf, backbone, sampling)
+            assert gguf is not None
+            methods[name] = LlamaCpp(gguf, backbone)
         elif batch_size > 1:
             heads, shape = drafted.get(name, (None, None))
             methods[name] = _Batches(backbone, heads, shape, sampling, batch_size)

@@ -10,7 +10,6 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.taken import Taken, Watch, share
 from medusa_cli.decoding import Sampling
-from medusa_cli.errors import UsageError
 
 LOOKUP_TOKENS = 10
 
@@ -61,18 +60,9 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp on a GGUF file of the same model, with as many threads as torch has; greedy alone."""
 
-    def __init__(self, gguf: Path | None, backbone: Backbone, sampling: Sampling) -> None:
-        try:
-            from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as reason:
-            raise UsageError(
-                "--methods llama.cpp: the package llama-cpp-python is not installed",
-                "install it (it is compiled for minutes), or leave the method out",
-            ) from reason
-        if gguf is None:
-            raise UsageError(f"--methods llama.cpp: no GGUF file of {backbone.id!r} is known", "give --gguf FILE")
-        if not sampling.greedy:
-            raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
+    def __init__(self, gguf: Path, backbone: Backbone) -> None:
+        from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
+
         threads = torch.get_num_threads()
         self._model: Any = Llama(
             str(gguf), n_ctx=backbone.max_positions, n_threads=threads, n_threads_batch=threads, verbose=False

@@ -9,14 +9,19 @@ from medusa_cli import console, options
 from medusa_cli.run import RUNS, Run
 
 MAX_NEW_TOKENS = 256
+# What --steps listens to; it asks no questions and runs no drafter.
+WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "load_in_4bit", "load_in_8bit"}
+WITH_STEPS |= {"json", "quiet", "debug"}
 
 
 def bench(
+    asked: typer.Context,
     mt_bench: Annotated[
         bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
     ] = False,
     questions: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Other questions, JSONL in FastChat's form.")
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Other questions, JSONL in FastChat's form."),
     ] = None,
     category: Annotated[
         str | None, typer.Option(metavar="LIST", help="Questions of these categories alone, such as math,coding.")
@@ -35,7 +40,10 @@ def bench(
         ),
     ] = "hf,ar,medusa",
     gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What llama.cpp reads. [default: the default model's own]")
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="What llama.cpp reads. [default: the default model's own]"
+        ),
     ] = None,
     steps: Annotated[
         bool, typer.Option("--steps", help="Time forward passes by rows and engine instead of answering questions.")
@@ -71,25 +79,46 @@ def bench(
     from medusa_cli.errors import UsageError
 
     console.configure(quiet=quiet, json=json)
+    from medusa_cli.commands.loading import choose, sampling_of
+
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    given = _given(asked)
     if steps:
+        if given - WITH_STEPS:
+            flag = "--" + min(given - WITH_STEPS).replace("_", "-")
+            raise UsageError(f"{flag} says nothing to --steps, which times passes alone", "leave one of them out")
         from medusa_cli.commands.steps import bench_steps
 
-        place = {"device": device, "dtype": dtype, "engine": engine}
-        bench_steps(model, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}, context, json)
+        bench_steps(choose(model, run, None, None, need_drafter=False).model, place, context, json)
         return
+    if "context" in given:
+        raise UsageError(f"--context {context} says nothing without --steps", "leave it out, or give --steps")
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
-    from medusa_cli.benchmarks.methods import check_methods, parse_methods
+    from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
-    from medusa_cli.commands.loading import choose, sampling_of
+    from medusa_cli.commands.measuring import run_bench, save, show
     from medusa_cli.commands.rivals import find_rivals
+    from medusa_cli.drafters import drafter_kind
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
-    check_methods(methods, names, rivals)
-    alone = any(name.startswith("medusa") for name in names if name not in rivals)
+    check_names(methods, names, rivals)
+    # Where runs of their own hold the drafters, "medusa-dynamic" is over that of "medusa".
+    alone = "medusa" not in rivals and any(name in ("medusa", "medusa-dynamic") for name in names)
+    if drafter is not None and not alone:
+        raise UsageError(f"--drafter {drafter}: none of --methods {methods} takes it", "leave one of them out")
     choice = choose(model, run, drafter, tree, need_drafter=alone)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
+    if batch_size > 1:
+        drafting = [one for one in (choice, *rivals.values()) if one.drafter is not None]
+        kinds = [drafter_kind(one.drafter) for one in drafting if one.drafter is not None]
+        check_batch(names, kinds, any(one.dynamic is not None for one in drafting))
+    if "llama.cpp" in names:
+        check_llama(choice.model, gguf, rule)
+    elif gguf is not None:
+        raise UsageError(f"--gguf {gguf} says nothing to --methods {methods}", "leave it out, or add llama.cpp")
     source = questions
     if source is None:
         from medusa_cli.assets import mt_bench_path
@@ -115,145 +144,17 @@ def bench(
         title,
         gguf,
         batch_size,
-        device=device,
-        dtype=dtype,
-        engine=engine,
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
+        **place,
     )
-    folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
-    saved = save(document, folder)
     if json:
         console.emit_json(document)
-        return
-    show(document)
+    else:
+        show(document)
+    # Last of all: a folder that cannot be written must not cost what was measured.
+    saved = save(document, (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir)
     console.result(f"report: {saved}")
 
 
-def run_bench(
-    choice: Any,
-    rivals: dict[str, Any],
-    names: list[str],
-    chosen: list[Any],
-    tokens: int,
-    rule: Any,
-    title: str,
-    gguf: Path | None = None,
-    batch_size: int = 1,
-    **place: Any,
-) -> dict[str, Any]:
-    """Load, measure and summarise; the document that --json prints."""
-    from medusa_cli.assets import gguf_path
-    from medusa_cli.backbone.rounded import BITS
-    from medusa_cli.benchmarks import build_methods, drift, measure, summarise
-    from medusa_cli.commands.loading import describe, growth_of, load
-    from medusa_cli.commands.rivals import load_rivals
-    from medusa_cli.run import provenance
-
-    backbone, heads, shape = load(choice, **place)
-    plain = plain_model(choice, place) if any(name.startswith("hf") for name in names) else None
-    drafted = load_rivals(rivals, backbone)
-    if heads is not None and shape is not None:
-        drafted = {"medusa": (heads, shape), "medusa-dynamic": (heads, growth_of(choice, shape, heads)), **drafted}
-    file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
-    ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size)
-    turns = sum(len(question.turns) for question in chosen) * len(names)
-    results = []
-    with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
-        done = 0
-        watched: dict[str, Any] = {"compare": rule.greedy, "watch": lambda name, new: bar.advance(len(new))}
-        for number, result in enumerate(
-            measure(backbone, ways, chosen, tokens, batch_size=batch_size, **watched),
-            1,
-        ):
-            results.append(result)
-            # Answers end early: what they left of their allowance counts as done.
-            spent = sum(answer.tokens for answer in result.answers.values())
-            done += len(result.question.turns) * len(names) * tokens
-            bar.advance(len(result.question.turns) * len(names) * tokens - spent)
-            bar.describe(f"question {number}/{len(chosen)}")
-    size = shape.size if shape is not None else None
-    facts = [
-        f"{choice.model}, {str(backbone.dtype).removeprefix('torch.')} on {backbone.device}, {backbone.engine} engine, "
-        f"{len(chosen)} questions, up to {tokens} new tokens a turn, "
-        f"{rule.mode if not rule.greedy else 'greedy'} decoding" + (f", {describe(shape)}" if shape else "") + "."
-    ]
-    moved = drift(backbone, plain, results) if "hf" in names and backbone.engine in BITS else None
-    if moved is not None:
-        facts.append(
-            f"Rounded to {BITS[backbone.engine]} bits, the model moves by {moved['kl']:.4f} nats a token and chooses "
-            f"the same for {moved['agreement']:.1%} of {moved['tokens']:,} tokens; hf is not rounded."
-        )
-    if batch_size > 1:
-        facts.append(
-            f"{batch_size} questions side by side; a batch's seconds are shared among its answers by their tokens."
-        )
-    return {
-        "title": title,
-        "facts": facts,
-        **provenance(backbone.identity, drafter=str(choice.drafter), tree=str(choice.tree)),
-        "tree_nodes": size,
-        "max_new_tokens": tokens,
-        "batch_size": batch_size,
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "engine": backbone.engine,
-        "device": str(backbone.device),
-        "sampling": vars(rule),
-        "rounding": moved,
-        **summarise(results, compared=rule.greedy),
-    }
-
-
-def plain_model(choice: Any, place: dict[str, Any]) -> Any:
-    """The transformers model that `hf` runs, unmodified but for the run's adapter, in the same type and place."""
-    from medusa_cli.backbone import adapter
-    from medusa_cli.backbone.load import load_network
-
-    network = load_network(choice.model, **{key: value for key, value in place.items() if key != "engine"})[0].eval()
-    if choice.adapter is not None:
-        quantised = bool(place.get("load_in_4bit") or place.get("load_in_8bit"))
-        network = adapter.merge(network, choice.adapter, beside=quantised)
-    return network
-
-
-def save(document: dict[str, Any], folder: Path) -> Path:
-    """Write the report as JSON and Markdown; return the Markdown's path."""
-    from medusa_cli.benchmarks.report import markdown
-    from medusa_cli.run import write_atomic, write_json
-
-    stem = document["created"].replace(":", "").replace("+0000", "")
-    write_json(folder / f"{stem}.json", document)
-    write_atomic(folder / f"{stem}.md", markdown(document))
-    return folder / f"{stem}.md"
-
-
-def show(document: dict[str, Any]) -> None:
-    """The closing table, the categories, and where outputs part."""
-    from rich.table import Table
-
-    from medusa_cli.benchmarks.report import by_category, figures
-
-    rows = figures(document)
-    table = Table(title=document["title"], caption=" ".join(document["facts"]))
-    for column in rows[0]:
-        widest = max(map(len, column.split()))  # 80 columns hold the table if no word of a heading is cut
-        table.add_column(column, justify="left" if column == "method" else "right", min_width=widest)
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.result(table)
-    for title, grid in by_category(document) if len(document["methods"]) > 1 else ():
-        table = Table(title=title)
-        table.add_column(grid[0][0])
-        for name in grid[0][1:]:
-            table.add_column(name, justify="right")
-        for row in grid[1:]:
-            table.add_row(*row)
-        console.result(table)
-    for name, one in document["methods"].items():
-        for part in one["divergences"][:5]:
-            console.result(
-                f"{name}: question {part['question']}, turn {part['turn'] + 1} differs at token {part['position']}, "
-                f"logit margin {part['margin']:.4f}"
-            )
-        if len(one["divergences"]) > 5:
-            console.result(f"{name}: {len(one['divergences']) - 5} more in the report")
+def _given(asked: typer.Context) -> set[str]:
+    """The names of the options that stand on the command line."""
+    return {name for name in asked.params if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE"}

@@ -39,7 +39,7 @@ def demo(
 
     from medusa_cli.assets import mt_bench_path
     from medusa_cli.benchmarks import build_methods, measure, read_questions, spread, summarise
-    from medusa_cli.commands.bench import plain_model, show
+    from medusa_cli.commands.measuring import plain_model, show
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.run import provenance
 

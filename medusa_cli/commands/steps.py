@@ -3,26 +3,24 @@
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from medusa_cli.benchmarks.rows import Timed
 
 
-def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json: bool) -> None:
+def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool) -> None:
     """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
     from medusa_cli.backbone import load_backbone
     from medusa_cli.benchmarks.memory import peak_memory, reset_peak
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
 
     sizes = parse_contexts(contexts)
-    name = model or DEFAULT_MODEL
     wanted = ("eager", "fast") if place["engine"] == "auto" else (place["engine"],)
     engines = {}
     for engine in wanted:
         try:
-            engines[engine] = load_backbone(name, **{**place, "engine": engine})
+            engines[engine] = load_backbone(model, **{**place, "engine": engine})
         except UsageError:
             if engine == "eager" or place["engine"] != "auto":
                 raise
@@ -37,7 +35,7 @@ def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json
     bandwidth = copy_bandwidth(first.device)
     ceiling = first.weight_bytes / bandwidth
     console.info(
-        f"{name} in {kind} on {first.device}: {first.weight_bytes / 1e6:,.0f} MB of weights at the "
+        f"{model} in {kind} on {first.device}: {first.weight_bytes / 1e6:,.0f} MB of weights at the "
         f"{bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
     )
     found: dict[int, dict[str, Timed]] = {}
@@ -51,7 +49,7 @@ def bench_steps(model: str | None, place: dict[str, Any], contexts: str, as_json
     if as_json:
         console.emit_json(
             {
-                "model": name,
+                "model": model,
                 "dtype": kind,
                 "device": str(first.device),
                 "weight_bytes": first.weight_bytes,
