@@ -1,5 +1,6 @@
 """FIRP in training: its states are decoding's, its loss by hand, learning, resuming, the commands, refusals."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -13,12 +14,14 @@ from medusa_cli import console
 from medusa_cli.backbone.trace import ahead, trace
 from medusa_cli.cli import app
 from medusa_cli.drafters import Batch
+from medusa_cli.drafters.firp import check_layers
 from medusa_cli.errors import UserError
 from medusa_cli.recipe import load_recipe
 from medusa_cli.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import whole_conversations
+from medusa_cli.training.sweep import figures, try_layers
 from tests.test_firp import DEPTH, backbone_of, firp, reference
 from tests.test_training import conversation, write_lines
 from tests.tiny import FAMILIES
@@ -259,6 +262,50 @@ def test_layers_and_mask_are_compared(run: Run, model: str) -> None:
     assert result.exit_code == 0 and "3, 4 masked" in result.stdout
     assert medusa(*words, "--figure", "8").exit_code == 2
     assert not (run.path / "checkpoint.pt").exists()  # a bench leaves the run's own training alone
+
+
+@pytest.mark.parametrize("depth", range(2, 40))
+def test_every_layer_that_is_tried_is_one_that_heads_can_enter_at(depth: int) -> None:
+    for choices in figures(depth).values():
+        for layers, _ in choices:
+            check_layers(layers, len(layers), depth)
+
+
+def test_layers_cannot_be_compared_without_room_or_held_out_conversations(run: Run, model: str) -> None:
+    with pytest.raises(UserError, match="a model of one layer"):
+        figures(1)
+    words = ["bench-firp", *SETTINGS[3:], "--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
+    result = medusa(*words, "train.validation_fraction=0")
+    assert result.exit_code == 1 and "no conversation is held out" in result.stderr, result.output
+    assert "train.validation_fraction=0" in result.stderr
+
+
+def test_a_trial_says_what_was_trained_not_what_was_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def unmasked(backbone, recipe, dataset):
+        built.append(recipe.masked)
+        return build_drafter(backbone, dataclasses.replace(recipe, masked=False), dataset)
+
+    monkeypatch.setattr("medusa_cli.training.sweep.build_drafter", unmasked)
+    recipe = load_recipe(None, [*SETTINGS, "train.epochs=1", "train.max_tokens=100"])
+    backbone = backbone_of()
+    dataset = whole_conversations(run, backbone, recipe, None, 0.2)
+    [trial] = try_layers(backbone, dataset, recipe, [((3, 4), True)])
+    assert built == [True] and trial.masked is False and trial.layers == (3, 4)
+
+
+def test_a_finished_training_is_measured_anew_on_other_conversations(run: Run, model: str, tmp_path: Path) -> None:
+    assert medusa(*words_of(run, model)).exit_code == 0
+    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(50, 56)])
+    result = medusa("compare", str(run.path), "--data", str(data), "--dtype", "fp32", "--json")
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)
+    assert (row["kl"], row["agreement"], row["data"]) == (0.0, 1.0, str(data))
+    assert row["measured"] == sum(10 for _ in range(6)) and len(row["accuracies"]) == 2
+    words = ["calibrate", "--run", str(run.path), "--data", str(data), "--dtype", "fp32", "--top", "1", "--json"]
+    calibrated = json.loads(medusa(*words).stdout)["accuracies"]
+    assert row["accuracies"] == pytest.approx([one for [one] in calibrated], abs=1e-6)
 
 
 def test_a_batch_without_a_trace_is_refused() -> None:

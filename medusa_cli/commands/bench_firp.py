@@ -21,9 +21,12 @@ def bench_firp(
     ] = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
-    data: Annotated[Path | None, typer.Option(help="Conversations. [default: the run's distill.jsonl]")] = None,
-    tokens: Annotated[int, typer.Option(help="Answer tokens each choice is trained on.")] = 20_000,
-    figure: Annotated[int | None, typer.Option(help="5, 6 or 7 alone. [default: all]")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Conversations. [default: the run's distill.jsonl]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Answer tokens each choice is trained on.")] = 20_000,
+    figure: Annotated[int | None, typer.Option(metavar="N", help="5, 6 or 7 alone. [default: all]")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     json: options.Json = False,
@@ -42,8 +45,6 @@ def bench_firp(
     console.configure(quiet=quiet, json=json)
     if figure is not None and figure not in TITLES:
         raise UsageError(f"--figure {figure} is none of these", "use 5, 6 or 7")
-    if tokens < 1:
-        raise UsageError(f"--tokens {tokens} is too small", "use 1 or more")
     target = Run.open(run, create=data is not None)
     settings = [*(recipe or []), f"train.max_tokens={tokens}", "train.checkpoint_every=1000000"]
     plan = load_recipe(None, ["drafter=firp", *settings])
@@ -70,14 +71,12 @@ def bench_firp(
         "tokens": tokens,
         "figures": {str(key): [vars(trial) for trial in trials] for key, trials in found.items()},
     }
-    path = target.path / "bench" / "firp-layers.json"
-    path.parent.mkdir(exist_ok=True)
-    write_json(path, document)
     if json:
         console.emit_json(document)
-        return
     for key, trials in found.items():
         console.result(_table(key, trials))
+    path = target.bench_dir / "firp-layers.json"
+    write_json(path, document)
     console.result(str(path))
 
 

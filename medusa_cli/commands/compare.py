@@ -14,7 +14,11 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Measure every run anew on this file's conversations (JSON or JSONL), all on the same."),
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Measure every run anew on this file's conversations (JSON or JSONL), all on the same.",
+        ),
     ] = None,
     max_samples: options.MaxSamples = None,
     device: options.Device = "auto",
@@ -31,11 +35,8 @@ def compare(
     from a pass over those conversations now, which is the way to compare runs that held out different ones.
     """
     console.configure(quiet=quiet, json=json)
-    if max_samples is not None and (data is None or max_samples < 1):
-        raise UsageError(
-            f"--max-samples {max_samples} " + ("bounds --data, and there is none" if data is None else "is too small"),
-            "give --data FILE with it" if data is None else "use 1 or more",
-        )
+    if max_samples is not None and data is None:
+        raise UsageError(f"--max-samples {max_samples} bounds --data, and there is none", "give --data FILE with it")
     if dtype == "fp16":
         raise UsageError("--dtype fp16 is no type that trainings compute in", "give bf16 or fp32")
     rows = [_row(name) for name in runs]
@@ -75,7 +76,7 @@ def compare(
 def _row(name: str) -> dict[str, Any]:
     """One run's last validation and what training led to it; UserError where there is none."""
     from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, read_json
+    from medusa_cli.run import Run, read_object
     from medusa_cli.training.log import NAME, read_log
 
     run = Run.open(name, flag="RUN")
@@ -84,7 +85,7 @@ def _row(name: str) -> dict[str, Any]:
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
     last, train = checks[-1], load_recipe(run.recipe_path).train
     config = run.drafter_dir / "config.json"
-    made = read_json(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
+    made = read_object(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
     joint = train.stage == 2
     return {
         "run": run.name,
@@ -115,7 +116,9 @@ def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: i
     with console.progress("comparing", total=len(rows), unit="runs") as bar:
         for row, name in zip(rows, runs, strict=True):
             found = evaluate(Run.open(name), data, place, samples)
-            row |= {**_cost(found.parts), "accuracies": found.accuracies, "measured": found.positions}
+            # Heads that ride in a frozen model come without parts: it costs what the row says already, nothing.
+            row |= {"accuracies": found.accuracies, "measured": found.positions}
+            row |= _cost(found.parts) if found.parts else {}
             row["data"] = str(data)
             bar.advance()
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medusa_cli.backbone import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.recipe import load_recipe
 from medusa_cli.run import Run
-from medusa_cli.training.build import build_drafter
+from medusa_cli.training.build import build_drafter, drafter_class
 from medusa_cli.training.events import Validated
 from medusa_cli.training.loop import Trainer
 from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conversations
@@ -19,8 +20,9 @@ MAX_LENGTH, BATCH_TOKENS = 1024, 2048
 def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | None = None) -> Validated:
     """A run's heads, and its adapter where it has one, on the first conversations of a file.
 
-    A run of stage 1 is one whose adapter does nothing: its KL is measured like that of the others. UserError where the
-    heads cannot be read, and for a model trained in full, which keeps no original to be held against.
+    A run of stage 1 is one whose adapter does nothing: its KL is measured like that of the others, but for heads whose
+    rows ride in a frozen model, which have none. UserError where the heads cannot be read, and for a model trained in
+    full, which keeps no original to be held against.
     """
     recipe = load_recipe(run.recipe_path)
     train = recipe.train
@@ -30,8 +32,14 @@ def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | Non
     tuning = train.tuning if joint else "lora"
     train = replace(train, max_length=MAX_LENGTH, batch_tokens=BATCH_TOKENS, accumulation=1, shard=False)
     dtype = train.dtype if place["dtype"] == "auto" else place["dtype"]
-    recipe = replace(recipe, train=replace(train, stage=2, tuning=tuning, objective="kl", dtype=dtype))
-    backbone = joint_backbone(recipe, {**place, "dtype": dtype})
+    riding = drafter_class(recipe.drafter.name).whole_sequences
+    train = replace(train, stage=1 if riding else 2, tuning=tuning, objective="kl", dtype=dtype)
+    recipe = replace(recipe, train=train)
+    place = {**place, "dtype": dtype}
+    if riding:
+        backbone = load_backbone(recipe.model, **place, engine="eager", gradients=True)
+    else:
+        backbone = joint_backbone(recipe, place)
     found = whole_conversations(run, backbone, recipe, data, 0.0)
     kept = found.train[:max_samples]
     # Nothing is trained, but a trainer asks for something to train on.
