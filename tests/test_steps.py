@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone import Backbone, blank
-from medusa_cli.benchmarks.memory import peak_memory, reset_peak
+from medusa_cli.backbone.memory import peak_memory, reset_peak
 from medusa_cli.benchmarks.rows import ROWS, copy_bandwidth, time_rows
 from medusa_cli.cli import app
 from tests.runs import save_model, save_run

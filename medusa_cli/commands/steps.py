@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool) -> None:
     """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
     from medusa_cli.backbone import load_backbone
-    from medusa_cli.benchmarks.memory import peak_memory, reset_peak
+    from medusa_cli.backbone.memory import peak_memory, reset_peak
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
 
     sizes = parse_contexts(contexts)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.memory import peak_memory
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UserError
 from medusa_cli.recipe import Recipe, TrainRecipe
@@ -21,7 +22,6 @@ from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stop
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.schedule import learning_rate, turn_of
 from medusa_cli.training.task import Frozen, Group, Task, Traced
-from medusa_cli.training.tracker import peak_memory
 
 
 class Trainer:

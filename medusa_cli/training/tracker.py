@@ -1,20 +1,10 @@
-"""What a training's events are beside its log: scalars for TensorBoard, where that is installed, and peak memory."""
+"""What a training's events are beside its log: scalars for TensorBoard, where that is installed."""
 
 import importlib.util
-import resource
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from medusa_cli.training.events import Event, Stepped, Validated
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes this process held at most so far: on the GPU for CUDA, else of the machine's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
 
 
 class Board:
