@@ -44,7 +44,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|FOLDER|ID",
-        help=f"The backbone: a named model, a folder, or a Hugging Face id. [default: {DEFAULT_MODEL}]",
+        help=f"The backbone: a named model, a folder, or a Hugging Face id. [default: the run's, else {DEFAULT_MODEL}]",
         show_default=False,
     ),
 ]
@@ -59,14 +59,14 @@ RunOrShipped = Annotated[
 # For `tree`, which takes the default run where there is one.
 RunOrDefault = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: {DEFAULT_RUN}]", show_default=False),
+    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: {DEFAULT_RUN}, else what ships]", show_default=False),
 ]
 Drafter = Annotated[
     Path | None,
     typer.Option(
         "--drafter",
         metavar="FOLDER",
-        help="A saved drafter. [default: the run's drafter/]",
+        help="A saved drafter. [default: the run's drafter/, else the one that ships for the model]",
         show_default=False,
     ),
 ]
@@ -141,7 +141,7 @@ MaxSamples = Annotated[
         "--max-samples",
         metavar="N",
         min=1,
-        help="At most this many conversations. [default: the command says on its first line]",
+        help="At most this many conversations. [default: all there are, or what the command's first line says]",
         show_default=False,
     ),
 ]
@@ -151,7 +151,7 @@ MaxNewTokens = Annotated[
         "--max-new-tokens",
         metavar="N",
         min=1,
-        help="Longest answer, in tokens. [default: the command's, 256 or more]",
+        help="Longest answer, in tokens. [default: 512 in chat, 256 in distill and bench, 128 in demo]",
         show_default=False,
     ),
 ]
@@ -161,7 +161,7 @@ Temperature = Annotated[
         "--temperature",
         metavar="T",
         callback=_temperature,
-        help="Sampling temperature; 0 is greedy. [default: 0]",
+        help="Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]",
         show_default=False,
     ),
 ]

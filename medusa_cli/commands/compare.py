@@ -11,7 +11,10 @@ from medusa_cli.errors import UsageError, UserError
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME, anything with a / is a folder."),
+    ],
     data: Annotated[
         Path | None,
         typer.Option(
