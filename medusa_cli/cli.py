@@ -1,6 +1,5 @@
 """The `medusa` program: its commands, and the one place where errors become a line and an exit code."""
 
-import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typer.core import TyperGroup
 
 from medusa_cli import __version__, console
 from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, train, tree
-from medusa_cli.errors import UserError
+from medusa_cli.errors import OUT_OF_MEMORY, UserError, explain_os
 
 INTERRUPTED = 130
 
@@ -61,28 +60,15 @@ def explain(reason: Exception) -> tuple[str, int]:
         case typer.Abort():
             return "aborted", 1
         case OSError():
-            return _explain_os(reason), 1
+            return explain_os(reason), 1
         case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
             return "no disk space left; free some space or choose another --run, then run again", 1
-        case MemoryError():
-            return "out of memory; use a smaller batch, a smaller model, or --load-in-4bit", 1
+        case _ if isinstance(reason, MemoryError) or "DefaultCPUAllocator" in str(reason):  # so torch says it
+            return OUT_OF_MEMORY, 1
         case _ if type(reason).__name__ == "OutOfMemoryError":  # torch's, which must not be imported here
             return "the device is out of memory; use a smaller batch, --load-in-4bit, or --device cpu", 1
     said = f"{type(reason).__name__}: {reason}".removesuffix(": ")
     return f"internal error: {said} (run again with --debug for the traceback)", 1
-
-
-def _explain_os(reason: OSError) -> str:
-    where = str(reason.filename or "")
-    place = f" {where}" if where else ""
-    match reason.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            return f"no disk space left to write{place}; free some space or choose another --run, then run again"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"no permission to use{place}; change its permissions or give a path that can be written"
-        case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if where:
-            return f"{where}: {(reason.strerror or 'cannot be used').lower()}; check the path"
-    return f"{where or type(reason).__name__}: {reason.strerror or reason}"
 
 
 # Plain help: "[default: ...]" in a help text is text, not markup, and rich's help is slow to import.

@@ -1,5 +1,9 @@
 """Errors a user can act on: what was wrong, where, and what to do."""
 
+import errno
+
+OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or --load-in-4bit"
+
 
 class UserError(Exception):
     """Something the user can mend; shown as one line, without a traceback, and ending with exit code 1."""
@@ -9,10 +13,26 @@ class UserError(Exception):
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(f"{message}; {remedy}" if remedy else message)
         self.message = message
-        self.remedy = remedy
 
 
 class UsageError(UserError):
     """A flag, key or value that cannot be; exit code 2."""
 
     exit_code = 2
+
+
+def explain_os(reason: OSError) -> str:
+    """What to tell the user about a file that the system would not give or take."""
+    # Of a file that was to take another's place, the place: the file itself has a name for the time being.
+    where = str(reason.filename2 or reason.filename or "")
+    place = f" {where}" if where else ""
+    match reason.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"no disk space left to write{place}; free some space or choose another --run, then run again"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return f"no permission to use{place}; change its permissions or give a path that can be written"
+        case errno.ENOMEM:
+            return OUT_OF_MEMORY
+        case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if where:
+            return f"{where}: {(reason.strerror or 'cannot be used').lower()}; check the path"
+    return f"{where or type(reason).__name__}: {reason.strerror or reason}"

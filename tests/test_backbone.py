@@ -224,6 +224,9 @@ def test_multipliers_within_the_layers_are_the_networks_own_business() -> None:
 
 
 def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:
+    for device in ("mps", "cuda:64"):
+        with pytest.raises(UsageError, match=f"--device '{device}': this machine has no"):
+            load_backbone("x", device=device)
     with pytest.raises(UsageError, match="--device 'tpu9'"):
         load_backbone("x", device="tpu9")
     with pytest.raises(UsageError, match="--dtype 'int3'"):

@@ -174,6 +174,14 @@ def test_limits_are_spread_over_the_categories() -> None:
     assert len(spread(questions, 5)) == 5 and spread(questions, None) == questions
     with pytest.raises(UsageError, match="--limit 0"):
         spread(questions, 0)
+    same = [Question("1", "c", (f"w{i}",)) for i in range(4)]
+    assert spread(same, 2) == same[:2]  # whatever the ids
+
+
+def test_a_question_ends_with_its_line_whatever_it_holds(tmp_path: Path) -> None:
+    odd = "first\u2028second\x85third"
+    (tmp_path / "q.jsonl").write_text(json.dumps({"turns": [odd]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [question.turns for question in read_questions(tmp_path / "q.jsonl")[0]] == [(odd,)]
 
 
 @pytest.mark.parametrize("text", ["", "not json\n", '{"turns": []}\n', '{"turns": [3]}\n', "[1]\n"])
@@ -194,7 +202,7 @@ def test_files_without_questions_are_refused(tmp_path: Path, text: str) -> None:
         (["--questions", "nowhere.jsonl"], 1, "nowhere.jsonl"),
         (["--run", "nowhere"], 1, "nowhere"),
         (["--drafter", "nowhere"], 1, "nowhere"),
-        (["--tree", "nowhere.json"], 1, "nowhere.json"),
+        (["--tree", "dynamc"], 1, "--tree 'dynamc' is no file; use static, static:N, dynamic, dynamic:N or a file"),
         (["--device", "tpu"], 2, "tpu"),
     ],
 )
@@ -211,6 +219,22 @@ def test_a_tree_deeper_than_the_heads_and_another_model_are_refused(place: Path,
     other = save_model(tmp_path / "other", seed=9)
     shown = bench(place, "--model", other)
     assert shown.exit_code == 1 and "was made for the model" in shown.stderr
+
+
+def test_files_of_the_wrong_shape_are_named(place: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "mine", str(place / "model"), calibrated=True, heads=2, tree=Tree.chain(2))
+    words = ["--run", str(run.path), "--methods", "ar,medusa", "--limit", "1"]
+    deep = json.loads(run.calibration_path.read_text())["accuracies"] * 2
+    run.calibration_path.write_text(json.dumps({"accuracies": deep}))
+    shown = bench(place, *words, "--tree", "static:40")
+    assert shown.exit_code == 1 and "the tree static:40 is" in shown.stderr, shown.stderr
+    run.calibration_path.write_text(json.dumps({"accuracies": deep, "temperatures": ["warm"]}))
+    shown = bench(place, *words, "--tree", "dynamic")
+    assert shown.exit_code == 1 and "temperatures that are not above 0" in shown.stderr
+    (run.drafter_dir / "config.json").write_text("[1]")
+    for methods in ("ar,medusa", "ar,medusa,hydra"):
+        shown = bench(place, *words, "--methods", methods)
+        assert shown.exit_code == 1 and "config.json holds no JSON object" in shown.stderr, shown.stderr
 
 
 def test_a_model_without_a_shipped_drafter_says_what_to_do(place: Path) -> None:
@@ -273,6 +297,8 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     assert refused.exit_code == 1 and "there is no amphista drafter in" in refused.stderr
     refused = medusa(*words, "medusa,hydra", "--tree", "static:5")
     assert refused.exit_code == 1 and "is not calibrated" in refused.stderr
+    refused = medusa(*words, "hydra", "--tree", "static:200")
+    assert refused.exit_code == 2 and "--tree static:200 cannot be; these heads allow 1 to 40" in refused.stderr
     searched = medusa(*words, "hydra", "--tree", "static:5")
     assert searched.exit_code == 0 and "hydra/drafter, tree of 5 nodes" in searched.stderr
     assert json.loads(searched.stdout)["drafting"]["hydra"]["tree"] is None

@@ -20,7 +20,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def chat(place: Path, *words: str, input: str | None = None) -> Result:
+def chat(place: Path, *words: str, input: str | bytes | None = None) -> Result:
     common = ["--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "15"]
     return CliRunner().invoke(app, ["chat", *common, *words], input=input)
 
@@ -58,10 +58,16 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
 
 def test_mistakes_cost_a_line_not_the_session(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\nw1\n")
+    shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\n/save {tmp_path}\nw1\n")
     assert shown.exit_code == 0
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 3 and shown.stdout.strip()
+    assert len(errors) == 4 and shown.stdout.strip()
+    assert errors[3] == f"error: {tmp_path}: is a directory; check the path"
+
+
+def test_bytes_that_are_no_utf8_cost_a_character_not_the_session(place: Path) -> None:
+    shown = chat(place, input=b"w1 \xff\xfe w2\nw3\n")
+    assert shown.exit_code == 0 and shown.stderr.count("tokens a step") == 2, shown.output
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(

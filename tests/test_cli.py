@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 from medusa_cli import __version__, cli, options
 from medusa_cli import assets as store
 from medusa_cli.commands import assets as assets_command
+from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.recipe import DistillRecipe
 
 NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "assets", "demo"]
 runner = CliRunner()
@@ -79,11 +81,17 @@ def test_completion_for_the_shell() -> None:
     assert shown.returncode == 0 and "complete" in shown.stdout
 
 
+def flags(option: Any) -> list[str]:
+    """The names of an option; in an annotation typer keeps the first as its default."""
+    info = typing.get_args(option)[1]
+    return [info.default, *info.param_decls]
+
+
 SHARED = {
     flag: option
     for name, option in vars(options).items()
     if typing.get_origin(option) is typing.Annotated and not name.startswith("RunOr")
-    for flag in typing.get_args(option)[1].param_decls
+    for flag in flags(option)
 }
 
 
@@ -99,6 +107,19 @@ def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) ->
             assert parameter.annotation == SHARED[flag], f"{function.__name__} {flag} is its own"
 
 
+def test_what_help_says_of_defaults_is_so() -> None:
+    shared = {flag: typing.get_args(option)[1].help for flag, option in SHARED.items()}
+    lengths = {"chat": chat.MAX_NEW_TOKENS, "distill and bench": bench.MAX_NEW_TOKENS, "demo": demo.MAX_NEW_TOKENS}
+    assert ", ".join(f"{number} in {where}" for where, number in lengths.items()) in shared["--max-new-tokens"]
+    assert DistillRecipe().max_new_tokens == bench.MAX_NEW_TOKENS
+
+
+def test_the_words_of_devices_and_engines_are_those_that_load() -> None:
+    from medusa_cli.backbone import load
+
+    assert options.ENGINES == load.ENGINES and set(options.DTYPES) == {"auto", *load.DTYPES}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -112,6 +133,9 @@ def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) ->
         (["distill", "--device", "gpu"], "--device"),
         (["distill", "--dtype", "int7"], "--dtype"),
         (["assets", "imagenet"], "imagenet"),
+        (["bench", "--questions", "."], "'--questions': file '.' is a directory"),
+        (["tree", "--shape", "2", "--output", "."], "'--output': file '.' is a directory"),
+        (["compare", "x", "--data", "."], "'--data': file '.' is a directory"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
@@ -136,6 +160,9 @@ def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 1, "a.json: no such file"),
         (OSError("the model cannot be found"), 1, "error: OSError: the model cannot be found"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), 1, "no disk space left"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", ".out.x1", None, "out"), 1, "error: out: is a directory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 1, "out of memory; use"),
         (MemoryError(), 1, "out of memory"),
         (typer.Abort(), 1, "aborted"),
         (ZeroDivisionError("division\nby zero"), 1, "internal error: ZeroDivisionError: division by zero"),

@@ -105,7 +105,21 @@ def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"x": 1}', "[[]]", '[["a"]]', "[[0, 1]]", '{"parents": [0], "ranks": [0]}', "", "[[0"]
+    "text",
+    [
+        '{"x": 1}',
+        "[[]]",
+        '[["a"]]',
+        "[[0, 1]]",
+        '{"parents": [0], "ranks": [0]}',
+        '{"parents": [-1, 0], "ranks": [0, -1]}',
+        '{"parents": [-1, 0], "ranks": [0, 1.5]}',
+        '{"parents": [-1, 0], "ranks": [0, "1"]}',
+        '{"parents": [-1, 0.0], "ranks": [0, 1]}',
+        "3",
+        "",
+        "[[0",
+    ],
 )
 def test_files_that_are_no_tree_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)

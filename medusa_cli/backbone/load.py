@@ -133,11 +133,16 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(device).type
+        place = torch.device(device)
     except RuntimeError as reason:
         raise UsageError(f"--device {device!r} is no device", "use auto, cpu, cuda or cuda:N") from reason
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {device!r}: this machine has no usable CUDA device", "use --device cpu or auto")
+    absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
+    if absent.get(place.type):
+        name = place.type.upper()
+        raise UsageError(f"--device {device!r}: this machine has no usable {name} device", "use --device cpu or auto")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        most = torch.cuda.device_count() - 1
+        raise UsageError(f"--device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{most}")
     return device
 
 

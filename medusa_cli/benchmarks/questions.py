@@ -24,7 +24,7 @@ def read_questions(path: Path) -> tuple[list[Question], int]:
         raise UserError(f"--questions {str(path)!r} does not exist", "give a JSONL file in FastChat's form")
     questions: list[Question] = []
     skipped = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -62,10 +62,9 @@ def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
         return list(questions)
     if limit < 1:
         raise UsageError(f"--limit {limit} is too small", "use 1 or more")
-    groups: dict[str, list[Question]] = {}
-    for question in questions:
-        groups.setdefault(question.category, []).append(question)
+    groups: dict[str, list[int]] = {}
+    for place, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(place)
     rounds = max(len(group) for group in groups.values())
     order = [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
-    chosen = {question.id for question in order[:limit]}
-    return [question for question in questions if question.id in chosen]
+    return [questions[place] for place in sorted(order[:limit])]

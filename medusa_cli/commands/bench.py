@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.errors import UsageError
 from medusa_cli.run import RUNS, Run
 
 MAX_NEW_TOKENS = 256
@@ -76,8 +77,6 @@ def bench(
     Every method answers every question in turn, both turns, on the same prompts. The report goes into the
     run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
-    from medusa_cli.errors import UsageError
-
     console.configure(quiet=quiet, json=json)
     from medusa_cli.commands.loading import choose, sampling_of
 
@@ -112,9 +111,9 @@ def bench(
     choice = choose(model, run, drafter, tree, need_drafter=alone)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     if batch_size > 1:
-        drafting = [one for one in (choice, *rivals.values()) if one.drafter is not None]
-        kinds = [drafter_kind(one.drafter) for one in drafting if one.drafter is not None]
-        check_batch(names, kinds, any(one.dynamic is not None for one in drafting))
+        choices = (choice, *rivals.values())
+        kinds = [drafter_kind(one.drafter) for one in choices if one.drafter is not None]
+        check_batch(names, kinds, any(one.dynamic is not None for one in choices))
     if "llama.cpp" in names:
         check_llama(choice.model, gguf, rule)
     elif gguf is not None:

@@ -1,5 +1,6 @@
 """`medusa chat`: a streaming session with a model and its drafter."""
 
+import io
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, explain_os
 
 MAX_NEW_TOKENS = 512
 HELP = """/help          this list
@@ -97,6 +98,8 @@ class Session:
     def converse(self) -> None:
         """Read lines until the end of input or /exit, answering each; a mistake costs one line, not the session."""
         ask = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
         if ask:
             import readline  # noqa: F401  (line editing and history for input())
 
@@ -117,8 +120,10 @@ class Session:
                         return
                 else:
                     self.answer(line)
-            except (UserError, OSError) as reason:
+            except UserError as reason:
                 console.error(str(reason))
+            except OSError as reason:
+                console.error(explain_os(reason))
 
     def command(self, line: str) -> bool:
         """Obey a /command; False to leave."""

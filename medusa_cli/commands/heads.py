@@ -93,7 +93,9 @@ def read_calibration(path: Path) -> Heads:
         )
     heat = data.get("temperatures", [])
     if not isinstance(heat, list) or not all(isinstance(one, int | float) and one > 0 for one in heat):
-        raise UserError(f"the calibration {path} has temperatures that are none", "write it with `medusa calibrate`")
+        raise UserError(
+            f"the calibration {path} has temperatures that are not above 0", "write it with `medusa calibrate`"
+        )
     return Heads(path, rows, len(rows), data.get("backbone", ""), data.get(STAMP), temperatures=tuple(heat))
 
 

@@ -178,7 +178,7 @@ def load_drafting(choice: Choice, backbone: "Backbone", tree: "Tree") -> "tuple[
 
     assert choice.drafter is not None
     drafter = load_drafter(choice.drafter, backbone)
-    check_fit(tree, drafter, str(choice.tree or f"--tree static:{choice.static}"))
+    check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
     return drafter, tree if choice.dynamic is None else growth_of(choice, tree, drafter)
 
 
@@ -207,7 +207,7 @@ def describe(shape: "Tree | Growth | None") -> str:
 
 
 def check_fit(tree: "Tree", drafter: Any, name: str) -> None:
-    """UserError for a tree, a file or what --tree says, that asks for more heads or guesses than the drafter has."""
+    """UserError for a tree (a file, or what --tree says) that asks for more heads or guesses than the drafter has."""
     if tree.max_depth > drafter.num_heads:
         raise UserError(
             f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",

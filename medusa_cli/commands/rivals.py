@@ -7,7 +7,7 @@ from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.loading import Choice, choose, describe, load_drafting, static_tree
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, read_json
+from medusa_cli.run import Run, read_object
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
@@ -45,7 +45,7 @@ def find_rivals(names: list[str], model: str | None, run: str | None, tree: str 
 def _kind(folder: Path) -> str | None:
     """The kind of the drafter in a run, None where there is none."""
     config = Run(folder).drafter_dir / "config.json"
-    return read_json(config, "the drafter's config").get("drafter") if config.is_file() else None
+    return read_object(config, "the drafter's config").get("drafter") if config.is_file() else None
 
 
 def load_rivals(rivals: dict[str, Choice], backbone: "Backbone") -> "dict[str, tuple[Drafter, Tree | Growth]]":

@@ -21,7 +21,9 @@ def tree(
     run: options.RunOrDefault = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="From `medusa calibrate`. [default: the run's calibration.json]"),
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="From `medusa calibrate`. [default: the run's calibration.json]"
+        ),
     ] = None,
     budget: Annotated[
         str | None,
@@ -37,15 +39,16 @@ def tree(
     ] = None,
     choices: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A tree file or medusa_choices list to draw, judge and save."),
+        typer.Option(metavar="FILE", dir_okay=False, help="A tree file or medusa_choices list to draw and save."),
     ] = None,
     heads: Annotated[int | None, typer.Option(metavar="K", help="Use the first K heads only. [default: all]")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to save it. [default: the run's tree.json]")
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Where to save it. [default: the run's tree.json]"),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to draw it, .png or .svg. [default: beside the tree]"),
+        typer.Option(metavar="FILE", dir_okay=False, help="Where to draw it, .png or .svg. [default: beside the tree]"),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")

@@ -1,7 +1,6 @@
 """Drafters by name, and loading whichever a folder holds."""
 
 from pathlib import Path
-from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.amphista import Amphista
@@ -11,7 +10,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
-from medusa_cli.run import check_backbone, read_json
+from medusa_cli.run import check_backbone, read_object
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Firp)}
 
@@ -33,7 +32,7 @@ __all__ = [
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """The class of the drafter a folder holds; UserError where it holds none."""
-    name = read_json(Path(folder) / "config.json", "the drafter's config").get("drafter")
+    name = read_object(Path(folder) / "config.json", "the drafter's config").get("drafter")
     if name not in DRAFTERS:
         raise UserError(f"{folder} holds no known drafter ({name!r})", f"known are {', '.join(DRAFTERS)}")
     return DRAFTERS[name]
@@ -42,7 +41,7 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Load the drafter a folder holds; UserError, naming both models, if it was trained for another backbone."""
     kind = drafter_kind(folder)
-    config: dict[str, Any] = read_json(Path(folder) / "config.json", "the drafter's config")
+    config = read_object(Path(folder) / "config.json", "the drafter's config")
     widths = (config.get("hidden_size"), config.get("vocab_size"))
     if widths != (backbone.hidden_size, backbone.vocab_size):
         raise UserError(

@@ -26,6 +26,8 @@ class Tree:
             raise ValueError("a tree needs one parent and one rank a node, the root's parent being -1")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
+        if any(rank < 0 for rank in self.ranks):
+            raise ValueError("a rank is negative; ranks count from 0")
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
@@ -137,4 +139,8 @@ class Tree:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tree":
-        return cls(tuple(data["parents"]), tuple(data["ranks"]))
+        """From what to_json gives; ValueError for numbers that are not whole."""
+        parents, ranks = tuple(data["parents"]), tuple(data["ranks"])
+        if not all(type(number) is int for number in (*parents, *ranks)):
+            raise ValueError("parents and ranks must be whole numbers")
+        return cls(parents, ranks)
