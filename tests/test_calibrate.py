@@ -164,6 +164,10 @@ def test_the_runs_own_calibration_is_written_for_its_own_drafter_and_held_out_pa
         assert not run.calibration_path.exists()
     assert medusa(*words, "--drafter", str(run.drafter_dir)).exit_code == 0  # named, but the run's own
     assert run.calibration_path.is_file()
+    run.calibration_path.unlink()
+    run.distill_path.unlink()  # a run that learnt from other conversations has these alone to be calibrated on
+    assert medusa(*words, "--data", str(data)).exit_code == 0
+    assert run.calibration_path.is_file()
 
 
 def test_bad_words_end_in_one_line(run: Run, model_folder: str) -> None:

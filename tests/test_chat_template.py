@@ -81,7 +81,8 @@ def test_every_command_on_the_run_knows_the_template_of_its_distillation(words: 
         trained = medusa("train", *more, *settings)
         assert trained.exit_code == 0, trained.output
     for place in (run, str(tmp_path / "other")):
-        measured = medusa("calibrate", "--run", place, "--data", str(raw), "--dtype", "fp32")
+        output = str(Path(place, "calibration.json"))
+        measured = medusa("calibrate", "--run", place, "--data", str(raw), "--output", output, "--dtype", "fp32")
         assert measured.exit_code == 0, measured.output
         assert medusa("tree", "--run", place, "--budget", "4").exit_code == 0
         said = medusa("chat", "--run", place, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32")

@@ -32,7 +32,8 @@ def calibrate(
         typer.Option(
             metavar="FILE",
             dir_okay=False,
-            help="Where to save it. [default: the run's calibration.json, nowhere with --data or --drafter]",
+            help="Where to save it. [default: the run's calibration.json; nowhere with --drafter, or --data beside "
+            "conversations of the run's own]",
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
@@ -48,8 +49,8 @@ def calibrate(
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
     Writes RUN/calibration.json and the heat map calibration.png. Typed bare it uses the conversations that
-    `medusa train` held out. What another drafter or other conversations come to is shown, and saved where --output
-    says: the run's own calibration, which `medusa tree` builds on, stays.
+    `medusa train` held out. What another drafter comes to, or other conversations than the run has, is shown, and
+    saved where --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
     from medusa_cli.drafters import drafter_kind
     from medusa_cli.recipe import load_recipe
@@ -63,7 +64,9 @@ def calibrate(
     folder = drafter or target.drafter_dir
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
-    output = output or (target.calibration_path if own and data is None else None)
+    # Where the run has no conversations of its own, others are all that its tree can be built on.
+    aside = not own or (data is not None and target.data_path.is_file())
+    output = output or (None if aside else target.calibration_path)
     source = data or target.data_path
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
         max_samples = WHOLE
