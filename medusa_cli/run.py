@@ -38,7 +38,11 @@ def replacing(path: Path) -> Iterator[Path]:
 def _temporary(path: Path) -> tuple[int, Path]:
     """A new file beside `path`, locked as long as its writer lives, and its handle."""
     while True:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        try:
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        except OSError as reason:
+            reason.filename = str(path)  # the file that cannot be written, not its name for the time being
+            raise
         with suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:

@@ -31,7 +31,7 @@ def test_turns_are_equal_shares_of_the_steps(turns: int) -> None:
 def test_each_map_learns_in_its_turn_alone_and_with_a_rate_of_its_own(run: Run) -> None:
     one = trainer(run, "train.heads_in_turn=true", "train.epochs=8")
     start = one.validate(0)
-    half = -(-one.steps // 2)
+    half = one.steps // 2  # the steps whose share of the training done is below a half
     events, weights, rates = [], [], []
     for event in one.events():
         events.append(event)

@@ -48,6 +48,16 @@ with replacing(pathlib.Path({str(path)!r})) as part:
     assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted([path, *others])
 
 
+def test_a_place_that_takes_no_file_is_named_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(dir: Path, prefix: str, suffix: str) -> None:
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}12345678{suffix}")
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    with pytest.raises(PermissionError) as raised:
+        write_atomic(tmp_path / "tree.json", "1")
+    assert raised.value.filename == str(tmp_path / "tree.json")
+
+
 def drafter(run: Path) -> Path:
     folder = run / "drafter"
     folder.mkdir(parents=True)

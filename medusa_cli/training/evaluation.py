@@ -37,7 +37,8 @@ def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | Non
     recipe = replace(recipe, train=train)
     place = {**place, "dtype": dtype}
     if riding:
-        backbone = load_backbone(recipe.model, **place, engine="eager", gradients=True)
+        template = recipe.chat_template
+        backbone = load_backbone(recipe.model, **place, engine="eager", gradients=True, chat_template=template)
     else:
         backbone = joint_backbone(recipe, place)
     found = whole_conversations(run, backbone, recipe, data, 0.0)

@@ -79,6 +79,11 @@ class Trainer:
         """Positions of the steps done so far."""
         return _size(self.batches[: self.step * self.recipe.train.accumulation])
 
+    @property
+    def _progress(self) -> float:
+        """The share of the training done: 1 in the last step, and in the validation after it."""
+        return min(1.0, self.step / max(1, self.steps - 1))
+
     def events(self) -> Iterator[Event]:
         """Run from the present step to the last; the drafter is then trained, in fp32, and not yet saved."""
         train = self.recipe.train
@@ -128,8 +133,7 @@ class Trainer:
     def _losses(self, items: list[Any]) -> Found:
         half = self.recipe.train.dtype == "bf16"
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
-            # 1 in the last step, and in the validation after it.
-            return self.task.losses(items, min(1.0, self.step / max(1, self.steps - 1)))
+            return self.task.losses(items, self._progress)
 
     def _update(self, group: list[list[Any]]) -> tuple[float, float]:
         """Clip, step and clear the gradients; return the heads' rate and the gradients' norm before clipping."""
@@ -138,8 +142,9 @@ class Trainer:
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}", list(itertools.chain(*group)))
         turns = self.drafter.num_heads if train.heads_in_turn else 1
-        turn = turn_of(self.step / self.steps, turns)
-        first, end = (-(-self.steps * one // turns) for one in (turn, turn + 1))
+        turn = turn_of(self._progress, turns)
+        first = _up((self.steps - 1) * turn, turns)
+        end = _up((self.steps - 1) * (turn + 1), turns) if turn + 1 < turns else self.steps
         share = learning_rate(
             self.step - first, end - first, peak=1.0, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
         )
@@ -220,6 +225,11 @@ def _optimizer(groups: list[Group], train: TrainRecipe, device: str) -> torch.op
 
         return AdamW8bit(parts, betas=betas)
     return torch.optim.AdamW(parts, betas=betas, fused=device in ("cpu", "cuda"))
+
+
+def _up(whole: int, parts: int) -> int:
+    """A part of a whole, rounded up."""
+    return -(-whole // parts)
 
 
 def _size(batches: list[list[Any]]) -> int:
