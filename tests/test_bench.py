@@ -70,6 +70,12 @@ def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> No
     assert "1 lines are no questions" in shown.stderr
 
 
+def test_80_columns_hold_the_table_whole(place: Path) -> None:
+    shown = bench(place, "--limit", "2", "--methods", "ar,medusa,medusa-dynamic").stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    assert "┓" in shown.splitlines()[1] and "dynamictreesofatmost" in "".join(shown.split())
+
+
 def test_sampling_reports_no_identity(place: Path) -> None:
     shown = bench(place, "--json", "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
     document = json.loads(shown.stdout)

@@ -151,10 +151,13 @@ def show(document: dict[str, Any]) -> None:
     from medusa_cli.benchmarks.report import by_category, figures
 
     rows = figures(document)
-    table = Table(title=document["title"], caption=" ".join(document["facts"]))
+    facts = " ".join(document["facts"])
+    # 80 columns hold the table where padding is small and the names of methods alone give way, whole.
+    table = Table(title=document["title"], caption=facts, collapse_padding=True, pad_edge=False)
     for column in rows[0]:
-        widest = max(map(len, column.split()))  # 80 columns hold the table if no word of a heading is cut
-        table.add_column(column, justify="left" if column == "method" else "right", min_width=widest)
+        widest = max(map(len, column.split()))
+        side: Any = "left" if column == "method" else "right"
+        table.add_column(column, justify=side, min_width=widest, overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     console.result(table)

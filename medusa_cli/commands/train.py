@@ -108,7 +108,7 @@ def train(
     check_drafter(plan)
     bound, whole = plan.train.max_tokens, plan.train.stage == 2 or drafter_class(plan.drafter.name).whole_sequences
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
-    length = f" or {bound:,} tokens, at most {minutes} minutes on two cores" if bound else ""
+    length = f" or {bound:,} tokens, at most {minutes} min on two cores" if bound else ""
     console.info(
         f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
