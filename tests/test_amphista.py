@@ -8,11 +8,12 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, Draft, load_drafter
+from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, load_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
+from tests.watching import Watching
 
 # The recipe's heads, those over the model's own lm_head, ones of low rank, and the paper's alpha variant.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,15 +36,8 @@ def amphista(backbone: Backbone, vocabulary: str = "own", **own: Any) -> Amphist
     return heads.eval()
 
 
-class Watched(Amphista):
-    """Keeps what it was told and what it drafted."""
-
-    seen: list[tuple[Confirmed, Draft]]
-
-    def draft(self, backbone, cache, confirmed, tree) -> Draft:
-        draft = super().draft(backbone, cache, confirmed, tree)
-        self.seen.append((confirmed, draft))
-        return draft
+class Watched(Watching, Amphista):
+    pass
 
 
 @pytest.mark.parametrize("shape", [TREE, Growth(20, 4)], ids=["static", "dynamic"])

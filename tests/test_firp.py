@@ -10,12 +10,13 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_batch, generate_plain
-from medusa_cli.drafters import Confirmed, Draft, Firp, load_drafter
+from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.drafters.firp import spread
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, tiny_backbone
+from tests.watching import Watching
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -125,15 +126,8 @@ def test_firp_is_lossless(family: str, engine: str, shape: Tree | Growth) -> Non
     assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
-class Watched(Firp):
-    """Keeps what it was told and what it drafted."""
-
-    seen: list[tuple[Confirmed, Draft]]
-
-    def draft(self, backbone, cache, confirmed, tree) -> Draft:
-        draft = super().draft(backbone, cache, confirmed, tree)
-        self.seen.append((confirmed, draft))
-        return draft
+class Watched(Watching, Firp):
+    pass
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import Batch, Confirmed, Draft, HydraHeads, load_drafter
+from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
 from medusa_cli.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
+from tests.watching import Watching
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
@@ -74,15 +75,8 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
     assert torch.allclose(again, alone, atol=1e-5)
 
 
-class Watched(HydraHeads):
-    """Keeps what it was told and what it drafted."""
-
-    seen: list[tuple[Confirmed, Draft]]
-
-    def draft(self, backbone, cache, confirmed, tree) -> Draft:
-        draft = super().draft(backbone, cache, confirmed, tree)
-        self.seen.append((confirmed, draft))
-        return draft
+class Watched(Watching, HydraHeads):
+    pass
 
 
 @pytest.mark.parametrize("shape", [TREE, Growth(20, 3)], ids=["static", "dynamic"])
