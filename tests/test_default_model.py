@@ -1,6 +1,7 @@
 """The default model with the drafter that ships: real weights, real questions."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -61,3 +62,33 @@ def test_twenty_questions_are_token_identical_in_fp32() -> None:
     words = ["--limit", "20", "--max-new-tokens", "256", "--methods", "ar,medusa", "--dtype", "fp32"]
     document = medusa("bench", "--mt-bench", *words)
     assert document["methods"]["medusa"]["identical"] == 20
+
+
+KINDS = {
+    "medusa": [],
+    "hydra": ["drafter=hydra", "drafter.matrices=one"],
+    "hydra++": ["drafter=hydra", "drafter.matrices=one", "drafter.prefix_layers=1", "drafter.taps=[10,20]"],
+    "amphista": ["drafter=amphista", "drafter.matrices=one"],
+    "firp": ["drafter=firp", "train.lr=1e-2"],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with some of the default model's own answers, which every drafter learns from a little."""
+    run = tmp_path_factory.mktemp("answers")
+    medusa("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "--max-turns", "1")
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafter_is_token_identical_in_fp32_and_takes_fewer_steps(kind: str, answers: Path) -> None:
+    run = f"{answers}/{kind}"
+    medusa("train", *KINDS[kind], "train.max_tokens=15000", "train.warmup_steps=2", "--run", run)
+    medusa("calibrate", "--run", run)
+    words = ["--limit", "4", "--max-new-tokens", "64", "--methods", "ar,medusa", "--tree", "static:16"]
+    document = medusa("bench", "--mt-bench", "--run", run, "--dtype", "fp32", *words)
+    measured = document["methods"]["medusa"]
+    assert measured["identical"] == measured["questions"] == 4
+    assert measured["acceptance_rate"] > 1.05

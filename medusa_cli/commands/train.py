@@ -25,7 +25,8 @@ def train(
     recipe: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE.yaml] [KEY=VALUE ...]", help="A recipe file and settings such as train.lr=1e-3."
+            metavar="[RECIPE.yaml] [KEY=VALUE ...]",
+            help="A recipe file, and settings such as drafter=hydra or train.lr=1e-3.",
         ),
     ] = None,
     run: options.Run = DEFAULT_RUN,
