@@ -1,4 +1,4 @@
-"""The default model with the drafter that ships: real weights, real questions."""
+"""The default model, with the drafter that ships and with one of each kind trained here: real weights and questions."""
 
 import json
 from pathlib import Path
