@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
-from medusa_cli.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")

@@ -7,7 +7,8 @@ import torch
 
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.run import Run, provenance, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
 from tests.tiny import tiny_backbone

@@ -10,7 +10,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, load_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.run import provenance
+from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 from tests.watching import Watching

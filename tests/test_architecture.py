@@ -22,7 +22,7 @@ LAYERS = [
     {"tree"},
     {"backbone"},
 ]
-LEAVES = {"recipe", "run", "assets", "errors"}
+LEAVES = {"runs", "assets", "errors"}
 # Storage of hidden states: a leaf too, but one of torch, so no command may start with it.
 TORCH_LEAVES = {"states"}
 SCREEN = {"console", "options", "progress"}
@@ -73,7 +73,7 @@ def allowed(top: str) -> set[str]:
         return set()
     if top in LEAVES | TORCH_LEAVES:
         # A leaf may build on the leaves below it, never on a layer.
-        return LEAVES - {top}
+        return LEAVES
     if top in SCREEN:
         return LEAVES | SCREEN - {top}
     place = next(i for i, layer in enumerate(LAYERS) if top in layer)

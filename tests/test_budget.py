@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.benchmarks.step_cost import measure_costs
 from medusa_cli.cli import app
-from medusa_cli.run import write_json
+from medusa_cli.runs.files import write_json
 from medusa_cli.tree import Tree
 from medusa_cli.tree.budget import StepCost, best_budget, break_even, cost_of, judge
 from medusa_cli.tree.search import expected_length, node_values, search

@@ -14,7 +14,7 @@ from medusa_cli import console
 from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.training.calibration import calibrate
 from medusa_cli.training.data import Answer, Dataset, ReadReport
 from tests.test_training import conversation, model_folder, run, train_words, write_lines

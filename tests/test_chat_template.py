@@ -8,8 +8,8 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
 from tests.runs import save_model
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 

@@ -23,7 +23,7 @@ from medusa_cli import assets as store
 from medusa_cli.commands import assets as assets_command
 from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import DistillRecipe
+from medusa_cli.runs.recipe import DistillRecipe
 
 NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "assets", "demo"]
 runner = CliRunner()

@@ -16,7 +16,7 @@ from medusa_cli.cli import app
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill, read_seeds
 from medusa_cli.distilling.engine import order
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore
 from tests.runs import save_model
 from tests.tiny import CHAT_TEMPLATE, tiny_backbone

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, build_drafter, load_dataset
 from medusa_cli.training.build import taps_of
 from tests.test_training import SETTINGS, conversation, write_lines

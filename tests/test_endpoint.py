@@ -23,7 +23,7 @@ from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from tests.runs import save_model
 
 

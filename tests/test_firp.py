@@ -13,7 +13,7 @@ from medusa_cli.decoding import generate, generate_batch, generate_plain
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.drafters.firp import spread
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import provenance
+from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, tiny_backbone
 from tests.watching import Watching

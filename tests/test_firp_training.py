@@ -16,8 +16,8 @@ from medusa_cli.cli import app
 from medusa_cli.drafters import Batch
 from medusa_cli.drafters.firp import check_layers
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import whole_conversations

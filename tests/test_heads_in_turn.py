@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_cli.cli import app
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Validated
 from medusa_cli.training.schedule import turn_of
 from tests.test_firp_training import SETTINGS, trainer

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
-from medusa_cli.run import provenance
+from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 from tests.watching import Watching
@@ -162,7 +162,7 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str,
 
 def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
     from medusa_cli.errors import UsageError
-    from medusa_cli.recipe import load_recipe
+    from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.training import Dataset, build_drafter
     from medusa_cli.training.records import ReadReport
 

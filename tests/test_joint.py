@@ -16,8 +16,8 @@ from medusa_cli.backbone.load import load_network
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
 from medusa_cli.training.conversations import Conversations, bucketed
 from medusa_cli.training.data import held_out_ids

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, MedusaHeads, load_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import TrainRecipe
-from medusa_cli.run import provenance
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.run import provenance
 from medusa_cli.training.task import head_losses
 from medusa_cli.tree import Tree
 from tests.tiny import guesses, tiny_backbone

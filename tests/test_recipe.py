@@ -6,7 +6,7 @@ import pytest
 
 from medusa_cli.commands.distill import settings_of
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import Recipe, differences, from_dict, load_recipe
+from medusa_cli.runs.recipe import Recipe, differences, from_dict, load_recipe
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(SHIPPED.glob("*.yaml"))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Trainer, World, build_drafter, load_dataset
 from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load, restore_random_state
 from medusa_cli.training.log import TrainLog

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, replacing, replacing_folder, write_atomic
+from medusa_cli.runs.files import replacing, replacing_folder, write_atomic
+from medusa_cli.runs.run import Run
 
 
 def test_what_is_written_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,7 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path) -> None
     path = tmp_path / "checkpoint.pt"
     code = f"""
 import os, pathlib, signal
-from medusa_cli.run import replacing
+from medusa_cli.runs.files import replacing
 with replacing(pathlib.Path({str(path)!r})) as part:
     part.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from medusa_cli.backbone import load_backbone
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill
 from medusa_cli.distilling.parts import merge_parts, part_of
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore
 from tests.runs import save_model
 from tests.test_distributed import TWO

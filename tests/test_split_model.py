@@ -20,7 +20,7 @@ from medusa_cli.backbone import Backbone, adapter, load_backbone
 from medusa_cli.backbone.sharding import split_layers
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import load_recipe
+from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.training import World
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import check_shard

@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
 from medusa_cli.commands.heads import STAMP, stamp_of
-from medusa_cli.run import Run, provenance, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
 from tests.runs import TREE, save_model, save_run

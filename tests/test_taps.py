@@ -14,8 +14,8 @@ from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
 from medusa_cli.drafters.blocks import Fuse
 from medusa_cli.errors import UsageError
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import provenance
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import provenance
 from medusa_cli.training.build import taps_of
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.tree import Tree

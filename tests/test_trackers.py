@@ -14,7 +14,7 @@ from rich.console import Console
 
 from medusa_cli.commands.live import cells
 from medusa_cli.progress import show_bar
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Saved, Stepped, Validated
 from medusa_cli.training.checkpoints import checkpoint_path, load
 from medusa_cli.training.log import TrainLog, read_log

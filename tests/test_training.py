@@ -22,8 +22,8 @@ from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.base import Losses
 from medusa_cli.drafters.cross_entropy import linear_cross_entropy
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import Recipe, load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import Recipe, load_recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan

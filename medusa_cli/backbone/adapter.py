@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.run import replacing_folder
+from medusa_cli.runs.files import replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
 

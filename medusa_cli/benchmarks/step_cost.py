@@ -12,7 +12,7 @@ from medusa_cli.decoding.accept import accept
 from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.drafters import Confirmed, Drafter
-from medusa_cli.run import replacing
+from medusa_cli.runs.files import replacing
 from medusa_cli.tree import Tree
 from medusa_cli.tree.budget import Budget, StepCost, curve
 

@@ -7,7 +7,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
-from medusa_cli.run import RUNS, Run
+from medusa_cli.runs.run import RUNS, Run
 
 MAX_NEW_TOKENS = 256
 # What --steps listens to; it asks no questions and runs no drafter.

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN
 
 TITLES = {
     5: "head 1 by its layer",
@@ -38,8 +38,9 @@ def bench_firp(
     Writes RUN/bench/firp-layers.json. The trainings are short, all alike: they rank the choices, and that is all.
     """
     from medusa_cli.errors import UsageError
-    from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, provenance, write_json
+    from medusa_cli.runs.files import write_json
+    from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training.build import check_drafter
 
     console.configure(quiet=quiet, json=json)

@@ -8,7 +8,8 @@ from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.heads import Heads, check_current, stamp_of
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, provenance, read_object, write_json
+from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.run import Run, provenance
 
 if TYPE_CHECKING:
     from medusa_cli.tree.budget import Budget

@@ -8,7 +8,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.commands.heads import STAMP, stamp_of
 from medusa_cli.errors import UserError
-from medusa_cli.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
 WHOLE = 100
@@ -53,8 +53,9 @@ def calibrate(
     saved where --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
     from medusa_cli.drafters import drafter_kind
-    from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, provenance, write_json
+    from medusa_cli.runs.files import write_json
+    from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.run import Run, provenance
 
     console.configure(quiet=quiet, json=json)
     target = Run.open(run)

@@ -146,7 +146,7 @@ class Session:
             case "/save":
                 if not rest:
                     raise UserError("/save needs a file", "write /save FILE")
-                from medusa_cli.run import write_json
+                from medusa_cli.runs.files import write_json
 
                 write_json(Path(rest).expanduser(), {"messages": self.messages})
                 console.info(f"saved to {rest}")

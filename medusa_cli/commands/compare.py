@@ -78,8 +78,9 @@ def compare(
 
 def _row(name: str) -> dict[str, Any]:
     """One run's last validation and what training led to it; UserError where there is none."""
-    from medusa_cli.recipe import load_recipe
-    from medusa_cli.run import Run, read_object
+    from medusa_cli.runs.files import read_object
+    from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.run import Run
     from medusa_cli.training.log import NAME, read_log
 
     run = Run.open(name, flag="RUN")
@@ -112,7 +113,7 @@ def _cost(parts: dict[str, float]) -> dict[str, float | None]:
 
 def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Any) -> None:
     """Put what each run comes to on the file's conversations in the place of its own last validation."""
-    from medusa_cli.run import Run
+    from medusa_cli.runs.run import Run
     from medusa_cli.training.evaluation import evaluate
 
     place |= {"load_in_4bit": False, "load_in_8bit": False}

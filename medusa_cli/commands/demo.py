@@ -41,7 +41,7 @@ def demo(
     from medusa_cli.benchmarks import build_methods, measure, read_questions, spread, summarise
     from medusa_cli.commands.measuring import plain_model, show
     from medusa_cli.decoding.sampling import Sampling
-    from medusa_cli.run import provenance
+    from medusa_cli.runs.run import provenance
 
     tokens = max_new_tokens or MAX_NEW_TOKENS
     chosen = spread(read_questions(mt_bench_path())[0], limit)

@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN
 
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
@@ -81,7 +81,7 @@ def distill(
     Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
     from medusa_cli.errors import UsageError, UserError
-    from medusa_cli.recipe import load_recipe
+    from medusa_cli.runs.recipe import load_recipe
 
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
@@ -112,7 +112,7 @@ def distill(
     from medusa_cli.distilling.filters import unique
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
-    from medusa_cli.run import Run, provenance
+    from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training import World
 
     # The end of the work is where the processes wait for one another, and their shares may differ by hours.

@@ -68,7 +68,7 @@ def _measure(
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.load import raw_load
     from medusa_cli.distilling.tokenizer import Tokenizer
-    from medusa_cli.run import Run
+    from medusa_cli.runs.run import Run
 
     speaker = Tokenizer(name)
     settings = Settings(max_new_tokens=max_new_tokens, max_turns=1, capacity=512)

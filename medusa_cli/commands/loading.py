@@ -8,7 +8,8 @@ from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.heads import STAMP, UNKNOWN, Heads, outdated, read_calibration
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import Run, read_json
+from medusa_cli.runs.files import read_json
+from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone

@@ -7,7 +7,8 @@ from medusa_cli import console
 from medusa_cli.commands.heads import STAMP, stamp_of
 from medusa_cli.commands.loading import Choice, describe, growth_of, load
 from medusa_cli.commands.rivals import load_rivals
-from medusa_cli.run import provenance, read_object, write_atomic, write_json
+from medusa_cli.runs.files import read_object, write_atomic, write_json
+from medusa_cli.runs.run import provenance
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone

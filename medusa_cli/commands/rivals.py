@@ -7,7 +7,8 @@ from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.loading import Choice, choose, describe, load_drafting, static_tree
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, read_object
+from medusa_cli.runs.files import read_object
+from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone

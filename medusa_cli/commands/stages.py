@@ -93,7 +93,7 @@ def _loaded(load: Callable[[], Any], target: Any, world: Any, shard: bool) -> An
 def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: Any, run: str) -> tuple[Any, str]:
     """Save the drafter (and the adapter or tuned model) with its provenance; the run they are in and its name."""
     from medusa_cli.backbone import adapter
-    from medusa_cli.run import provenance
+    from medusa_cli.runs.run import provenance
     from medusa_cli.training.checkpoints import save_drafter
 
     identity = dict(trainer.backbone.identity)
@@ -128,8 +128,9 @@ def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: 
 def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
     """A fully tuned model is another model: it goes into a run of its own, RUN/tuned."""
     from medusa_cli.backbone import Backbone
-    from medusa_cli.run import Run, write_json
-    from medusa_cli.run import provenance as made_by
+    from medusa_cli.runs.files import write_json
+    from medusa_cli.runs.run import Run
+    from medusa_cli.runs.run import provenance as made_by
 
     tuned = Run.open(str(target.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
@@ -144,7 +145,7 @@ def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
 
 def _copy_conversations(source: Path, target: Any) -> None:
     """Give a run the conversations of a file, without their states: these were another model's."""
-    from medusa_cli.run import replacing
+    from medusa_cli.runs.files import replacing
     from medusa_cli.training.records import ReadReport, parse
 
     with replacing(target.distill_path) as part, part.open("w", encoding="utf-8") as out:

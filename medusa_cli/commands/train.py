@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN
 
 # Positions trained a second on two cores with the default model, from cached states and beside whole passes (a guess);
 # for the estimate only.
@@ -85,7 +85,8 @@ def train(
     checkpoint for --resume.
     """
     from medusa_cli.errors import UsageError
-    from medusa_cli.run import Run, write_atomic
+    from medusa_cli.runs.files import write_atomic
+    from medusa_cli.runs.run import Run
 
     rank = int(os.environ.get("RANK", "0"))
     console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
@@ -160,7 +161,7 @@ def _recipe(target: Any, words: list[str], given: dict[str, Any], resume: bool, 
     Where none of them names a model or a chat template, it is that of the run `origin`.
     """
     from medusa_cli.errors import UsageError
-    from medusa_cli.recipe import load_recipe
+    from medusa_cli.runs.recipe import load_recipe
 
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:

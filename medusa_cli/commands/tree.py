@@ -8,7 +8,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.commands.heads import STAMP, Heads, check_current, find_heads
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.run import DEFAULT_RUN, provenance
+from medusa_cli.runs.run import DEFAULT_RUN, provenance
 
 BUDGET = 64
 # A step runs all nodes at once, and the mask is a square of them: nothing gains from more anywhere.

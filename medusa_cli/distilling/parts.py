@@ -8,7 +8,7 @@ import torch
 
 from medusa_cli.distilling.engine import Distilled
 from medusa_cli.distilling.records import RecordWriter, whole_lines
-from medusa_cli.run import Run
+from medusa_cli.runs.run import Run
 
 
 def part_of(run: Run, rank: int) -> Run:

@@ -19,7 +19,7 @@ from medusa_cli.backbone.rounded import BITS
 from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.errors import UserError
-from medusa_cli.run import read_json, write_json
+from medusa_cli.runs.files import read_json, write_json
 from medusa_cli.tree import Growth
 
 if TYPE_CHECKING:

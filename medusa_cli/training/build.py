@@ -9,7 +9,7 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.base import beside_final
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
-from medusa_cli.recipe import DrafterRecipe, Recipe
+from medusa_cli.runs.recipe import DrafterRecipe, Recipe
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
 

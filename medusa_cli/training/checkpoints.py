@@ -8,8 +8,9 @@ import torch
 
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import Recipe, differences, from_dict
-from medusa_cli.run import Run, check_backbone, replacing, replacing_folder
+from medusa_cli.runs.files import replacing, replacing_folder
+from medusa_cli.runs.recipe import Recipe, differences, from_dict
+from medusa_cli.runs.run import Run, check_backbone
 
 # What a resumed training may set anew: when something is looked at and where weights lie, not what is learnt.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")

@@ -6,8 +6,8 @@ from typing import Any
 
 from medusa_cli.backbone import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import load_recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training.build import build_drafter, drafter_class
 from medusa_cli.training.events import Validated
 from medusa_cli.training.loop import Trainer

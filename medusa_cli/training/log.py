@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.run import write_atomic
+from medusa_cli.runs.files import write_atomic
 from medusa_cli.training.events import Event
 
 NAME = "train.jsonl"

@@ -12,8 +12,8 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.memory import peak_memory
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import Recipe, TrainRecipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import Recipe, TrainRecipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training import checkpoints
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset

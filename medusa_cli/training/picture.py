@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.run import replacing
+from medusa_cli.runs.files import replacing
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:

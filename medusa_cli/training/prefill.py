@@ -13,7 +13,8 @@ from torch import Tensor
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.rounded import BITS
 from medusa_cli.errors import UserError
-from medusa_cli.run import Run, check_backbone, replacing
+from medusa_cli.runs.files import replacing
+from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.states import StateStore
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World

@@ -9,8 +9,9 @@ from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.recipe import Recipe, TrainRecipe
-from medusa_cli.run import Run, check_backbone, read_json
+from medusa_cli.runs.files import read_json
+from medusa_cli.runs.recipe import Recipe, TrainRecipe
+from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.training.build import drafter_class
 from medusa_cli.training.conversations import Conversations, split_conversations
 from medusa_cli.training.distributed import World

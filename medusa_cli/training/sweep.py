@@ -11,8 +11,8 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import Firp
 from medusa_cli.errors import UserError
-from medusa_cli.recipe import Recipe
-from medusa_cli.run import Run
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.run import Run
 from medusa_cli.training.build import build_drafter
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.events import Stepped, Validated

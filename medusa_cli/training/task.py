@@ -10,7 +10,7 @@ from torch import nn
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses
-from medusa_cli.recipe import TrainRecipe
+from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.data import Answer, Dataset, pack, plan
 from medusa_cli.training.events import Found

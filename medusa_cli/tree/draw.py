@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.run import replacing
+from medusa_cli.runs.files import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 

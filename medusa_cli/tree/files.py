@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.run import read_json, write_json
+from medusa_cli.runs.files import read_json, write_json
 from medusa_cli.tree.tree import Tree
 
 
