@@ -35,7 +35,7 @@ def save_run(
     calibrated: bool = False,
 ) -> Run:
     """A run with random heads for the tiny model, a tree, and accuracies on request."""
-    from medusa_cli.backbone import load_backbone
+    from medusa_cli.engines import load_backbone
 
     run = Run.open(str(folder) + "/", create=True)
     run = Run(folder)

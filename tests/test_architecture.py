@@ -20,6 +20,7 @@ LAYERS = [
     {"decoding"},
     {"drafters"},  # drafters fill a tree; a tree knows no drafter
     {"tree"},
+    {"engines"},
     {"backbone"},
 ]
 LEAVES = {"runs", "assets", "errors"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.backbone import Backbone, KVCache, load_backbone
+from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 from medusa_cli.backbone.support import refuse_unsupported
 from medusa_cli.errors import UsageError, UserError

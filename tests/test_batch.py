@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_batch, generate_plain
 from medusa_cli.drafters import Amphista, Confirmed, Draft, HydraHeads, MedusaHeads
 from medusa_cli.drafters.heads import HeadDrafter

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medusa_cli import console
-from medusa_cli.backbone import load_backbone
 from medusa_cli.backbone.dialogue import Malformed
 from medusa_cli.cli import app
 from medusa_cli.commands.answering import Failures, Meter, from_server
@@ -22,6 +21,7 @@ from medusa_cli.distilling.endpoint import Endpoint, Failed, _retry_after, disti
 from medusa_cli.distilling.engine import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
+from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
 from tests.runs import save_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_cli.backbone.trace import ahead, trace
 from typer.testing import CliRunner
 
 from medusa_cli import console
-from medusa_cli.backbone.trace import ahead, trace
 from medusa_cli.cli import app
 from medusa_cli.drafters import Batch
 from medusa_cli.drafters.firp import check_layers
@@ -201,7 +201,7 @@ def test_the_commands_from_train_to_chat(run: Run, model: str) -> None:
 
 
 def test_no_gradient_is_lost_in_packed_weights(model: str) -> None:
-    from medusa_cli.backbone import load_backbone
+    from medusa_cli.engines import load_backbone
 
     gradients = []
     for backbone in (backbone_of(), load_backbone(model, dtype="fp32", engine="eager", gradients=True)):

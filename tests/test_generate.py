@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone, KVCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, generate, generate_batch, generate_plain
-from medusa_cli.decoding.static import generate_static
 from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
@@ -29,10 +28,13 @@ class Oracle(Drafter):
         self.answer, self.right, self.drafts = list(answer), right, 0
         self.chance = torch.Generator().manual_seed(0)
 
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
-        assert confirmed.start + len(confirmed.tokens) == cache.length
+    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[Confirmed], shape: Tree) -> list[Draft]:
+        assert len(sequences) == len(confirmed)
+        return [self.guess(backbone, one, shape) for one in confirmed]
+
+    def guess(self, backbone: Backbone, confirmed: Confirmed, tree: Tree) -> Draft:
         assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
-        done = cache.length - len(PROMPT)
+        done = confirmed.start + len(confirmed.tokens) - len(PROMPT)
         assert self.answer[done : done + 1] in ([confirmed.root], [])
         self.drafts += 1
         tokens = [confirmed.root]
@@ -121,7 +123,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer() -> None:
     assert [t for s in steps for t in s.tokens] == expected
 
 
-@pytest.mark.parametrize("loop", ["alone", "static", "batch"])
+@pytest.mark.parametrize("loop", ["alone", "batch"])
 @pytest.mark.parametrize("reason", ["stop token", "token limit"])
 def test_drafts_after_the_end_count_as_not_accepted(loop: str, reason: str) -> None:
     backbone = tiny_backbone()
@@ -135,7 +137,7 @@ def test_drafts_after_the_end_count_as_not_accepted(loop: str, reason: str) -> N
     if loop == "batch":
         steps = [step for _, step in generate_batch(backbone, oracle, chain, [PROMPT], batch_size=1, **limits)]
     else:
-        steps = list((generate_static if loop == "static" else generate)(backbone, oracle, chain, PROMPT, **limits))
+        steps = list(generate(backbone, oracle, chain, PROMPT, **limits))
     assert 1 < len(steps[-1].tokens) <= chain.max_depth  # the answer ended among the drafts
     verified = steps[1:]
     assert [step.accepted for step in verified] == [len(step.tokens) - 1 for step in verified]

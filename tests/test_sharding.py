@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.backbone import load_backbone
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill
 from medusa_cli.distilling.parts import merge_parts, part_of
+from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore

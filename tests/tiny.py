@@ -7,6 +7,7 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engines import attach
 
 FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
 CHAT_TEMPLATE = (
@@ -93,7 +94,9 @@ def tiny_backbone(
 ) -> Backbone:
     """A backbone over tiny_model, in fp32."""
     model = tiny_model(family, vocab=vocab, hidden=hidden, layers=layers, positions=positions, seed=seed)
-    return Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}", engine=engine)
+    backbone = Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}")
+    attach(backbone, engine)
+    return backbone
 
 
 def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:

@@ -1,9 +1,5 @@
-"""The frozen language model that verifies: loading, forward passes over trees, the KV cache."""
+"""The frozen language model: loading, what it is called by, how its conversations are laid out."""
 
-from medusa_cli.backbone.cache import KVCache
-from medusa_cli.backbone.load import load_backbone
-from medusa_cli.backbone.model import Backbone, Output
-from medusa_cli.backbone.pseudo import Pseudo
-from medusa_cli.backbone.slots import SlotCache
+from medusa_cli.backbone.model import Backbone
 
-__all__ = ["Backbone", "KVCache", "Output", "Pseudo", "SlotCache", "load_backbone"]
+__all__ = ["Backbone"]

@@ -78,7 +78,7 @@ class Masks:
     """Additive masks for a model's kinds of attention; a sliding window counts positions, not rows."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self.window: float = getattr(config, "sliding_window", None) or math.inf
         kinds = getattr(config, "layer_types", None)
         if not kinds:
@@ -97,24 +97,15 @@ class Masks:
             return visible
         return visible & (positions[..., None] - columns < self.window)
 
-    def __call__(self, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
-        """Masks [B, 1, n, L] from visible [(B,) n, L], by kind where the model has two."""
-
-        def expand(kind: str) -> Tensor:
-            mask = self.visible(kind, visible, positions, columns)
-            return additive(mask if mask.dim() == 3 else mask[None], self._dtype)[:, None]
-
-        return self._by_kind(expand)
-
     def causal(self, rows: int, device: torch.device) -> Tensor | dict[str, Tensor]:
         """Masks under which each of n rows sees itself and those before it: without entries, but for a window's."""
         positions = torch.arange(rows, device=device)
 
         def of(kind: str) -> Tensor:
             if kind == "full_attention" or rows <= self.window:
-                return torch.empty(1, 1, 0, 0, dtype=self._dtype, device=device)
+                return torch.empty(1, 1, 0, 0, dtype=self.dtype, device=device)
             mask = self.visible(kind, positions <= positions[:, None], positions, positions)
-            return additive(mask, self._dtype)[None, None]
+            return additive(mask, self.dtype)[None, None]
 
         return self._by_kind(of)
 

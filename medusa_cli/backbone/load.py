@@ -1,69 +1,16 @@
-"""From a name to a backbone: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
+"""From a name to a network: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from medusa_cli import assets
-from medusa_cli.backbone import adapter as adapters
 from medusa_cli.backbone import blank
-from medusa_cli.backbone.model import Backbone
-from medusa_cli.backbone.packed import pack_linears
-from medusa_cli.backbone.rounded import BITS
+from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
 from medusa_cli.errors import UsageError, UserError
 
-ENGINES = ("auto", "eager", "fast", *BITS)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-
-
-def load_backbone(
-    model: str = assets.DEFAULT_MODEL,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    load_in_4bit: bool = False,
-    load_in_8bit: bool = False,
-    engine: str = "auto",
-    adapter: Path | None = None,
-    gradients: bool = False,
-    shard: bool = False,
-    chat_template: str | None = None,
-) -> Backbone:
-    """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
-
-    device "auto" takes CUDA where there is one; dtype "auto" is bf16. engine "fast" is the lean one over fused weights,
-    packed on a CPU; "int8" and "int4" are "fast" over rounded weights; "eager" is transformers' own layers, their
-    weights packed where the CPU has kernels for that; "auto" is "fast" on a CPU where it can run the model.
-    "random:SHAPE" is a model of random weights, for timing.
-    adapter is a folder from joint training: merged into the weights, or beside them where they are quantised.
-    Gradients pass through plain weights alone, which the engine "eager" then keeps; packed ones would lose them
-    without a word. shard: with the layers split over all processes (see split_layers), which "eager" alone runs.
-    chat_template takes the place of the tokenizer's own.
-    Raises UserError for what cannot be found or used.
-    """
-    if engine not in ENGINES:
-        raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
-    if shard and engine not in ("auto", "eager"):
-        raise UsageError(f"--engine {engine} cannot run layers split by --shard", "leave one of them out")
-    network, tokenizer = load_network(
-        model,
-        device=device,
-        dtype=dtype,
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
-        shard=shard,
-        chat_template=chat_template,
-    )
-    if adapter is not None:
-        network = adapters.merge(network, adapter, beside=load_in_4bit or load_in_8bit)
-    stamp = adapters.digest(adapter) if adapter is not None else None
-    backbone = Backbone(network, tokenizer, id=model, engine="eager" if shard else engine, adapter=stamp)
-    packs = backbone.engine == "eager" and backbone.device.type == "cpu" and not (gradients or shard)
-    if packs and not (load_in_4bit or load_in_8bit):
-        pack_linears(network)
-    return backbone
 
 
 def load_network(
@@ -76,14 +23,20 @@ def load_network(
     shard: bool = False,
     chat_template: str | None = None,
 ) -> tuple[Any, Any]:
-    """The unmodified transformers model and its tokenizer, on the device; arguments and errors as in load_backbone."""
+    """The unmodified transformers model and its tokenizer, on the device.
+
+    device "auto" takes CUDA where there is one; dtype "auto" is the checkpoint's own, but fp32 on a CPU that has no
+    instructions for it. "random:SHAPE" is a model of random weights, for timing. shard: with the layers split over all
+    processes (see split_layers). chat_template takes the place of the tokenizer's own. Raises UserError for what cannot
+    be found or used.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
     place = resolve_device(device)
-    kind = resolve_dtype(dtype)
+    kind = resolve_dtype(dtype, model, place)
     if load_in_4bit and load_in_8bit:
         raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
     options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa"}
@@ -106,12 +59,7 @@ def load_network(
         network = AutoModelForCausalLM.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, SafetensorError) as reason:
-        first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-        raise UserError(
-            f"--model {model!r} could not be loaded: {first}",
-            "give a folder with a Hugging Face causal LM, a hub id, or the default model's name "
-            f"{assets.DEFAULT_MODEL!r}",
-        ) from reason
+        raise unloadable(model, reason) from reason
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if load_in_4bit or load_in_8bit:
@@ -146,13 +94,44 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_dtype(dtype: str) -> torch.dtype:
+def resolve_dtype(dtype: str, model: str, place: str) -> torch.dtype:
     """The torch dtype a --dtype value stands for; UsageError where it is unknown."""
     if dtype == "auto":
-        return torch.bfloat16
+        own = checkpoint_dtype(model)
+        slow = torch.device(place).type == "cpu" and (own == torch.float16 or not has_bf16())
+        return torch.float32 if slow else own
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def read_config(model: str) -> Any:
+    """A model's text config, without its weights; UserError where there is none."""
+    from transformers import AutoConfig
+
+    if model.startswith(blank.PREFIX):
+        return blank.blank_config(model)
+    try:
+        return AutoConfig.from_pretrained(assets.model_dir(model)).get_text_config()
+    except (OSError, ValueError, KeyError) as reason:
+        raise unloadable(model, reason) from reason
+
+
+def checkpoint_dtype(model: str) -> torch.dtype:
+    """The type that a model's weights were saved in; bf16 where its config does not say."""
+    found = getattr(read_config(model), "dtype", None)
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+    return next((kind for kind in DTYPES.values() if kind == found), torch.bfloat16)
+
+
+def unloadable(model: str, reason: Exception) -> UserError:
+    """What to tell of a model that transformers could not load."""
+    first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
+    return UserError(
+        f"--model {model!r} could not be loaded: {first}",
+        f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {assets.DEFAULT_MODEL!r}",
+    )
 
 
 def _keep_gradients(network: torch.nn.Module) -> None:

@@ -1,46 +1,8 @@
-"""Which models can be verified over a tree, and whether an engine computes what the network does."""
+"""Which models can be verified over a tree at all."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from medusa_cli.backbone.layered import LayeredDecoder, Unsupported
-from medusa_cli.backbone.lean import LeanDecoder
 from medusa_cli.errors import UserError
-
-if TYPE_CHECKING:
-    from medusa_cli.backbone.model import Backbone
-
-
-@torch.inference_mode()
-def check_agreement(backbone: "Backbone", decoder: LeanDecoder | LayeredDecoder) -> None:
-    """Raise Unsupported unless a decoder gives the network's states for a few tokens, rounding apart."""
-    ids = torch.arange(12, device=backbone.device) * 37 % backbone.vocab_size
-    expected = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
-    backbone._decoder = decoder
-    try:
-        found = backbone.forward(ids, backbone.new_cache(), logits="none").hidden.float()
-    except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
-        raise Unsupported(str(reason).splitlines()[0]) from reason
-    finally:
-        backbone._decoder = None
-    error = float((found - expected).norm() / expected.norm())
-    if error > (0.1 if backbone.dtype == torch.bfloat16 else 1e-3):
-        raise Unsupported(f"its states differ from the network's own by {error:.1%}")
-
-
-def layered_decoder(backbone: "Backbone") -> LayeredDecoder:
-    """The network's layers one by one, once they have agreed with the network as a whole; else UserError."""
-    try:
-        layered = LayeredDecoder(backbone.model)
-        check_agreement(backbone, layered)
-    except Unsupported as reason:
-        raise UserError(
-            f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
-            "use a drafter that does not ride in the model's own layers, such as drafter=hydra",
-        ) from reason
-    return layered
-
 
 # What architectures do to the lm_head's scores: most logits are those as they are.
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -75,3 +37,20 @@ def refuse_unsupported(config: Any) -> None:
             "which sampling and training here do not know",
             "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
         )
+
+
+# Rotary tables that change once a text outgrows the context that the model was first trained for: what lies in the
+# cache by then was turned by the old ones, and a tree's rows on both sides of that place would need both.
+CHANGING_ROPE = ("longrope", "dynamic")
+
+
+def usable_positions(config: Any) -> int:
+    """The positions that a model is run for: its context, or its original one where its rotary tables change there."""
+    most = int(config.max_position_embeddings)
+    scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) not in CHANGING_ROPE:
+        return most
+    original = scaling.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return min(most, int(original or most))

@@ -7,6 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.measure import Result
+from medusa_cli.engines import Plan
 
 
 @torch.inference_mode()
@@ -22,8 +23,7 @@ def drift(backbone: Backbone, plain: Any, results: Sequence[Result]) -> dict[str
         ids = torch.tensor([*prompt, *answer])
         rows = slice(len(prompt) - 1, len(ids) - 1)  # those that emit the answer's tokens
         own = plain(ids[None].to(plain.device)).logits[0, rows].float().log_softmax(-1)
-        moved = backbone.forward(ids, backbone.new_cache(len(ids))).logits
-        assert moved is not None
+        moved = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
         log_q = moved[rows].log_softmax(-1).to(own.device)
         divergence += float((own.exp() * (own - log_q)).sum())
         same += int((own.argmax(-1) == log_q.argmax(-1)).sum())

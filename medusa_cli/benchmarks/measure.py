@@ -9,6 +9,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.methods import Method
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.decoding import Stats
+from medusa_cli.engines import Plan
 
 WARM_UP_TOKENS = 24
 
@@ -126,8 +127,6 @@ def diverges(
         position = min(len(expected), len(actual))
         return Divergence(turn, position, *(-1, -1), margin=0.0)
     ids = torch.tensor([*prompt, *expected[:same]])
-    out = backbone.forward(ids, backbone.new_cache(len(ids)), logits="last")
-    assert out.logits is not None
-    scores = out.logits[-1].float()
+    scores = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[0, -1]
     margin = float(scores[expected[same]] - scores[actual[same]])
     return Divergence(turn, same, expected[same], actual[same], margin)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,14 +10,14 @@ from medusa_cli.assets import MODELS
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.others import LlamaCpp, Transformers
 from medusa_cli.benchmarks.taken import Taken, Watch, share
-from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_batch, generate_plain
+from medusa_cli.decoding import Decoder, Pace, Sampling, Stats, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
 METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp", *sorted(set(DRAFTERS) - {"medusa"}))
 # What decodes one sequence a time alone.
-ALONE = ("hf-lookup", "medusa-dynamic", "llama.cpp")
+ALONE = ("hf-lookup", "llama.cpp")
 
 
 class Method(Protocol):
@@ -53,23 +53,18 @@ def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
         raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
 
 
-def check_batch(names: Sequence[str], kinds: Collection[type[Drafter]], dynamic: bool) -> None:
-    """UsageError for a method, a kind of drafter, or trees that cannot be decoded side by side."""
+def check_batch(names: Sequence[str]) -> None:
+    """UsageError for a method that cannot decode side by side."""
     for name in names:
         if name in ALONE:
             raise UsageError(f"--methods {name} decodes one sequence at a time", "leave it out, or use --batch-size 1")
-    if dynamic:
-        raise UsageError("--tree dynamic grows another tree for each row", "use a static tree, or --batch-size 1")
-    for kind in kinds:
-        if kind.whole_sequences:  # its rows ride in the backbone's pass
-            raise UsageError(f"{kind.name} drafts for one sequence at a time", "use --batch-size 1, or leave it out")
 
 
 def build_methods(
     names: Sequence[str],
     backbone: Backbone,
     plain: Any,
-    drafted: Mapping[str, tuple[Drafter, Tree | Growth]],
+    drafted: Mapping[str, tuple[Drafter, Tree | Growth | Pace]],
     sampling: Sampling,
     gguf: Path | None = None,
     batch_size: int = 1,
@@ -89,30 +84,30 @@ def build_methods(
             heads, shape = drafted.get(name, (None, None))
             methods[name] = _Batches(backbone, heads, shape, sampling, batch_size)
         elif name == "ar":
-            methods[name] = _Steps(lambda p, n: generate_plain(backbone, p, max_new_tokens=n, sampling=sampling))
+            methods[name] = _Steps(backbone, None, None, sampling)
         else:
-            methods[name] = _drafted(backbone, *drafted[name], sampling)
+            methods[name] = _Steps(backbone, *drafted[name], sampling)
     return methods
-
-
-def _drafted(backbone: Backbone, drafter: Drafter, tree: Tree | Growth, sampling: Sampling) -> Method:
-    return _Steps(lambda p, n: generate(backbone, drafter, tree, p, max_new_tokens=n, sampling=sampling))
 
 
 class _Steps:
     """One of our own loops, timed as its user sees it: everything between asking and the last token."""
 
-    def __init__(self, steps: Callable[[Sequence[int], int], Iterator[Step]]) -> None:
-        self._steps = steps
+    def __init__(
+        self, backbone: Backbone, drafter: Drafter | None, shape: "Tree | Growth | Pace | None", sampling: Sampling
+    ) -> None:
+        self._decoder, self._sampling = Decoder(backbone, drafter, shape), sampling
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Taken]:
         return [self._answer(prompt, max_new_tokens, watch) for prompt in prompts]
 
     def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Taken:
+        # Nothing is kept from one turn to the next: the other methods run every prompt from its beginning, too.
+        self._decoder.forget()
         tokens: list[int] = []
         stats = Stats()
         start = time.perf_counter()
-        for step in self._steps(prompt, max_new_tokens):
+        for step in answer(self._decoder, prompt, max_new_tokens=max_new_tokens, sampling=self._sampling):
             tokens += step.tokens
             stats.add(step)
             watch(step.tokens)
@@ -126,7 +121,7 @@ class _Batches:
         self,
         backbone: Backbone,
         drafter: Drafter | None,
-        tree: Tree | Growth | None,
+        tree: Tree | Growth | Pace | None,
         sampling: Sampling,
         batch_size: int,
     ) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.clock import Clock
-from medusa_cli.decoding.graphs import StaticDecoder
+from medusa_cli.engines import Cache, Plan
 from medusa_cli.tree import Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -56,12 +55,12 @@ def time_rows(
     Engines and sizes take turns, so that drift of the machine hits all alike.
     """
     trees = {count: _tree(count) for count in rows}
-    loops: dict[str, _Ordinary | _Captured] = {}
+    caches: dict[str, Cache] = {}
     prefills = {}
     for name, backbone in engines.items():
-        loops[name] = (_Captured if backbone.captures else _Ordinary)(backbone, context + max(rows))
+        caches[name] = backbone.engine.new_cache(capacity=context + max(rows))
         clock = Clock(backbone)
-        loops[name].prefill(torch.arange(context) % backbone.vocab_size)
+        backbone.engine.forward(Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none"), caches[name])
         prefills[name] = clock.lap()
     laps: dict[str, dict[int, list[float]]] = {name: {count: [] for count in rows} for name in engines}
     for number in range(rounds + 2):
@@ -69,51 +68,18 @@ def time_rows(
             for name, backbone in engines.items():
                 ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
                 clock = Clock(backbone)
-                loops[name].step(ids, tree)
+                out = backbone.engine.forward(Plan.tree(ids, tree), caches[name])
+                out.logits.argmax(-1).tolist()
                 lap = clock.lap()
-                loops[name].truncate(context)
                 if number >= 2:  # the first rounds warm up
                     laps[name][count].append(lap)
                 on_progress(1)
     return {
-        name: Timed({count: statistics.median(one) for count, one in found.items()}, prefills[name], loops[name].nbytes)
+        name: Timed(
+            {count: statistics.median(one) for count, one in found.items()}, prefills[name], caches[name].nbytes
+        )
         for name, found in laps.items()
     }
-
-
-class _Ordinary:
-    """A step as `generate` makes it, up to the chosen tokens."""
-
-    def __init__(self, backbone: Backbone, capacity: int) -> None:
-        self._backbone, self._cache = backbone, backbone.new_cache(capacity)
-        self.truncate = self._cache.truncate
-
-    def prefill(self, tokens: Tensor) -> None:
-        self._backbone.forward(tokens, self._cache, logits="none")
-
-    def step(self, tokens: Tensor, tree: Tree) -> None:
-        out = self._backbone.forward(tokens, self._cache, tree)
-        assert out.logits is not None
-        out.logits.argmax(-1).tolist()
-
-    @property
-    def nbytes(self) -> int:
-        return self._cache.nbytes
-
-
-class _Captured:
-    """A captured step, acceptance and compaction included; the rounds that warm up capture it."""
-
-    def __init__(self, backbone: Backbone, capacity: int) -> None:
-        self._decoder = StaticDecoder(backbone, capacity)
-        self.prefill, self.truncate = self._decoder.prefill, self._decoder.truncate
-
-    def step(self, tokens: Tensor, tree: Tree) -> None:
-        self._decoder.step(tokens[None], tree)
-
-    @property
-    def nbytes(self) -> int:
-        return self._decoder.cache.slots[0].nbytes
 
 
 def _tree(nodes: int) -> Tree:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.accept import accept
+from medusa_cli.decoding import Decoder
 from medusa_cli.decoding.clock import Clock
-from medusa_cli.decoding.sampling import Sampling
-from medusa_cli.drafters import Confirmed, Drafter
+from medusa_cli.drafters import Drafter
 from medusa_cli.runs.files import replacing
 from medusa_cli.tree import Tree
 from medusa_cli.tree.budget import Budget, StepCost, curve
@@ -35,30 +34,22 @@ def measure_costs(
     Tokens and states are whatever the model makes of arbitrary ids: a step's time does not depend on them.
     """
     deepest = max(tree.max_depth for tree in trees.values())
-    context = min(context, backbone.max_positions - deepest - 1)
-    cache = backbone.new_cache(context + max(tree.size for tree in trees.values()))
-    ids = torch.arange(context, device=backbone.device) % backbone.vocab_size
-    first = backbone.forward(ids, cache, taps=drafter.taps, logits="none", pseudo=drafter.pseudo(deepest))
-    hidden, ahead = first.hidden, first.ahead_of(-1)
-    sampling = Sampling()
-    generator = sampling.generator(backbone.device)
+    context = min(context, backbone.max_positions - 2 * (deepest + 1) * len(trees))
+    prompt = (torch.arange(context) % backbone.vocab_size).tolist()
+    decoder = Decoder(backbone, drafter, next(iter(trees.values())))
     seconds: dict[tuple[int, int], list[float]] = {name: [] for name in trees}
-    drafter.reset()
-    drafter.draft(backbone, cache, Confirmed(ids, hidden, 0, 0, ahead), next(iter(trees.values())))
     for number in range(rounds + 2):
+        # The prompt is still there from the round before: only its last token is run again.
+        sequence, _ = decoder.admit(prompt, max_new_tokens=backbone.max_positions, stop_ids=())
         for name, tree in trees.items():
-            pseudo = drafter.pseudo(tree.max_depth)
+            decoder.draft_over(tree)
             clock = Clock(backbone)
-            last = Confirmed(ids[-1:], hidden[-1:], number % backbone.vocab_size, context - 1, ahead)
-            draft = drafter.draft(backbone, cache, last, tree)
-            out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps, pseudo=pseudo)
-            assert out.logits is not None
-            cache.keep(context, accept(out.logits, draft, sampling, generator).path)
+            decoder.step()
             lap = clock.lap()
             if number >= 2:  # the first rounds warm up
                 seconds[name].append(lap)
-            cache.truncate(context)
             on_progress(1)
+        decoder.cancel(sequence)
     return [StepCost(heads, nodes, statistics.median(laps)) for (heads, nodes), laps in sorted(seconds.items())]
 
 

@@ -99,7 +99,6 @@ def bench(
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
     from medusa_cli.commands.measuring import run_bench, save, show
     from medusa_cli.commands.rivals import find_rivals
-    from medusa_cli.drafters import drafter_kind
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
@@ -111,9 +110,7 @@ def bench(
     choice = choose(model, run, drafter, tree, need_drafter=alone)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     if batch_size > 1:
-        choices = (choice, *rivals.values())
-        kinds = [drafter_kind(one.drafter) for one in choices if one.drafter is not None]
-        check_batch(names, kinds, any(one.dynamic is not None for one in choices))
+        check_batch(names)
     if "llama.cpp" in names:
         check_llama(choice.model, gguf, rule)
     elif gguf is not None:

@@ -54,7 +54,7 @@ def bench_firp(
     source = data or target.data_path
     console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")
 
-    from medusa_cli.backbone import load_backbone
+    from medusa_cli.engines import load_backbone
     from medusa_cli.training.setup import whole_conversations
     from medusa_cli.training.sweep import figures, try_layers
 

@@ -103,9 +103,9 @@ def _cached(target: Run, heads: int, place: dict[str, Any]) -> Any:
 
 def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any]) -> Any:
     """Load model and drafter and time a step of every size; kept in the run where there is one."""
-    from medusa_cli.backbone import load_backbone
     from medusa_cli.benchmarks.step_cost import CONTEXT, ROUNDS, SIZES, measure_costs
     from medusa_cli.drafters import load_drafter
+    from medusa_cli.engines import load_backbone
     from medusa_cli.tree.search import largest, search
 
     config = read_object(source.drafter_dir / "config.json", "the drafter's config")
@@ -114,7 +114,7 @@ def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any
     drafter = load_drafter(source.drafter_dir, backbone)
     kind = str(backbone.dtype).removeprefix("torch.")
     console.info(
-        f"timing steps of {model} in {kind} on {backbone.device}, {backbone.engine} engine, {CONTEXT} tokens in"
+        f"timing steps of {model} in {kind} on {backbone.device}, {backbone.engine.title}, {CONTEXT} tokens in"
     )
     trees = {
         (count, nodes): search(heads.accuracies[:count], nodes)
@@ -126,6 +126,6 @@ def _measure(source: Run, target: Run | None, heads: Heads, place: dict[str, Any
         costs = measure_costs(backbone, drafter, trees, on_progress=bar.advance)
     if target is not None:
         made = {**provenance(backbone.identity), "asked": place, "drafter": stamp_of(target.drafter_dir)}
-        facts = {"device": str(backbone.device), "dtype": kind, "engine": backbone.engine, "context": CONTEXT}
+        facts = {"device": str(backbone.device), "dtype": kind, "engine": backbone.engine.title, "context": CONTEXT}
         write_json(target.path / COSTS, {**made, **facts, "costs": [asdict(one) for one in costs]})
     return costs

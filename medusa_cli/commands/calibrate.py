@@ -75,9 +75,9 @@ def calibrate(
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
-    from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.drafters import load_drafter
+    from medusa_cli.engines import load_backbone
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 

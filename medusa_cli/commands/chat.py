@@ -94,6 +94,7 @@ class Session:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     total: Any = None
+    decoder: Any = None
 
     def converse(self) -> None:
         """Read lines until the end of input or /exit, answering each; a mistake costs one line, not the session."""
@@ -159,7 +160,7 @@ class Session:
 
     def answer(self, text: str, show: bool = True) -> tuple[str, Any]:
         """Answer one line, streaming to stdout; Ctrl-C stops it, and what came so far stays in the history."""
-        from medusa_cli.decoding import Stats, generate, generate_plain
+        from medusa_cli.decoding import Decoder, Stats, answer
         from medusa_cli.decoding.text import TextStream
 
         question = {"role": "user", "content": text}
@@ -169,10 +170,9 @@ class Session:
             "sampling": self.sampling,
             "stop_strings": self.stop,
         }
-        if self.drafter is None:
-            steps = generate_plain(self.backbone, prompt, **rules)
-        else:
-            steps = generate(self.backbone, self.drafter, self.tree, prompt, **rules)
+        if self.decoder is None:
+            self.decoder = Decoder(self.backbone, self.drafter, self.tree)
+        steps = answer(self.decoder, prompt, **rules)
         stats, stream, said = Stats(), TextStream(self.backbone), ""
         try:
             with console.footer() as footer:

@@ -53,7 +53,7 @@ def demo(
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
     assert heads is not None and shape is not None
-    methods = build_methods(names, backbone, plain_model(choice, place), {"medusa": (heads, shape)}, rule)
+    methods = build_methods(names, backbone, plain_model(choice, place, backbone), {"medusa": (heads, shape)}, rule)
     results: list[Any] = []
     with _Stage(backbone, show=not (json or quiet)) as stage:
         for result in measure(backbone, methods, chosen, tokens, watch=stage.tokens):

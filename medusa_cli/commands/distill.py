@@ -104,14 +104,14 @@ def distill(
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
     settings = settings_of(wanted, batch_size, self_talk)
 
-    from medusa_cli.backbone import load_backbone
-    from medusa_cli.backbone.rounded import BITS
     from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.filters import unique
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
+    from medusa_cli.engines import load_backbone
+    from medusa_cli.engines.kernels import BITS
     from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training import World
 

@@ -101,7 +101,7 @@ def load(
     load_in_8bit: bool = False,
 ) -> "tuple[Backbone, Drafter | None, Tree | Growth | None]":
     """Load what was chosen, saying in one line what it is; UserError where drafter, tree and model do not fit."""
-    from medusa_cli.backbone import load_backbone
+    from medusa_cli.engines import load_backbone
 
     tree = static_tree(choice)
     backbone = load_backbone(
@@ -122,7 +122,7 @@ def load(
         return backbone, None, None
     drafter, shape = load_drafting(choice, backbone, tree)
     what = f"{drafter.name} drafter {choice.drafter}, {describe(shape)}"
-    console.info(f"{choice.model} in {kind} on {backbone.device}, {backbone.engine} engine, {what}")
+    console.info(f"{choice.model} in {kind} on {backbone.device}, {backbone.engine.title}, {what}")
     return backbone, drafter, shape
 
 

@@ -32,11 +32,11 @@ def run_bench(
 ) -> dict[str, Any]:
     """Load, measure and summarise; the document that --json prints."""
     from medusa_cli.assets import gguf_path
-    from medusa_cli.backbone.rounded import BITS
     from medusa_cli.benchmarks import build_methods, drift, measure, summarise
+    from medusa_cli.engines.kernels import BITS
 
     backbone, heads, shape = load(choice, **place)
-    plain = plain_model(choice, place) if any(name.startswith("hf") for name in names) else None
+    plain = plain_model(choice, place, backbone) if any(name.startswith("hf") for name in names) else None
     drafted, drafting = _drafted(names, choice, heads, shape, rivals, backbone)
     file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
     ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size)
@@ -55,15 +55,15 @@ def run_bench(
             bar.describe(f"question {number}/{len(chosen)}")
     kind = str(backbone.dtype).removeprefix("torch.")
     facts = [
-        f"{choice.model}, {kind} on {backbone.device}, {backbone.engine} engine, {len(chosen)} questions, "
+        f"{choice.model}, {kind} on {backbone.device}, {backbone.engine.title}, {len(chosen)} questions, "
         f"up to {tokens} new tokens a turn, {rule.mode if not rule.greedy else 'greedy'} decoding.",
         *(f"{name}: {_words(one, drafted[name][1])}." for name, one in drafting.items()),
     ]
-    moved = drift(backbone, plain, results) if "hf" in names and backbone.engine in BITS else None
+    moved = drift(backbone, plain, results) if "hf" in names and backbone.engine.kernel.name in BITS else None
     if moved is not None:
         facts.append(
-            f"Rounded to {BITS[backbone.engine]} bits, the model moves by {moved['kl']:.4f} nats a token and chooses "
-            f"the same for {moved['agreement']:.1%} of {moved['tokens']:,} tokens; hf is not rounded."
+            f"Rounded to {BITS[backbone.engine.kernel.name]} bits, the model moves by {moved['kl']:.4f} nats a token "
+            f"and chooses the same for {moved['agreement']:.1%} of {moved['tokens']:,} tokens; hf is not rounded."
         )
     if batch_size > 1:
         facts.append(
@@ -77,7 +77,8 @@ def run_bench(
         "max_new_tokens": tokens,
         "batch_size": batch_size,
         "dtype": kind,
-        "engine": backbone.engine,
+        "engine": backbone.engine.name,
+        "kernel": backbone.engine.kernel.name,
         "device": str(backbone.device),
         "sampling": vars(rule),
         "rounding": moved,
@@ -123,12 +124,14 @@ def _words(one: dict[str, Any], shape: "Tree | Growth") -> str:
     return f"{one['kind']} drafter {one['drafter']}{day}, {describe(shape)}"
 
 
-def plain_model(choice: Choice, place: dict[str, Any]) -> Any:
+def plain_model(choice: Choice, place: dict[str, Any], backbone: "Backbone") -> Any:
     """The transformers model that `hf` runs, unmodified but for the run's adapter, in the same type and place."""
     from medusa_cli.backbone import adapter
-    from medusa_cli.backbone.load import load_network
+    from medusa_cli.backbone.load import DTYPES, load_network
 
-    network = load_network(choice.model, **{key: value for key, value in place.items() if key != "engine"})[0].eval()
+    kind = next(name for name, dtype in DTYPES.items() if dtype == backbone.dtype)
+    given = {key: value for key, value in place.items() if key not in ("engine", "dtype")}
+    network = load_network(choice.model, dtype=kind, **given)[0].eval()
     if choice.adapter is not None:
         quantised = bool(place.get("load_in_4bit") or place.get("load_in_8bit"))
         network = adapter.merge(network, choice.adapter, beside=quantised)

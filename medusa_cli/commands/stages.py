@@ -19,8 +19,8 @@ def frozen(
     """
     import torch
 
-    from medusa_cli.backbone import load_backbone
     from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.engines import load_backbone
     from medusa_cli.training import build_drafter
     from medusa_cli.training.build import drafter_class, taps_of
     from medusa_cli.training.setup import trained_heads

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool) -> None:
     """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
-    from medusa_cli.backbone import load_backbone
     from medusa_cli.backbone.memory import peak_memory, reset_peak
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
+    from medusa_cli.engines import load_backbone
 
     sizes = parse_contexts(contexts)
     wanted = ("eager", "fast") if place["engine"] == "auto" else (place["engine"],)
@@ -33,9 +33,9 @@ def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool)
         )
     kind = str(first.dtype).removeprefix("torch.")
     bandwidth = copy_bandwidth(first.device)
-    ceiling = first.weight_bytes / bandwidth
+    ceiling = first.engine.weight_bytes / bandwidth
     console.info(
-        f"{model} in {kind} on {first.device}: {first.weight_bytes / 1e6:,.0f} MB of weights at the "
+        f"{model} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights at the "
         f"{bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
     )
     found: dict[int, dict[str, Timed]] = {}
@@ -52,7 +52,7 @@ def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool)
                 "model": model,
                 "dtype": kind,
                 "device": str(first.device),
-                "weight_bytes": first.weight_bytes,
+                "weight_bytes": first.engine.weight_bytes,
                 "copy_bytes_per_s": bandwidth,
                 "ceiling_ms": 1e3 * ceiling,
                 "peak_bytes": peaks,

@@ -1,10 +1,22 @@
-"""Decoding: the loop over draft, verify, accept and keep, and its plain reference."""
+"""Decoding: one step of draft, verify, accept and keep, for one sequence or many."""
 
 from medusa_cli.decoding.accept import accept
-from medusa_cli.decoding.batch import generate_batch
-from medusa_cli.decoding.generate import generate
-from medusa_cli.decoding.plain import generate_plain
+from medusa_cli.decoding.decoder import Decoder
+from medusa_cli.decoding.generate import answer, generate, generate_batch, generate_plain
+from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.decoding.types import Stats, Step, Verdict
 
-__all__ = ["Sampling", "Stats", "Step", "Verdict", "accept", "generate", "generate_batch", "generate_plain"]
+__all__ = [
+    "Decoder",
+    "Pace",
+    "Sampling",
+    "Stats",
+    "Step",
+    "Verdict",
+    "accept",
+    "answer",
+    "generate",
+    "generate_batch",
+    "generate_plain",
+]

@@ -1,22 +1,30 @@
 """Which drafted tokens stand: greedy and exact follow the backbone's own choice, typical takes what is plausible."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from medusa_cli.decoding.sampling import Sampling, target_probs
+from medusa_cli.decoding.sampling import Rule, Sampling, target_probs
 from medusa_cli.decoding.types import Verdict
 from medusa_cli.drafters.base import Draft
 
 
-def accept(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
-    """Judge a draft of N nodes by the backbone's logits [N, V] after each node."""
-    if sampling.greedy:
-        return _follow(draft, logits.float().argmax(-1).tolist())
-    if sampling.mode == "typical":
-        return _typical(logits, draft, sampling)
-    # One draw a node up front equals drawing at the visited nodes alone: draws at the others are never looked at.
-    drawn = torch.multinomial(target_probs(logits, sampling), 1, generator=generator)
-    return _follow(draft, drawn[:, 0].tolist())
+def accept(logits: Tensor, drafts: Sequence[Draft], rules: Sequence[Rule]) -> list[Verdict]:
+    """Judge B drafts by the backbone's logits [B, N, V] after each node; rows beyond a draft's nodes say nothing."""
+    best = logits.argmax(-1).tolist() if any(rule.greedy for rule in rules) else []
+    verdicts = []
+    for number, (draft, rule) in enumerate(zip(drafts, rules, strict=True)):
+        scores = logits[number, : draft.tree.size]
+        if rule.greedy:
+            verdicts.append(_follow(draft, best[number]))
+        elif rule.sampling.mode == "typical":
+            verdicts.append(_typical(scores, draft, rule.sampling))
+        else:
+            # One draw a node up front equals drawing at the visited nodes alone: the others' are never looked at.
+            drawn = torch.multinomial(target_probs(scores, rule.sampling), 1, generator=rule.generator)
+            verdicts.append(_follow(draft, drawn[:, 0].tolist()))
+    return verdicts
 
 
 def _follow(draft: Draft, chosen: list[int]) -> Verdict:

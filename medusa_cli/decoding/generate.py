@@ -1,25 +1,19 @@
-"""The decode loop: draft, verify, accept, keep."""
+"""One answer, or many side by side, as their steps come."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
-import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.accept import accept
-from medusa_cli.decoding.clock import Clock
-from medusa_cli.decoding.ending import Ending, fitting
-from medusa_cli.decoding.sampling import Sampling, choose
-from medusa_cli.decoding.static import generate_static
+from medusa_cli.decoding.decoder import Decoder
+from medusa_cli.decoding.pace import Pace
+from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.decoding.types import Step
-from medusa_cli.drafters.base import Confirmed, Drafter
+from medusa_cli.drafters.base import Drafter
+from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
 
-def generate(
-    backbone: Backbone,
-    drafter: Drafter,
-    tree: Tree | Growth,
+def answer(
+    decoder: Decoder,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -27,42 +21,96 @@ def generate(
     stop_ids: Iterable[int] | None = None,
     stop_strings: Sequence[str] = (),
 ) -> Iterator[Step]:
-    """Continue a prompt of token ids with drafts, step by step; the tokens of all steps together are the answer.
+    """Continue a prompt of token ids step by step; the tokens of all steps together are the answer.
 
-    Every step drafts the same static tree, or grows one of its own.
-    Greedy and exact sampling give what generate_plain gives (the same tokens, the same distribution).
-    Raises UserError for a prompt longer than the context.
+    A caller that stops listening frees the slot. Errors as Decoder.admit raises them.
     """
-    sampling = sampling or Sampling()
-    pseudo = drafter.pseudo(tree.max_depth)
-    if backbone.captures and sampling.greedy and isinstance(tree, Tree) and pseudo is None:
-        limits: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "stop_strings": stop_strings}
-        yield from generate_static(backbone, drafter, tree, prompt, **limits)
-        return
-    ending = Ending(backbone, prompt, max_new_tokens, stop_ids, stop_strings)
-    generator = sampling.generator(backbone.device)
-    cache = backbone.new_cache(ending.room + tree.size)
-    drafter.reset()
-    clock = Clock(backbone)
+    sequence, first = decoder.admit(
+        prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids, stop_strings=stop_strings
+    )
+    try:
+        yield first
+        while not sequence.done:
+            yield from (step for one, step in decoder.step() if one is sequence)
+    finally:
+        decoder.cancel(sequence)
 
-    tokens = torch.tensor(list(prompt), device=backbone.device)
-    out = backbone.forward(tokens, cache, taps=drafter.taps, logits="last", pseudo=pseudo)
-    assert out.logits is not None
-    root = choose(out.logits[-1], sampling, generator)
-    confirmed = Confirmed(tokens, out.hidden, root, 0, out.ahead_of(-1))
-    yield Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
 
-    while not ending.done:
-        start = cache.length
-        # Positions end with the context: near it the tree is cut to the depth that still fits.
-        draft = drafter.draft(backbone, cache, confirmed, fitting(tree, backbone.max_positions - start))
-        draft_s = clock.lap()
-        out = backbone.forward(draft.tokens, cache, draft.tree, taps=drafter.taps, pseudo=pseudo)
-        assert out.logits is not None
-        verdict = accept(out.logits, draft, sampling, generator)
-        cache.keep(start, verdict.path)
-        path = torch.tensor(verdict.path, device=backbone.device)
-        ahead = out.ahead_of(verdict.path[-1])
-        confirmed = Confirmed(draft.tokens[path], out.hidden[path], verdict.bonus, start, ahead)
-        fresh = ending.cut([*confirmed.tokens[1:].tolist(), verdict.bonus])
-        yield Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, clock.lap())
+def generate(
+    backbone: Backbone,
+    drafter: Drafter | None,
+    tree: Tree | Growth | Pace | None,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[Step]:
+    """Continue one prompt with a decoder of its own; without a drafter this is plain decoding."""
+    decoder = Decoder(backbone, drafter, tree)
+    yield from answer(
+        decoder,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+    )
+
+
+def generate_plain(
+    backbone: Backbone,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[Step]:
+    """Continue a prompt one token a step: the reference that every drafter is held against."""
+    yield from generate(
+        backbone,
+        None,
+        None,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+    )
+
+
+def generate_batch(
+    backbone: Backbone,
+    drafter: Drafter | None,
+    tree: Tree | Growth | Pace | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[tuple[int, Step]]:
+    """Continue many prompts, `batch_size` at a time; yields each one's steps with its number, in no fixed order.
+
+    Every prompt gets what it would get alone, drawn with the seed plus its number.
+    """
+    if batch_size < 1:
+        raise UsageError(f"--batch-size {batch_size} is too small", "use 1 or more")
+    decoder = Decoder(backbone, drafter, tree, slots=max(1, min(batch_size, len(prompts))))
+    for number, prompt in enumerate(prompts):
+        while not decoder.room:
+            yield from ((sequence.number, step) for sequence, step in decoder.step())
+        _, first = decoder.admit(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            number=number,
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+        )
+        yield number, first
+    while decoder.rows:
+        yield from ((sequence.number, step) for sequence, step in decoder.step())

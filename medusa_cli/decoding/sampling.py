@@ -41,10 +41,6 @@ class Sampling:
         """Whether every token is the most likely one; temperature 0 is greedy in every mode."""
         return self.mode == "greedy" or self.temperature == 0
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The random numbers of one answer."""
-        return torch.Generator(device).manual_seed(self.seed)
-
 
 def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions [N, V] tokens are drawn from: temperature first, then the top-k cut, then the nucleus."""
@@ -62,8 +58,16 @@ def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return probs
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from one row of logits [V]."""
-    if sampling.greedy or sampling.mode == "typical":
-        return int(logits.float().argmax())
-    return int(torch.multinomial(target_probs(logits[None], sampling)[0], 1, generator=generator))
+class Rule:
+    """How one sequence chooses its tokens: its sampling, and random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, device: torch.device, number: int = 0) -> None:
+        self.sampling, self.greedy = sampling, sampling.greedy
+        # Sequences side by side draw apart; the first draws as it would alone.
+        self.generator = torch.Generator(device).manual_seed((sampling.seed + number) % 2**63)
+
+    def choose(self, logits: Tensor) -> int:
+        """One token from one row of logits [V]."""
+        if self.greedy or self.sampling.mode == "typical":
+            return int(logits.float().argmax())
+        return int(torch.multinomial(target_probs(logits[None], self.sampling)[0], 1, generator=self.generator))

@@ -16,7 +16,8 @@ class Verdict:
 class Step:
     """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part.
 
-    Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none.
+    Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none. path
+    names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill.
     """
 
     tokens: list[int]
@@ -25,6 +26,8 @@ class Step:
     draft_s: float
     verify_s: float
     prefill: bool = False
+    path: tuple[int, ...] = ()
+    nodes: int = 0
 
 
 @dataclass

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa_cli.backbone import Backbone, SlotCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import Malformed, after_answer, render
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.selftalk import user_turn
+from medusa_cli.engines import Cache, Plan
 from medusa_cli.errors import UsageError
 
 # Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
@@ -104,10 +105,10 @@ def distill(
     """
     waiting = iter(seeds)
     capacity = min(settings.capacity, backbone.max_positions)
-    cache = backbone.new_slots(settings.batch_size, capacity)
-    states = torch.zeros(settings.batch_size, capacity, backbone.hidden_size, dtype=backbone.dtype)
+    cache = backbone.engine.new_cache(settings.batch_size)
+    states = torch.zeros(settings.batch_size, capacity, backbone.hidden_size, dtype=torch.bfloat16)
     slots: list[_Slot | None] = [None] * settings.batch_size
-    work = _Batch(backbone, settings, cache, states)
+    work = _Batch(backbone, settings, cache, capacity, states)
     while True:
         for index in range(settings.batch_size):
             # A conversation may end with an answer's very first token, so a slot may take several seeds in a row.
@@ -136,8 +137,9 @@ def distill(
 class _Batch:
     """The forward passes over the slots and the book-keeping of one conversation each."""
 
-    def __init__(self, backbone: Backbone, settings: Settings, cache: SlotCache, states: Tensor) -> None:
+    def __init__(self, backbone: Backbone, settings: Settings, cache: Cache, capacity: int, states: Tensor) -> None:
         self.backbone, self.settings, self.cache, self.states = backbone, settings, cache, states
+        self.capacity = capacity
 
     def begin(self, index: int, seed: Seed) -> _Slot | None:
         """Prefill a fresh conversation into a slot; None if its first prompt leaves no room for an answer.
@@ -147,36 +149,35 @@ class _Batch:
         system = [{"role": "system", "content": seed.system}] if seed.system else []
         messages = [*system, {"role": "user", "content": seed.turns[0]}]
         # Far too long prompts are not worth tokenising; a token is rarely more than eight characters.
-        if len(seed.turns[0]) > 8 * self.cache.capacity:
+        if len(seed.turns[0]) > 8 * self.capacity:
             return None
         prompt = self._encode(render(self.backbone, messages, prompt=True))
-        if len(prompt) + self.settings.max_new_tokens > self.cache.capacity:
+        if len(prompt) + self.settings.max_new_tokens > self.capacity:
             return None
         digest = hashlib.sha256(f"{self.settings.random_seed}:{seed.id}".encode()).digest()
         slot = _Slot(seed, messages, random.Random(digest))
-        self.cache.slots[index].truncate(0)
+        self.cache.truncate(index, 0)
         self._ask(index, slot, prompt)
         return slot
 
     def _ask(self, index: int, slot: _Slot, prompt: list[int], in_cache: int = 0) -> None:
         """Feed prompt tokens to the slot and take the answer's first token; in_cache of them are in tokens already."""
-        out = self.backbone.forward(torch.tensor(prompt), self.cache.slots[index], logits="last")
+        out = self.backbone.engine.forward(Plan.chain(prompt, slot=index), self.cache)
         slot.tokens += prompt[in_cache:]
         slot.answer_start = len(slot.tokens)
         assert out.logits is not None
-        self._emit([(index, slot)], out.logits, out.hidden[-1:])
+        self._emit([(index, slot)], out.logits[:, -1], out.hidden[:, -1])
 
     def step(self, live: list[tuple[int, _Slot]]) -> None:
         """One token for every live conversation."""
-        tokens = torch.zeros(len(self.cache.slots), 1, dtype=torch.long)
+        tokens = torch.zeros(self.cache.slots, 1, dtype=torch.long)
         for index, slot in live:
             tokens[index] = slot.tokens[-1]
         alive = {index for index, _ in live}
-        for index, row in enumerate(self.cache.slots):
+        for index in range(self.cache.slots):
             if index not in alive:
-                row.truncate(0)
-        out = self.backbone.forward_slots(tokens, self.cache)
-        self.cache.keep([[0]] * len(tokens))
+                self.cache.truncate(index, 0)
+        out = self.backbone.engine.forward(Plan(tokens), self.cache)
         assert out.logits is not None
         rows = torch.tensor(sorted(alive), device=out.hidden.device)
         logits, hidden = out.logits[:, 0], out.hidden[:, 0]
@@ -248,7 +249,7 @@ class _Batch:
         ended = slot.tokens[-1] in self.backbone.eos_ids
         text = self.backbone.decode(slot.tokens[slot.answer_start :]).strip()
         del slot.tokens[start:]
-        self.cache.slots[index].truncate(start - 1)  # the answer's last token has not been run
+        self.cache.truncate(index, start - 1)  # the answer's last token has not been run
         slot.asking_from = None
         return text if ended else ""
 
@@ -256,7 +257,7 @@ class _Batch:
         """Feed a bridge from the answer to what follows; False unless `room` more tokens fit after it."""
         if bridge[:1] == slot.tokens[-1:]:  # the answer's own end token opens the bridge
             bridge = bridge[1:]
-        if len(slot.tokens) + len(bridge) + room > self.cache.capacity:
+        if len(slot.tokens) + len(bridge) + room > self.capacity:
             return False
         # The answer's last token has been decided but not yet run.
         self._ask(index, slot, [slot.tokens[-1], *bridge], in_cache=1)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.drafters.parallel import draft_at_once, fill
+from medusa_cli.drafters.parallel import drafts_of
 from medusa_cli.tree import Growth, Tree
 
 
@@ -58,31 +58,25 @@ class Amphista(HeadDrafter):
         self.blocks = nn.ModuleList(Stack(size, config.num_layers) for _ in range(heads))
         self.position = nn.Parameter(torch.zeros(heads, size))
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
-        self.reset()
+        self.truncate(0)
 
-    def reset(self) -> None:
+    def truncate(self, length: int) -> None:
+        # Its layers know the answer alone, and every prompt begins another one.
         self._caches = [LayerCache() for _ in self.stages]
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
-        """Adapt the confirmed states, let the heads see one another, and fill every node from their guesses."""
-        scores = self._scores(backbone, self._adapt(backbone, confirmed), tree.max_depth)
-        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
-
-    @torch.inference_mode()
-    def draft_rows(
+    def draft(
         self,
         backbone: Backbone,
-        cache: SlotCache,
         sequences: "Sequence[Amphista]",
         confirmed: Sequence[Confirmed],
-        tree: Tree,
-    ) -> Tensor:
-        """Each sequence brings its own adapted states; the heads then see all rows at once."""
+        shape: Tree | Growth,
+    ) -> list[Draft]:
+        """Adapt each sequence's confirmed states, let the heads see one another, and fill every node at once."""
         each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
         adapted = [torch.cat(stage) for stage in zip(*each, strict=True)]
-        scores = self._scores(backbone, adapted, tree.max_depth)
-        return fill(self, scores, tree, roots_of(confirmed, backbone.device))
+        scores = self._scores(backbone, adapted, shape.max_depth)
+        return drafts_of(self, scores, shape, roots_of(confirmed, backbone.device))
 
     def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""

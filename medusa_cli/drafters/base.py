@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache, Pseudo, SlotCache
-from medusa_cli.backbone.trace import Trace
+from medusa_cli.backbone import Backbone
+from medusa_cli.engines.pseudo import Pseudo
+from medusa_cli.engines.trace import Trace
 from medusa_cli.tree import Growth, Tree
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)
     num_heads: int
 
-    def reset(self) -> None:
-        """Forget the sequence; called before each prefill."""
+    def truncate(self, length: int) -> None:
+        """Forget this sequence's own state from position `length` on; a drafter without state has nothing to forget."""
 
     def fork(self) -> "Self":
         """This drafter for another sequence: the same weights, packed copies included, and a state of its own."""
         other = copy.copy(self)
-        other.reset()
+        other.truncate(0)
         return other
 
     def learn_alone(self, head: int) -> None:
@@ -105,23 +106,14 @@ class Drafter(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
-        """Guess a token for every node of the tree, or of one grown for this step; it is no deeper than num_heads."""
+    def draft(
+        self, backbone: Backbone, sequences: "Sequence[Self]", confirmed: Sequence[Confirmed], shape: Tree | Growth
+    ) -> list[Draft]:
+        """Guess a token for every node of B sequences' trees, all of one shape, or grown for this step.
 
-    def draft_rows(
-        self,
-        backbone: Backbone,
-        cache: SlotCache,
-        sequences: "Sequence[Self]",
-        confirmed: Sequence[Confirmed],
-        tree: Tree,
-    ) -> Tensor:
-        """Guesses [B, N] for B sequences over one tree; sequences are forks, one for each, in the slots' order.
-
-        Here one after another; a drafter whose heads can score all rows at once does so instead.
+        sequences are forks, one for each, with what was confirmed of each since it drafted last: at first the whole
+        prompt, or what is new of it. No tree is deeper than num_heads.
         """
-        each = zip(sequences, cache.slots, confirmed, strict=False)
-        return torch.stack([one.draft(backbone, slot, settled, tree).tokens for one, slot, settled in each])
 
     @abstractmethod
     def loss(

@@ -1,17 +1,18 @@
 """FIRP: states of the next tokens, guessed in the backbone's middle layers, ride to its end in the verifying pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache, Pseudo
-from medusa_cli.backbone.packed import pack_linear
-from medusa_cli.backbone.trace import ahead
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses
+from medusa_cli.backbone import Backbone
+from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses, roots_of
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.drafters.parallel import draft_at_once
+from medusa_cli.drafters.parallel import drafts_of
+from medusa_cli.engines.pseudo import Pseudo
+from medusa_cli.engines.trace import ahead as states_ahead
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Growth, Tree
 
@@ -98,12 +99,18 @@ class Firp(HeadDrafter):
             step.requires_grad_(number == head)
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
-        """Fill every node from the pseudo states that came with the last accepted token."""
-        if confirmed.ahead is None and tree.max_depth:
+    def draft(
+        self, backbone: Backbone, sequences: "Sequence[Firp]", confirmed: Sequence[Confirmed], shape: Tree | Growth
+    ) -> list[Draft]:
+        """Fill every node from the pseudo states that came with the last accepted tokens."""
+        roots, states = roots_of(confirmed, backbone.device), [one.ahead for one in confirmed if one.ahead is not None]
+        if not shape.max_depth:
+            return drafts_of(self, [], shape, roots)
+        if len(states) < len(confirmed):
             raise UserError("internal: firp drafts from pseudo states, and none came with the last pass")
-        scores = [] if confirmed.ahead is None else self.score(backbone, 0, confirmed.ahead[: tree.max_depth]).split(1)
-        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
+        ahead = torch.stack([one[: shape.max_depth] for one in states], dim=1)  # [K, B, H]
+        scores = self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2])
+        return drafts_of(self, list(scores), shape, roots)
 
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
         """The lm_head's rows of the draft vocabulary [M, H], or all of them."""
@@ -116,13 +123,14 @@ class Firp(HeadDrafter):
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         if not self._scorers:
             shared = self.config.vocabulary == "shared"
-            self._scorers = [backbone.lm_head if shared else pack_linear(self.matrix(backbone, 0))]
+            engine = backbone.engine
+            self._scorers = [engine.lm_head if shared else engine.kernel.pack(self.matrix(backbone, 0))]
         return self._scorers[0](states.to(backbone.dtype)).float()
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         if batch.trace is None or batch.rows is None:
             raise UserError("internal: firp learns from traces of whole sequences, and the batch has none")
-        states = ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
+        states = states_ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
         return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
 
     def loss(

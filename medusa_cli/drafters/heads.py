@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.packed import pack_linear, pack_linears
-from medusa_cli.backbone.rounded import BITS
 from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
+from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
+from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import read_json, write_json
 from medusa_cli.tree import Growth
@@ -60,7 +60,7 @@ class HeadDrafter(Drafter):
     settings: ClassVar[tuple[str, ...]] = ()  # the recipe's drafter keys that this kind alone reads
     vocabularies: ClassVar[tuple[str, ...]] = VOCABULARIES  # what its heads can score; without "own" nothing is learnt
     draft_ids: Tensor
-    bits: int | None = None  # what its weights are rounded to for drafting
+    _kernel: Kernel | None = None  # how it multiplies when it drafts; None: as its type wants it
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -139,8 +139,13 @@ class HeadDrafter(Drafter):
         """A copy of the submodule `name` with its linear layers packed for drafting."""
         if name not in self._fast:
             self._fast[name] = copy.deepcopy(getattr(self, name))
-            pack_linears(self._fast[name], self.bits)
+            pack_linears(self._fast[name], self.kernel)
         return self._fast[name]
+
+    @property
+    def kernel(self) -> Kernel:
+        """How its linear layers and vocabulary matrices are multiplied with when it drafts."""
+        return self._kernel or kernels_for(self.dtype, next(self.parameters()).device)[-1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,7 +173,7 @@ class HeadDrafter(Drafter):
             return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
         if not self._scorers:
             # Forks share this very list.
-            self._scorers += [pack_linear(matrix.detach(), bits=self.bits) for matrix in self.matrices]
+            self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
         return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
 
     def confidences(self, head: int, scores: Tensor, growth: Growth) -> tuple[list[list[float]], list[list[int]]]:
@@ -295,6 +300,7 @@ class HeadDrafter(Drafter):
                 f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
                 "train it again, or give another --drafter",
             ) from reason
+        kernel = backbone.engine.kernel
         # Beside rounded weights plain ones would be the larger part of drafting; guesses may be rough.
-        drafter.bits = 8 if backbone.engine in BITS else None
+        drafter._kernel = Rounded(8) if not kernel.exact else kernel
         return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
@@ -67,33 +67,33 @@ class HydraHeads(HeadDrafter):
         self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
-        self.reset()
+        self.truncate(0)
 
-    def reset(self) -> None:
+    def truncate(self, length: int) -> None:
+        # Its layers know the answer alone, and every prompt begins another one.
         self._caches = [LayerCache() for _ in self.prefix]
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
-        """Draft level by level: a node's children are the best guesses of the next head after the node's path."""
-        state, roots = self._context(confirmed), roots_of([confirmed], backbone.device)
-        if not tree.max_depth:
-            return Draft(roots, Tree.root_only())
-        if isinstance(tree, Growth):
-            return self._grow(backbone, torch.cat([state, self.embed(backbone, roots)], dim=-1), tree, confirmed.root)
-        return Draft(self._fill(backbone, state, roots, tree)[0], tree)
-
-    @torch.inference_mode()
-    def draft_rows(
+    def draft(
         self,
         backbone: Backbone,
-        cache: SlotCache,
         sequences: "Sequence[HydraHeads]",
         confirmed: Sequence[Confirmed],
-        tree: Tree,
-    ) -> Tensor:
-        """Each sequence brings its own prefix layers' state; the heads then draft all rows at once."""
+        shape: Tree | Growth,
+    ) -> list[Draft]:
+        """Draft level by level: a node's children are the best guesses of the next head after the node's path.
+
+        Each sequence brings its own prefix layers' state; the heads then draft static trees of all at once.
+        """
+        roots = roots_of(confirmed, backbone.device)
         states = torch.cat([own._context(one) for own, one in zip(sequences, confirmed, strict=True)])
-        return self._fill(backbone, states, roots_of(confirmed, backbone.device), tree)
+        if not shape.max_depth:
+            return [Draft(root, Tree.root_only()) for root in roots[:, None]]
+        if isinstance(shape, Growth):
+            paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)
+            each = zip(paths.split(1), confirmed, strict=True)
+            return [self._grow(backbone, path, shape, one.root) for path, one in each]
+        return [Draft(tokens, shape) for tokens in self._fill(backbone, states, roots, shape)]
 
     def _fill(self, backbone: Backbone, states: Tensor, roots: Tensor, tree: Tree) -> Tensor:
         """Tokens [B, N] for B sequences, level by level, from their states [B, H] and roots [B]."""

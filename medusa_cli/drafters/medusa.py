@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone, KVCache, SlotCache
+from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import Stack
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
-from medusa_cli.drafters.parallel import draft_at_once, fill
+from medusa_cli.drafters.parallel import drafts_of
 from medusa_cli.tree import Growth, Tree
 
 
@@ -26,23 +26,16 @@ class MedusaHeads(HeadDrafter):
         self.blocks = nn.ModuleList(Stack(config.hidden_size, config.num_layers) for _ in range(config.num_heads))
 
     @torch.inference_mode()
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree | Growth) -> Draft:
-        """Fill each node with the guess of its head and rank, all from the last confirmed hidden state."""
-        scores = self._scores(backbone, confirmed.hidden[-1:], tree.max_depth)
-        return draft_at_once(self, scores, tree, confirmed.root, backbone.device)
-
-    @torch.inference_mode()
-    def draft_rows(
+    def draft(
         self,
         backbone: Backbone,
-        cache: SlotCache,
         sequences: "Sequence[MedusaHeads]",
         confirmed: Sequence[Confirmed],
-        tree: Tree,
-    ) -> Tensor:
-        """All rows' states go through each head at once."""
-        scores = self._scores(backbone, torch.cat([one.hidden[-1:] for one in confirmed]), tree.max_depth)
-        return fill(self, scores, tree, roots_of(confirmed, backbone.device))
+        shape: Tree | Growth,
+    ) -> list[Draft]:
+        """All heads guess from the last confirmed states, those of all sequences at once."""
+        scores = self._scores(backbone, torch.cat([one.hidden[-1:] for one in confirmed]), shape.max_depth)
+        return drafts_of(self, scores, shape, roots_of(confirmed, backbone.device))
 
     def _scores(self, backbone: Backbone, states: Tensor, heads: int) -> list[Tensor]:
         """Scores [B, M] of the first heads for states [B, H]."""

@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     from medusa_cli.drafters.heads import HeadDrafter
 
 
-def draft_at_once(
-    drafter: "HeadDrafter", scores: Sequence[Tensor], tree: Tree | Growth, root: int, device: torch.device
-) -> Draft:
-    """Fill each node with the guess of its head and rank, or grow a tree over the heads' confidences.
+def drafts_of(drafter: "HeadDrafter", scores: Sequence[Tensor], shape: Tree | Growth, roots: Tensor) -> list[Draft]:
+    """Fill each node with the guess of its head and rank, or grow trees over the heads' confidences.
 
-    scores: one row [1, M] for each head the tree needs.
+    scores: rows [B, M] for each head that the shape needs; roots [B].
     """
-    first = torch.tensor([root], device=device)
-    if not tree.max_depth:
-        return Draft(first, Tree.root_only())
-    if isinstance(tree, Growth):
-        growing, nodes = Growing(tree, root), [0]
-        for head, row in enumerate(scores):
-            log_p, tokens = drafter.confidences(head, row, tree)
-            nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
-        grown, drafted = growing.tree()
-        return Draft(torch.tensor(drafted, device=device), grown)
-    return Draft(fill(drafter, scores, tree, first)[0], tree)
+    if not shape.max_depth:
+        return [Draft(root, Tree.root_only()) for root in roots[:, None]]
+    if isinstance(shape, Growth):
+        return [_grow(drafter, [row[i : i + 1] for row in scores], shape, roots[i]) for i in range(len(roots))]
+    return [Draft(tokens, shape) for tokens in fill(drafter, scores, shape, roots)]
+
+
+def _grow(drafter: "HeadDrafter", scores: Sequence[Tensor], growth: Growth, root: Tensor) -> Draft:
+    growing, nodes = Growing(growth, int(root)), [0]
+    for head, row in enumerate(scores):
+        log_p, tokens = drafter.confidences(head, row, growth)
+        nodes = growing.extend(nodes, log_p * len(nodes), tokens * len(nodes))
+    grown, drafted = growing.tree()
+    return Draft(torch.tensor(drafted, device=root.device), grown)
 
 
 def fill(drafter: "HeadDrafter", scores: Sequence[Tensor], tree: Tree, roots: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.trace import trace
 from medusa_cli.drafters.base import Batch
+from medusa_cli.engines.trace import trace
 from medusa_cli.errors import UserError
 from medusa_cli.training.data import held_out_ids, records_digest
 from medusa_cli.training.records import ReadReport, Record

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.backbone import load_backbone
+from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run

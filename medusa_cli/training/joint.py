@@ -67,7 +67,7 @@ class Joint:
 
     def _model_loss(self, batch: Batch, teacher: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """L_LM, and while evaluating what the change costs; teacher: the original's final states [P, H], if any."""
-        lm_head: Any = self.backbone.lm_head
+        lm_head: Any = self.backbone.model.get_output_embeddings()
         original = adapter.original(lm_head)
         measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
         cost = dict.fromkeys(measured if self._measuring else (), 0.0)

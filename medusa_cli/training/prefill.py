@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.rounded import BITS
+from medusa_cli.engines import Plan
+from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing
 from medusa_cli.runs.run import Run, check_backbone
@@ -103,7 +104,7 @@ def _rounding(backbone: Backbone) -> list[str]:
     """How a backbone's weights are rounded, by its engine or at load; nothing where they are not."""
     quantised = getattr(backbone.model.config, "quantization_config", None)
     loaded = [f"load_in_{bits}bit" for bits in (4, 8) if getattr(quantised, f"load_in_{bits}bit", False)]
-    return [backbone.engine] if backbone.engine in BITS else loaded
+    return [backbone.engine.kernel.name] if backbone.engine.kernel.name in BITS else loaded
 
 
 def _part(path: Path, rank: int) -> Path:
@@ -135,8 +136,9 @@ def _prefill(
     with ExitStack() as stack:
         store = StateStore(stack.enter_context(replacing(path)), backbone.hidden_size * len(taps)) if path else None
         for record in records:
-            cache = backbone.new_cache(len(record.tokens))
-            hidden = backbone.forward(torch.tensor(record.tokens), cache, taps=taps, logits="none").hidden
+            cache = backbone.engine.new_cache(capacity=len(record.tokens))
+            plan = Plan.chain(record.tokens, taps=taps, logits="none")
+            hidden = backbone.engine.forward(plan, cache).hidden[0]
             if store is not None:
                 store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
             on_progress(len(record.tokens))

@@ -1,20 +1,18 @@
-"""Training's passes over padded sequences, and pseudo rows beside every position of such a pass, with gradients."""
+"""Pseudo rows beside every position of a training pass over padded sequences, with gradients."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
-from medusa_cli.backbone.layered import Layers
-from medusa_cli.backbone.packed import PackedLinear
-from medusa_cli.backbone.pseudo import Pseudo
+from medusa_cli.backbone.layers import Layers
+from medusa_cli.backbone.model import Backbone, padded_pass
+from medusa_cli.engines.kernels import Product
+from medusa_cli.engines.pseudo import Pseudo
 from medusa_cli.errors import UserError
-
-if TYPE_CHECKING:
-    from medusa_cli.backbone.model import Backbone
 
 # Positions whose pseudo rows attend together: few, so that they see few columns they have to mask.
 CHUNK = 32
@@ -30,20 +28,8 @@ class Trace:
     values: tuple[Tensor, ...]
 
 
-def padded_pass(backbone: "Backbone", tokens: Tensor, **options: Any) -> Any:
-    """Run rows of tokens [B, L], padded at their ends, through the network; no token sees what comes after it."""
-    device = backbone.device
-    size, length = tokens.shape
-    return backbone.model.base_model(
-        input_ids=tokens.to(device),
-        attention_mask=backbone.masks.causal(length, device),
-        position_ids=torch.arange(length, device=device)[None].expand(size, -1),
-        **{"use_cache": False, **options},
-    )
-
-
 @torch.no_grad()
-def trace(backbone: "Backbone", tokens: Tensor) -> Trace:
+def trace(backbone: Backbone, tokens: Tensor) -> Trace:
     """A pass without gradients that keeps everything pseudo rows need; only an eager backbone can make one."""
     cache = DynamicCache()
     out = padded_pass(backbone, tokens, use_cache=True, past_key_values=cache, output_hidden_states=True)
@@ -51,13 +37,13 @@ def trace(backbone: "Backbone", tokens: Tensor) -> Trace:
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
 
 
-def ahead(backbone: "Backbone", made: Trace, pseudo: Pseudo, rows: Tensor) -> Tensor:
+def ahead(backbone: Backbone, made: Trace, pseudo: Pseudo, rows: Tensor) -> Tensor:
     """The final states [P, K, H] of the pseudo rows of P positions, rows [P] of a trace's B * L in rising order.
 
     The same as riding in a forward pass; gradients reach the maps, through the layers above them.
     """
     parts = Layers(backbone.model)
-    if torch.is_grad_enabled() and any(isinstance(one, PackedLinear) for one in parts.layers.modules()):
+    if torch.is_grad_enabled() and any(isinstance(one, Product) for one in parts.layers.modules()):
         raise UserError("internal: packed weights lose gradients; load the backbone with gradients=True")
     size, length = made.states[-1].shape[:2]
     places, where = _side_by_side(rows, size, length)  # [P] in B * W, positions [B, W]
@@ -106,7 +92,7 @@ class _Sight:
     A dense mask over all positions' pseudo rows would be mostly empty: chunks of positions attend by themselves.
     """
 
-    def __init__(self, backbone: "Backbone", kind: str, where: Tensor, sees: Tensor, length: int) -> None:
+    def __init__(self, backbone: Backbone, kind: str, where: Tensor, sees: Tensor, length: int) -> None:
         self._steps = len(sees)
         self._chunks: list[tuple[int, Tensor]] = []
         far = torch.arange(1, self._steps + 1, device=where.device)

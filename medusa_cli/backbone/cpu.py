@@ -1,0 +1,20 @@
+"""What this CPU can do, as far as the choice of kernels needs to know; MEDUSA_CPU=avx2 makes it look smaller."""
+
+import os
+
+import torch
+
+
+def limited() -> bool:
+    """Whether the environment asks for a CPU without AVX-512 and bf16, as most desktops are."""
+    return os.environ.get("MEDUSA_CPU", "").lower() == "avx2"
+
+
+def has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 numbers: without such instructions bf16 is many times slower than fp32."""
+    return not limited() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_avx512() -> bool:
+    """Whether the CPU has the instructions that torch's products with rounded weights are written for."""
+    return not limited() and "AVX512" in torch.backends.cpu.get_cpu_capability().upper()

@@ -1,0 +1,172 @@
+"""The decoder: B sequences side by side, and the one step that all decoding is made of: draft, verify, accept, keep."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding.accept import accept
+from medusa_cli.decoding.clock import Clock
+from medusa_cli.decoding.ending import Ending, fitting
+from medusa_cli.decoding.pace import Pace
+from medusa_cli.decoding.sampling import Rule, Sampling
+from medusa_cli.decoding.sequence import Sequence
+from medusa_cli.decoding.slots import Slots
+from medusa_cli.decoding.types import Step
+from medusa_cli.drafters.base import Confirmed, Draft, Drafter
+from medusa_cli.engines import Plan
+from medusa_cli.tree import Growth, Tree
+from medusa_cli.tree.forest import side_by_side
+
+ROOT = Tree.root_only()
+
+
+class Decoder:
+    """Sequences under way in the first slots of one cache; `step` brings each of them on.
+
+    Without a drafter every step is plain: the tree of the root alone. shape is what every step drafts: a static tree, a
+    growth of dynamic ones, or a Pace that chooses among trees of several sizes. Greedy and exact sampling give what
+    plain decoding gives: the same tokens, the same distribution. A slot outlives its sequence: the next prompt that
+    begins alike runs only what is new.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        drafter: Drafter | None = None,
+        shape: "Tree | Growth | Pace | None" = None,
+        *,
+        slots: int = 1,
+    ) -> None:
+        self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
+        self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
+        self.taps = (-1,) if drafter is None else drafter.taps
+        self.slots = Slots(self.engine.new_cache(slots))
+        self.rows: list[Sequence] = []
+        self._next: Tree | Growth = self._choose()
+
+    @property
+    def room(self) -> int:
+        """How many more sequences can be admitted."""
+        return self.slots.count - len(self.rows)
+
+    def draft_over(self, shape: Tree | Growth) -> None:
+        """Let the steps from the next one on draft this."""
+        self.shape = self._next = shape
+
+    @torch.inference_mode()
+    def admit(
+        self,
+        prompt: Several[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        number: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        stop_strings: Several[str] = (),
+    ) -> tuple[Sequence, Step]:
+        """Take a prompt of token ids in: its prefill, and the answer's first token. `number` sets its draws apart.
+
+        Raises UserError for a prompt longer than the context, UsageError for limits that cannot be.
+        """
+        ending = Ending(self.backbone, prompt, max_new_tokens, stop_ids, stop_strings)
+        clock, rule = Clock(self.backbone), Rule(sampling or Sampling(), self.backbone.device, number)
+        slot = len(self.rows)
+        kept = self.slots.take(slot, prompt, self.drafter)
+        pseudo = None if self.drafter is None else self.drafter.pseudo(self._next.max_depth)
+        tokens = torch.tensor(list(prompt[kept.length :]), device=self.backbone.device)
+        plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=pseudo)
+        out = self.engine.forward(plan, self.slots.cache)
+        root = rule.choose(out.logits[0, -1])
+        confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed)
+        self.rows.append(sequence)
+        step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
+        self._leave()
+        return sequence, step
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Sequence, Step]]:
+        """Draft, verify, accept and keep for every sequence; what each gained. Those that end leave.
+
+        A step's seconds are each sequence's share of the pass over all.
+        """
+        self._leave()
+        rows, cache, clock = self.rows, self.slots.cache, Clock(self.backbone)
+        if not rows:
+            return []
+        drafts = self._draft(self._next)
+        draft_s = clock.lap() / len(rows)
+        self._next = self._choose()
+
+        tokens, depth, sees = side_by_side([draft.tokens for draft in drafts], [draft.tree for draft in drafts])
+        pseudo = None if self.drafter is None else self.drafter.pseudo(self._next.max_depth)
+        out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), cache)
+        verdicts = accept(out.logits, drafts, [sequence.rule for sequence in rows])
+
+        gained = []
+        for slot, (sequence, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
+            start = cache.lengths[slot]
+            cache.keep(slot, verdict.path)
+            path = torch.tensor(verdict.path, device=tokens.device)
+            ahead = None if out.ahead is None else out.ahead[slot, verdict.path[-1]]
+            sequence.settle(Confirmed(tokens[slot, path], out.hidden[slot, path], verdict.bonus, start, ahead))
+            gained.append(sequence.ending.cut([*draft.tokens[path[1:]].tolist(), verdict.bonus]))
+        verify_s = clock.lap() / len(rows)
+        steps = [
+            Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, verify_s, False, tuple(v.path), draft.tree.size)
+            for fresh, draft, v in zip(gained, drafts, verdicts, strict=True)
+        ]
+        if isinstance(self.shape, Pace):
+            self.shape.record(steps)
+        found = list(zip(rows, steps, strict=True))
+        self._leave()
+        return found
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence before its end; its slot is free for the next prompt at once."""
+        sequence.cancelled = True
+        self._leave()
+
+    def forget(self) -> None:
+        """Keep nothing of earlier texts for the prompts to come."""
+        self.slots.forget()
+
+    def _choose(self) -> Tree | Growth:
+        """What the next step drafts."""
+        return self.shape.choose() if isinstance(self.shape, Pace) else self.shape
+
+    def _draft(self, shape: Tree | Growth) -> list[Draft]:
+        """A draft for every sequence; near its context's end a sequence has a tree of its own, cut to what fits."""
+        cut = [fitting(shape, self.backbone.max_positions - length) for length in self.slots.cache.lengths]
+        drafts: list[Draft | None] = [None] * len(self.rows)
+        for one in dict.fromkeys(cut[: len(self.rows)]):
+            mine = [index for index in range(len(self.rows)) if cut[index] == one]
+            found = self._draft_alike(mine, one)
+            for index, draft in zip(mine, found, strict=True):
+                drafts[index] = draft
+        return [draft for draft in drafts if draft is not None]
+
+    def _draft_alike(self, mine: list[int], shape: Tree | Growth) -> list[Draft]:
+        """Drafts of one shape for some of the sequences; a root alone needs no drafter."""
+        rows = [self.rows[index] for index in mine]
+        states = [sequence.drafter for sequence in rows if sequence.drafter is not None]
+        if self.drafter is None or not shape.max_depth:
+            roots = [torch.tensor([one.confirmed.root], device=self.backbone.device) for one in rows]
+            return [Draft(root, ROOT) for root in roots]
+        drafts = self.drafter.draft(self.backbone, states, [one.confirmed for one in rows], shape)
+        for sequence in rows:
+            sequence.seen = True
+        return drafts
+
+    def _leave(self) -> None:
+        """Let sequences that are done go; the last one moves up into each place that is left."""
+        for index in reversed(range(len(self.rows))):
+            sequence = self.rows[index]
+            if sequence.done:
+                last = len(self.rows) - 1
+                self.slots.release(index, sequence.tokens, sequence.drafter)
+                self.slots.swap(index, last)
+                self.rows[index] = self.rows[last]
+                self.rows.pop()

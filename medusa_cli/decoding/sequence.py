@@ -1,0 +1,44 @@
+"""One sequence under way: where it ends, how it chooses, its share of the drafter's state, what was settled last."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from medusa_cli.decoding.ending import Ending
+from medusa_cli.decoding.sampling import Rule
+from medusa_cli.drafters.base import Confirmed, Drafter
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and its answer so far, in one slot of the cache.
+
+    tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot.
+    """
+
+    number: int
+    tokens: list[int]
+    ending: Ending
+    rule: Rule
+    drafter: Drafter | None
+    confirmed: Confirmed
+    cancelled: bool = False
+    seen: bool = field(default=False)
+
+    @property
+    def done(self) -> bool:
+        return self.ending.done or self.cancelled
+
+    def settle(self, fresh: Confirmed) -> None:
+        """Take what a step has settled; a drafter that was not asked in between finds it all together."""
+        self.tokens += fresh.tokens.tolist()
+        if self.seen or self.drafter is None:
+            self.confirmed, self.seen = fresh, False
+            return
+        before = self.confirmed
+        self.confirmed = replace(
+            fresh,
+            tokens=torch.cat([before.tokens, fresh.tokens]),
+            hidden=torch.cat([before.hidden, fresh.hidden]),
+            start=before.start,
+        )

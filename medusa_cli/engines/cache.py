@@ -1,0 +1,91 @@
+"""The KV cache: slots of one sequence each, with lengths and accepted paths of their own, in one buffer that grows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIRST_ROWS = 256
+
+
+class Cache:
+    """S sequences' values [layers, S, KV, C, D] and keys alike, or, `transposed`, [layers, S, KV, D, C].
+
+    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. What is free holds zeros
+    or what was forgotten, so that a product may run over it under a mask. The capacity C doubles as needed up to
+    `most`. Transposed keys are what products of many queries with them want.
+    """
+
+    def __init__(
+        self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS, *, transposed: bool = False, most: int = 1 << 62
+    ) -> None:
+        self.layers, self.slots, self.transposed, self.most = layers, slots, transposed, most
+        self.capacity = max(1, min(capacity, most))
+        self.lengths = [0] * slots
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def allocate(self, heads: int, dim: int, like: Tensor) -> None:
+        """Make the buffers for KV heads of a width, of the type and on the device of `like`."""
+        shape = (self.layers, self.slots, heads)
+        self.values = like.new_zeros(*shape, self.capacity, dim)
+        self.keys = like.new_zeros(*shape, *((dim, self.capacity) if self.transposed else (self.capacity, dim)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it holds, free rows included."""
+        return sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows in every slot; ValueError for more than the cache may ever hold."""
+        if rows > self.most:
+            raise ValueError(f"a cache of {self.most} rows a slot cannot hold {rows}")
+        if rows <= self.capacity:
+            return
+        while self.capacity < rows:
+            self.capacity *= 2
+        self.capacity = min(self.capacity, self.most)
+        if self.keys is None or self.values is None:
+            return
+        old_keys, old_values, used = self.keys, self.values, max(self.lengths)
+        self.allocate(old_values.shape[2], old_values.shape[4], old_values)
+        self.values[..., :used, :] = old_values[..., :used, :]
+        if self.transposed:
+            self.keys[..., :used] = old_keys[..., :used]
+        else:
+            self.keys[..., :used, :] = old_keys[..., :used, :]
+
+    @torch.inference_mode()
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        """Of the rows just written behind slot's length, keep those of `path`, increasing numbers from 0."""
+        start, settled = self.lengths[slot], 0
+        while settled < len(path) and path[settled] == settled:
+            settled += 1
+        if settled < len(path) and self.values is not None and self.keys is not None:
+            source = torch.tensor(path[settled:], device=self.values.device) + start
+            target = slice(start + settled, start + len(path))
+            # index_select copies first, so overlapping source and target rows are safe.
+            values = self.values[:, slot]
+            values[:, :, target] = values.index_select(2, source)
+            keys = self.keys[:, slot]
+            if self.transposed:
+                keys[..., target] = keys.index_select(3, source)
+            else:
+                keys[:, :, target] = keys.index_select(2, source)
+        self.lengths[slot] = start + len(path)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget a slot's rows from `length` on."""
+        self.lengths[slot] = min(self.lengths[slot], length)
+
+    @torch.inference_mode()
+    def swap(self, one: int, other: int) -> None:
+        """Let two slots change places."""
+        if one != other and self.keys is not None and self.values is not None:
+            used = max(self.lengths[one], self.lengths[other])
+            keys = self.keys[..., :used] if self.transposed else self.keys[..., :used, :]
+            for whole in (self.values[..., :used, :], keys):
+                part = whole[:, one].clone()
+                whole[:, one] = whole[:, other]
+                whole[:, other] = part
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]

@@ -1,0 +1,148 @@
+"""From a name to a backbone with the engine that runs it, chosen by what was measured on this machine."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone import adapter as adapters
+from medusa_cli.backbone.layers import Unsupported
+from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, load_network, read_config, resolve_device
+from medusa_cli.engines.eager import EagerEngine
+from medusa_cli.engines.engine import Engine
+from medusa_cli.engines.kernels import BITS, Kernel, Plain, Rounded, kernels_for
+from medusa_cli.engines.lean import LeanEngine
+from medusa_cli.engines.machine import fastest
+from medusa_cli.errors import UsageError
+
+ENGINES = ("auto", "eager", "fast", *BITS)
+SIXTEEN = (torch.bfloat16, torch.float16)
+log = logging.getLogger(__name__)
+
+
+def load_backbone(
+    model: str = DEFAULT_MODEL,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
+    engine: str = "auto",
+    adapter: Path | None = None,
+    gradients: bool = False,
+    shard: bool = False,
+    chat_template: str | None = None,
+    rows: int | None = None,
+) -> Backbone:
+    """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
+
+    engine "fast" is the lean one over a kernel's products; "int8" and "int4" are "fast" over rounded weights; "eager"
+    is transformers' own layers; "auto" is "fast" where that can run the model. dtype and engine "auto" together mean
+    the fastest kernel, as measured on this machine, that computes what the checkpoint says: for steps of a few rows, or
+    of so many `rows`. adapter is a folder from joint training: merged into the weights, or beside them where they are
+    quantised. Gradients pass through plain weights alone, which the engine "eager" then keeps. The rest is
+    load_network's. Raises UserError for what cannot be found or used.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
+    if shard and engine not in ("auto", "eager"):
+        raise UsageError(f"--engine {engine} cannot run layers split by --shard", "leave one of them out")
+    quantised = load_in_4bit or load_in_8bit
+    given: dict[str, Any] = {
+        "device": device,
+        "load_in_4bit": load_in_4bit,
+        "load_in_8bit": load_in_8bit,
+        "shard": shard,
+        "chat_template": chat_template,
+    }
+    stamp = adapters.digest(adapter) if adapter is not None else None
+
+    def made(kind: str) -> Backbone:
+        network, tokenizer = load_network(model, dtype=kind, **given)
+        if adapter is not None:
+            network = adapters.merge(network, adapter, beside=quantised)
+        return Backbone(network, tokenizer, id=model, adapter=stamp)
+
+    if engine != "eager" and not (shard or gradients or (quantised and engine == "auto")):
+        kernel = choose_kernel(model, resolve_device(device), dtype, engine, rows)
+        try:
+            backbone = made(_stored(model, dtype, kernel, adapter))
+            backbone.engine = LeanEngine(backbone, kernel)
+            return backbone
+        except Unsupported as reason:
+            if engine != "auto":
+                raise refusal(engine, model, reason) from reason
+            log.info("%s runs on the eager engine: %s", model, reason)
+    backbone = made(dtype)
+    pack = backbone.device.type == "cpu" and not (gradients or shard or quantised)
+    backbone.engine = EagerEngine(backbone, pack)
+    return backbone
+
+
+def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
+    """Give a backbone the engine of a name, over a kernel or the first there is for its type; UsageError if in vain."""
+    dtype = backbone.embedding.weight.dtype
+    if engine == "eager":
+        backbone.engine = EagerEngine(backbone)
+        return backbone.engine
+    if engine in BITS:
+        check_rounding(engine, dtype, backbone.device)
+        kernel = Rounded(BITS[engine])
+    try:
+        backbone.engine = LeanEngine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
+    except Unsupported as reason:
+        if engine != "auto":
+            raise refusal(engine, backbone.id, reason) from reason
+        backbone.engine = EagerEngine(backbone)
+    return backbone.engine
+
+
+def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
+    """The kernel that --dtype and --engine come to on a device; UsageError for those that contradict each other."""
+    place, own = torch.device(device), checkpoint_dtype(model)
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
+    if engine in BITS:
+        check_rounding(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
+        return Rounded(BITS[engine])
+    if dtype != "auto":
+        kinds = [DTYPES[dtype]]
+    elif place.type != "cpu":
+        kinds = [own]
+    else:
+        # fp32 arithmetic is never less than the checkpoint says; fp16's is slow on every CPU.
+        kinds = [torch.float32, torch.bfloat16] if own == torch.bfloat16 else [torch.float32]
+    found = [kernel for kind in kinds for kernel in kernels_for(kind, place)]
+    if dtype == "auto" and len(kinds) > 1:  # bf16 without instructions for it
+        found = [kernel for kernel in found if not isinstance(kernel, Plain)]
+    if own not in SIXTEEN:
+        found = [kernel for kernel in found if kernel.name != "fp16-weights"] or found
+    return found[0] if len(found) == 1 else fastest(found, read_config(model), rows)
+
+
+def check_rounding(engine: str, dtype: torch.dtype, device: torch.device) -> None:
+    """UsageError where an engine of rounded weights has no kernels."""
+    if dtype != torch.bfloat16 or device.type != "cpu":
+        raise UsageError(
+            f"--engine {engine} rounds bf16 weights on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
+            "use --dtype bf16 --device cpu, or --load-in-8bit",
+        )
+
+
+def refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
+    """What to tell of an engine that cannot run a model."""
+    return UsageError(f"--engine {engine} cannot run the model {model!r}: {reason}", "use --engine auto or eager")
+
+
+def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:
+    """The type to load the network in: the checkpoint's where the kernel packs that without a change, at half the size.
+
+    A merged adapter's sums are rounded to the type they lie in, so fp32 that was asked for is kept.
+    """
+    own = checkpoint_dtype(model)
+    wide = kernel.rows == torch.float32 and own in SIXTEEN
+    kept = own if wide and not (dtype == "fp32" and adapter is not None) else kernel.rows
+    return next(name for name, kind in DTYPES.items() if kind == kept)
