@@ -135,7 +135,7 @@ class Decoder:
 
     def _choose(self) -> Tree | Growth:
         """What the next step drafts."""
-        return self.shape.choose() if isinstance(self.shape, Pace) else self.shape
+        return self.shape.choose(len(self.rows)) if isinstance(self.shape, Pace) else self.shape
 
     def _draft(self, shape: Tree | Growth) -> list[Draft]:
         """A draft for every sequence; near its context's end a sequence has a tree of its own, cut to what fits."""

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medusa_cli.decoding.types import Step
-from medusa_cli.tree import Tree
+from medusa_cli.tree.budget import Budget, Costs
+from medusa_cli.tree.tree import Tree
 
-# Tokens of evidence that what is expected beforehand counts for.
+# Accepted drafts that what is expected beforehand counts for.
 PRIOR = 4.0
 # How much of what was seen before a step is left after it.
 MEMORY = 0.98
@@ -14,31 +15,40 @@ MEMORY = 0.98
 MARGIN = 1.03
 # Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps.
 PATIENCE, MOST_PATIENCE, TRY = 48, 512, 4
+# How quickly what steps are seen to take corrects what was measured, and the most one step may add.
+QUICK, HELD_UP = 0.1, 3.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """A tree, the tokens a step it is expected to settle, and the seconds such a step takes, drafting included."""
+    """A tree and the tokens a step that it is expected to settle."""
 
     tree: Tree
     expected: float
-    seconds: float
 
 
 class Pace:
     """Chooses the next step's tree among sizes that are ready, the root alone among them.
 
     One number is learnt of the drafter as the text goes: `luck`, the share of the expected accepted drafts that come.
-    A size then gives 1 + luck (expected - 1) tokens a step. Seconds are those measured, corrected by steps as they go.
+    A size then gives 1 + luck (expected - 1) tokens a step. Its seconds are those measured, by the number of sequences
+    side by side, corrected by steps as they go.
     """
 
-    def __init__(self, sizes: Sequence[Size]) -> None:
-        plain = next(size for size in sizes if size.tree.size == 1)
-        self._sizes = [plain, *(size for size in sizes if size.tree.size > 1)]
-        self._seconds = {size.tree.size: size.seconds for size in self._sizes}
+    def __init__(self, sizes: Sequence[Size], costs: Costs) -> None:
+        drafting = [size for size in sizes if size.tree.size > 1]
+        self._sizes = [Size(Tree.root_only(), 1.0), *drafting]
+        self._costs = costs
+        self._slower: dict[tuple[int, int], float] = {}  # by nodes and sequences: seconds over those measured
         self._hoped = self._came = PRIOR
-        self._tree = self._best()
+        self._batch = 1
         self._plain_steps, self._patience, self._trying = 0, PATIENCE, 0
+        self._now = self._best()
+
+    @classmethod
+    def of(cls, budgets: Sequence[Budget], costs: Costs) -> "Pace":
+        """A pace among the best trees of several sizes."""
+        return cls([Size(one.tree, one.expected) for one in budgets], costs)
 
     @property
     def max_depth(self) -> int:
@@ -47,54 +57,63 @@ class Pace:
     @property
     def size(self) -> int:
         """The nodes of the tree that drafts now."""
-        return self._tree.size
+        return self._now.tree.size
 
     @property
     def luck(self) -> float:
         return self._came / self._hoped
 
-    def choose(self) -> Tree:
-        """The next step's tree."""
-        return self._tree
+    def choose(self, batch: int = 1) -> Tree:
+        """The next step's tree, for so many sequences side by side."""
+        if batch != self._batch and batch:
+            self._batch = batch
+            if not self._trying:
+                self._now = self._best()
+        return self._now.tree
 
     def record(self, steps: Sequence[Step]) -> None:
-        """Learn from a step of one or more sequences, and settle on the next tree."""
-        size = next((one for one in self._sizes if one.tree.size == steps[0].nodes), None)
-        if size is None:  # cut by the context's end
+        """Learn from a step of one or more sequences, and settle on the next size."""
+        nodes, batch = steps[0].nodes, len(steps)
+        size = next((one for one in self._sizes if one.tree.size == nodes), None)
+        if size is None or any(step.nodes != nodes for step in steps):  # cut by the context's end
             return
-        together = sum(step.draft_s + step.verify_s for step in steps)
-        known = self._seconds[steps[0].nodes]
-        # A step that took far longer was held up by something else.
-        self._seconds[steps[0].nodes] = 0.9 * known + 0.1 * min(together, 3 * known)
-        for step in steps:
-            if step.nodes > 1:
+        known = self._costs.step(nodes, size.tree.max_depth, batch)
+        ratio = min(sum(step.draft_s + step.verify_s for step in steps) / known, HELD_UP)
+        before = self._slower.get((nodes, batch), 1.0)
+        self._slower[nodes, batch] = (1 - QUICK) * before + QUICK * ratio
+        if nodes > 1:
+            for step in steps:
                 self._hoped = MEMORY * self._hoped + size.expected - 1
                 self._came = MEMORY * self._came + len(step.path) - 1
-        if self._tree.size == 1:
-            self._rest(len(steps))
-        elif self._trying:
+        if self._trying:
             self._trying -= 1
             if not self._trying:
-                self._tree = self._best()
-                self._patience = PATIENCE if self._tree.size > 1 else min(2 * self._patience, MOST_PATIENCE)
+                self._now = self._best()
+                self._patience = PATIENCE if self.size > 1 else min(2 * self._patience, MOST_PATIENCE)
+        elif self.size == 1:
+            self._rest()
         else:
             best = self._best()
-            if self._rate_of(best) > MARGIN * self._rate_of(self._tree):
-                self._tree, self._plain_steps, self._patience = best, 0, PATIENCE
+            if self._rate(best) > MARGIN * self._rate(self._now):
+                self._now, self._plain_steps, self._patience = best, 0, PATIENCE
 
-    def _rest(self, steps: int) -> None:
+    def _rest(self) -> None:
         """Count plain steps, and now and then try the smallest tree again."""
         self._plain_steps += 1
         if self._plain_steps >= self._patience and len(self._sizes) > 1:
             self._plain_steps, self._trying = 0, TRY
-            self._tree = min(self._sizes[1:], key=lambda one: one.seconds).tree
+            self._now = min(self._sizes[1:], key=self._seconds)
 
-    def _best(self) -> Tree:
-        return max(self._sizes, key=self._rate).tree
+    def _best(self) -> Size:
+        return max(self._sizes, key=self._rate)
 
     def _rate(self, size: Size) -> float:
-        """Tokens a second to be expected."""
-        return (1 + self.luck * (size.expected - 1)) / self._seconds[size.tree.size]
+        """Tokens a second of one sequence to be expected."""
+        return (1 + self.luck * (size.expected - 1)) / self._seconds(size)
 
-    def _rate_of(self, tree: Tree) -> float:
-        return self._rate(next(size for size in self._sizes if size.tree is tree))
+    def _seconds(self, size: Size) -> float:
+        nodes = size.tree.size
+        known = self._costs.step(nodes, size.tree.max_depth, self._batch)
+        # What was never seen here is taken to be held up as the sizes that were.
+        seen = [ratio for (_, batch), ratio in self._slower.items() if batch == self._batch]
+        return known * self._slower.get((nodes, self._batch), sum(seen) / len(seen) if seen else 1.0)

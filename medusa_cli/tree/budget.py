@@ -1,7 +1,7 @@
 """How many nodes pay: expected tokens a step against what a step of so many nodes costs on this machine."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from medusa_cli.tree.search import Accuracies, expected_length, largest, search
@@ -9,23 +9,37 @@ from medusa_cli.tree.tree import Tree
 
 # Nodes over which the cost of one more is averaged.
 SPAN = 12
+# Sizes that are looked at one by one; beyond, products go by blocks of rows so large that strides will do.
+SINGLY = 20
+STRIDE = 4
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Median seconds of a whole step (draft, verify, accept, keep) over the best tree of `nodes` nodes for the first
-    `heads` heads: drafters that go level by level pay for depth, too."""
+class Costs:
+    """Seconds of the parts of a step: verifying so many rows in one pass, and drafting so many levels deep.
 
-    heads: int
-    nodes: int
-    seconds: float
+    Verifying covers the pass, acceptance and what is kept. A drafter that takes all levels at once costs the same for
+    each depth.
+    """
+
+    verify: Mapping[int, float]
+    draft: Mapping[int, float]
+
+    def step(self, nodes: int, depth: int, batch: int = 1) -> float:
+        """Seconds of a step of `batch` sequences over trees of so many nodes and levels."""
+        drafting = line(self.draft, depth) if depth else 0.0
+        return line(self.verify, nodes * batch) + drafting
+
+    @property
+    def most(self) -> int:
+        """The most rows that were measured."""
+        return max(self.verify)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A tree for the first `heads` heads, the tokens a step it is expected to settle, the seconds a step takes."""
+    """A tree, the tokens a step it is expected to settle, and the seconds such a step takes, drafting included."""
 
-    heads: int
     tree: Tree
     expected: float
     seconds: float
@@ -35,46 +49,48 @@ class Budget:
         return self.expected / self.seconds
 
 
-def judge(accuracies: Accuracies, nodes: int, costs: Sequence[StepCost], heads: int) -> Budget:
-    """The best tree of so many nodes for the first heads, with its cost read off their measured curve."""
-    tree = search(accuracies[:heads], nodes)
-    return Budget(heads, tree, expected_length(tree, accuracies), cost_of(nodes, curve(costs, heads)))
+def judge(accuracies: Accuracies, nodes: int, costs: Costs) -> Budget:
+    """The tree of so many nodes that pays best: the most likely nodes of the first heads, of as many as pay."""
+    found = []
+    for heads in range(1 if nodes > 1 else len(accuracies), len(accuracies) + 1):
+        if nodes <= largest(accuracies[:heads]):
+            tree = search(accuracies[:heads], nodes)
+            seconds = costs.step(nodes, tree.max_depth)
+            found.append(Budget(tree, expected_length(tree, accuracies), seconds))
+    return max(found, key=lambda one: one.tokens_per_s)
 
 
-def best_of_size(accuracies: Accuracies, nodes: int, costs: Sequence[StepCost]) -> Budget:
-    """The number of heads that pays best for a tree of so many nodes."""
-    fitting = [k for k in range(1, len(accuracies) + 1) if curve(costs, k) and nodes <= largest(accuracies[:k])]
-    return max((judge(accuracies, nodes, costs, k) for k in fitting), key=lambda one: one.tokens_per_s)
+def budgets(accuracies: Accuracies, costs: Costs) -> list[Budget]:
+    """The best tree of each size worth a look, the root alone first."""
+    most = min(costs.most, largest(accuracies))
+    sizes = [*range(1, min(most, SINGLY) + 1), *range(SINGLY + STRIDE, most + 1, STRIDE)]
+    return [judge(accuracies, nodes, costs) for nodes in sizes]
 
 
-def best_budget(accuracies: Accuracies, costs: Sequence[StepCost]) -> Budget:
-    """The tree, of any size up to the largest measured and any depth, that is expected to give most tokens a second."""
-    most = min(max(cost.nodes for cost in costs), largest(accuracies))
-    sizes = range(1, most + 1)
-    return max((best_of_size(accuracies, nodes, costs) for nodes in sizes), key=lambda one: one.tokens_per_s)
+def best_budget(accuracies: Accuracies, costs: Costs) -> Budget:
+    """The tree, of any size that was measured, that is expected to give most tokens a second."""
+    return max(budgets(accuracies, costs), key=lambda one: one.tokens_per_s)
 
 
-def break_even(chosen: Budget, costs: Sequence[StepCost]) -> float:
+def break_even(chosen: Budget, costs: Costs) -> float:
     """The chance from which on a further node pays: what it costs, in tokens at the chosen budget's rate.
 
     A node of chance p adds p tokens and some seconds; it pays where p exceeds those seconds times the tokens a second.
     The seconds are the mean over the next dozen nodes: between neighbours the noise of timing is as large.
     """
-    points = curve(costs, max(cost.heads for cost in costs))
     nodes = chosen.tree.size
-    a_node = (cost_of(nodes + SPAN, points) - cost_of(nodes, points)) / SPAN
+    a_node = (line(costs.verify, nodes + SPAN) - line(costs.verify, nodes)) / SPAN
     return max(a_node, 0.0) * chosen.tokens_per_s
 
 
-def curve(costs: Sequence[StepCost], heads: int) -> list[StepCost]:
-    """The costs measured for so many heads, by rising size."""
-    return sorted((cost for cost in costs if cost.heads == heads), key=lambda cost: cost.nodes)
-
-
-def cost_of(nodes: int, costs: Sequence[StepCost]) -> float:
-    """Seconds of a step of `nodes` nodes, on straight lines between the measured sizes and level beyond them."""
-    at = bisect_left([cost.nodes for cost in costs], nodes)
-    if at == len(costs) or costs[at].nodes == nodes or at == 0:
-        return costs[min(at, len(costs) - 1)].seconds
-    low, high = costs[at - 1], costs[at]
-    return low.seconds + (high.seconds - low.seconds) * (nodes - low.nodes) / (high.nodes - low.nodes)
+def line(points: Mapping[int, float], at: int) -> float:
+    """The value at a place, on straight lines between measured ones and, beyond them, on the last line's slope."""
+    known = sorted(points)
+    if at in points:
+        return points[at]
+    place = bisect_left(known, at)
+    if len(known) == 1 or place == 0:
+        return points[known[0]]
+    low, high = (known[place - 1], known[place]) if place < len(known) else (known[-2], known[-1])
+    slope = (points[high] - points[low]) / (high - low)
+    return points[low] + (slope if place < len(known) else max(slope, 0.0)) * (at - low)

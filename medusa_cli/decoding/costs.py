@@ -1,0 +1,113 @@
+"""What whole steps cost on this machine: timed once for a drafter on a backbone, by the very loop that decodes."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from medusa_cli.assets import home
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding.decoder import Decoder
+from medusa_cli.decoding.types import Step
+from medusa_cli.drafters.base import Drafter
+from medusa_cli.engines.machine import machine_key
+from medusa_cli.errors import UserError
+from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.tree.budget import Costs
+from medusa_cli.tree.tree import Tree
+
+CONTEXT = 256
+ROUNDS = 7
+# Products go by blocks of rows, so that the cost rises in steps: small sizes are timed one by one.
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
+# Sizes beyond one that costs so many plain steps are not worth the time it takes to time them.
+HOPELESS = 6.0
+log = logging.getLogger(__name__)
+
+
+def measure_costs(
+    backbone: Backbone,
+    drafter: Drafter,
+    *,
+    context: int = CONTEXT,
+    rounds: int = ROUNDS,
+    sizes: Sequence[int] = SIZES,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> Costs:
+    """Time steps over trees of so many nodes, and drafts so many levels deep, after `context` tokens; least of rounds.
+
+    Whatever else a machine does only ever adds, so the least time is the step's own. Tokens are arbitrary: a step's
+    time does not depend on them.
+    """
+    context = max(1, min(context, backbone.max_positions - 2 * (drafter.num_heads + 1) * len(sizes)))
+    prompt = (torch.arange(context) % backbone.vocab_size).tolist()
+    decoder = Decoder(backbone, drafter, Tree.root_only())
+    depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
+    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes}
+    verify: dict[int, float] = {}
+    draft: dict[int, float] = {}
+
+    def step(tree: Tree) -> Step:
+        decoder.draft_over(tree)
+        found = decoder.step()[0][1]
+        on_progress(1)
+        return found
+
+    for number in range(rounds + 1):
+        # The prompt is still there from the round before: only its last token is run again.
+        sequence, _ = decoder.admit(prompt, max_new_tokens=backbone.max_positions, stop_ids=())
+        for depth, tree in depths.items():
+            seconds = step(tree).draft_s
+            if number:  # the first round warms up
+                draft[depth] = min(seconds, draft.get(depth, seconds))
+        for nodes, tree in list(bushy.items()):
+            seconds = step(tree).verify_s
+            if number:
+                verify[nodes] = min(seconds, verify.get(nodes, seconds))
+                if nodes > 16 and seconds > HOPELESS * verify[1]:
+                    for larger in [size for size in bushy if size > nodes]:
+                        del bushy[larger]
+                    break
+        decoder.cancel(sequence)
+    return Costs(verify, draft)
+
+
+def costs_for(
+    backbone: Backbone,
+    drafter: Drafter,
+    stamp: str | None,
+    *,
+    again: bool = False,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> Costs:
+    """The kept costs of a drafter (by its stamp) on a backbone on this machine, or new ones, which are kept."""
+    path = home() / "steps.json"
+    facts = [machine_key(backbone.config), str(backbone.device), backbone.engine.title, str(backbone.dtype)]
+    facts += [drafter.name, str(drafter.num_heads), stamp or ""]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    kept: dict[str, Any] = {}
+    if path.is_file():
+        try:
+            kept = read_object(path, "the step times")
+            if not again and key in kept and stamp is not None:
+                return Costs(*({int(n): float(s) for n, s in kept[key][part].items()} for part in ("verify", "draft")))
+        except (UserError, KeyError, TypeError, ValueError, AttributeError) as reason:
+            log.warning("%s cannot be used; steps are timed anew (%s)", path, str(reason).split(";")[0])
+            kept = {}
+    log.info("timing decoding steps on this machine, once for this drafter")
+    found = measure_costs(backbone, drafter, on_progress=on_progress)
+    if stamp is not None:
+        try:
+            write_json(path, {**kept, key: {"facts": facts, "verify": found.verify, "draft": found.draft}})
+        except OSError as reason:
+            log.warning("the step times cannot be kept: %s", reason.strerror)
+    return found
+
+
+def _bushy(nodes: int, depth: int) -> Tree:
+    """Any tree of so many nodes: one path as deep as the heads go, and guesses side by side below the root."""
+    chain = [[0] * level for level in range(1, min(depth, nodes - 1) + 1)]
+    return Tree.from_choices([*chain, *([rank] for rank in range(1, nodes - len(chain)))])
