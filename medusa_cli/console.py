@@ -1,6 +1,7 @@
 """The only module that prints: results on stdout, what is said on the way on stderr, JSON under --json."""
 
 import json as jsonlib
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,18 @@ _mode = _Mode()
 def configure(quiet: bool = False, json: bool = False) -> None:
     """Set what is shown: quiet drops info and progress, json replaces results by `emit_json`'s document."""
     _mode.quiet, _mode.json = quiet, json
+    logger = logging.getLogger("medusa_cli")
+    if not any(isinstance(one, _Spoken) for one in logger.handlers):
+        logger.addHandler(_Spoken())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+class _Spoken(logging.Handler):
+    """What the core has to say, said as the commands say it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (warn if record.levelno >= logging.WARNING else info)(record.getMessage())
 
 
 def info(message: str) -> None:

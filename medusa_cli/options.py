@@ -74,9 +74,10 @@ Tree = Annotated[
     str | None,
     typer.Option(
         "--tree",
-        metavar="static[:N]|dynamic[:N]|FILE",
-        help="static: the run's tree.json, or the best one of N nodes by the calibration; dynamic: a tree grown for "
-        "every step, of as many nodes or N; or a file from `medusa tree` or medusa_choices list. [default: static]",
+        metavar="auto|static[:N]|dynamic[:N]|FILE",
+        help="auto: of a size that pays on this machine and goes with the text, down to no drafts; static: the run's "
+        "tree.json, or the best one of N nodes by the calibration; dynamic: a tree grown for every step, of as many "
+        "nodes or N; or a file from `medusa tree` or medusa_choices list. [default: auto]",
         show_default=False,
     ),
 ]
@@ -95,7 +96,7 @@ Dtype = Annotated[
         "--dtype",
         metavar="TYPE",
         callback=_dtype,
-        help="Number type of the backbone: auto (bf16), bf16, fp16, fp32.",
+        help="Number type that is computed in: auto (the fastest that is true to the checkpoint), bf16, fp16, fp32.",
     ),
 ]
 Engine = Annotated[
@@ -104,9 +105,8 @@ Engine = Annotated[
         "--engine",
         metavar="NAME",
         callback=_engine,
-        help="How the backbone runs: fast (lean layers; packed weights on a CPU, captured steps under CUDA), eager "
-        "(transformers' own), auto (fast on a CPU where it can), or int8 or int4: fast over weights rounded to so many "
-        "bits, which changes the model (CPU).",
+        help="How the backbone runs: fast (lean layers over packed weights), eager (transformers' own), auto (fast where "
+        "it knows the model), or int8 or int4: fast over weights rounded to so many bits, which changes the model (CPU).",
     ),
 ]
 LoadIn4bit = Annotated[

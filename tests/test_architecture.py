@@ -16,7 +16,9 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"commands"},
+    {"api", "serving", "exporting"},
     {"distilling", "training", "benchmarks"},
+    {"assembly"},
     {"decoding"},
     {"drafters"},  # drafters fill a tree; a tree knows no drafter
     {"tree"},

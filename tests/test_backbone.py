@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 from medusa_cli.backbone.support import refuse_unsupported
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree

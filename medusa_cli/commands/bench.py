@@ -78,7 +78,8 @@ def bench(
     run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     console.configure(quiet=quiet, json=json)
-    from medusa_cli.commands.loading import choose, sampling_of
+    from medusa_cli.decoding.sampling import sampling_of
+    from medusa_cli.runs.resolve import choose
 
     place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
     place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
@@ -97,8 +98,8 @@ def bench(
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
+    from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.measuring import run_bench, save, show
-    from medusa_cli.commands.rivals import find_rivals
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)

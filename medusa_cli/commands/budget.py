@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.heads import Heads, check_current, stamp_of
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import read_object
+from medusa_cli.runs.heads import Heads, check_current, stamp_of
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.heads import STAMP, stamp_of
 from medusa_cli.errors import UserError
+from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.

@@ -61,15 +61,22 @@ def chat(
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
-    from medusa_cli.commands.loading import choose, load, sampling_of
+    from medusa_cli.commands.loading import load
+    from medusa_cli.decoding.sampling import sampling_of
+    from medusa_cli.runs.resolve import choose
 
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
-    backbone, heads, shape = load(
-        choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit
-    )
+    made = load(choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
     session = Session(
-        backbone, heads, shape, rule, max_new_tokens or MAX_NEW_TOKENS, stop or [], show_accepted, system=system
+        made.backbone,
+        made.drafter,
+        made.shape,
+        rule,
+        max_new_tokens or MAX_NEW_TOKENS,
+        stop or [],
+        show_accepted,
+        system=system,
     )
     session.clear()
     if prompt is not None:

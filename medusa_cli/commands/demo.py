@@ -33,7 +33,9 @@ def demo(
     Greedy decoding; the closing table is that of `medusa bench`. Under five minutes on two cores.
     """
     console.configure(quiet=quiet, json=json)
-    from medusa_cli.commands.loading import choose, describe, load
+    from medusa_cli.assembly import describe
+    from medusa_cli.commands.loading import load
+    from medusa_cli.runs.resolve import choose
 
     choice = choose(model, run, drafter, tree)
 
@@ -49,7 +51,8 @@ def demo(
         f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
     place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
-    backbone, heads, shape = load(choice, **place)
+    made = load(choice, **place)
+    backbone, heads, shape = made.backbone, made.drafter, made.shape
     rule = Sampling()
     names = [LEFT, "ar", RIGHT]
     assert heads is not None and shape is not None

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
-from medusa_cli.commands.heads import STAMP, stamp_of
-from medusa_cli.commands.loading import Choice, describe, growth_of, load
-from medusa_cli.commands.rivals import load_rivals
+from medusa_cli.commands.loading import load
 from medusa_cli.runs.files import read_object, write_atomic, write_json
+from medusa_cli.runs.heads import STAMP, stamp_of
+from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
     from medusa_cli.benchmarks import Question
+    from medusa_cli.decoding.pace import Pace
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.drafters import Drafter
     from medusa_cli.tree import Growth, Tree
@@ -35,7 +36,8 @@ def run_bench(
     from medusa_cli.benchmarks import build_methods, drift, measure, summarise
     from medusa_cli.engines.kernels import BITS
 
-    backbone, heads, shape = load(choice, **place)
+    made = load(choice, **place)
+    backbone, heads, shape = made.backbone, made.drafter, made.shape
     plain = plain_model(choice, place, backbone) if any(name.startswith("hf") for name in names) else None
     drafted, drafting = _drafted(names, choice, heads, shape, rivals, backbone)
     file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
@@ -88,10 +90,15 @@ def run_bench(
 
 def _drafted(
     names: list[str], choice: Choice, heads: Any, shape: Any, rivals: dict[str, Choice], backbone: "Backbone"
-) -> "tuple[dict[str, tuple[Drafter, Tree | Growth]], dict[str, Any]]":
+) -> "tuple[dict[str, tuple[Drafter, Tree | Growth | Pace]], dict[str, Any]]":
     """Each drafting method's drafter and what it drafts over, and what the document says of both."""
+    from medusa_cli.assembly import growth_of
+    from medusa_cli.benchmarks.side_by_side import load_rivals
+
     chosen = dict(rivals)
     drafted = load_rivals(rivals, backbone)
+    for name, both in drafted.items():
+        console.info(f"{name}: {_words(_drafting(rivals[name], *both), both[1])}")
     if heads is not None and shape is not None:
         chosen["medusa"], drafted["medusa"] = choice, (heads, shape)
     if "medusa-dynamic" in names and "medusa-dynamic" not in drafted:
@@ -102,8 +109,9 @@ def _drafted(
     return drafted, {name: _drafting(chosen[name], *both) for name, both in drafted.items()}
 
 
-def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth") -> dict[str, Any]:
+def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace") -> dict[str, Any]:
     """What drafts and when it was made, and over which trees; tree: the file it is from, None where it was searched."""
+    from medusa_cli.decoding.pace import Pace
     from medusa_cli.tree import Growth
 
     assert choice.drafter is not None
@@ -115,11 +123,14 @@ def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth") -> dic
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
         "dynamic": isinstance(shape, Growth),
+        "auto": isinstance(shape, Pace),
         "nodes": shape.size,
     }
 
 
-def _words(one: dict[str, Any], shape: "Tree | Growth") -> str:
+def _words(one: dict[str, Any], shape: "Tree | Growth | Pace") -> str:
+    from medusa_cli.assembly import describe
+
     day = f" of {one['created'][:10]}" if one["created"] else ""
     return f"{one['kind']} drafter {one['drafter']}{day}, {describe(shape)}"
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.heads import STAMP, Heads, check_current, find_heads
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.heads import STAMP, Heads, check_current, find_heads
 from medusa_cli.runs.run import DEFAULT_RUN, provenance
 
 BUDGET = 64

@@ -42,6 +42,15 @@ class Sampling:
         return self.mode == "greedy" or self.temperature == 0
 
 
+def sampling_of(
+    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
+) -> Sampling:
+    """The decoding rule the sampling flags ask for; a temperature alone means exact sampling."""
+    heat = temperature if temperature is not None else (0.7 if mode in ("exact", "typical") else 0.0)
+    kind = mode or ("exact" if heat > 0 else "greedy")
+    return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)
+
+
 def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions [N, V] tokens are drawn from: temperature first, then the top-k cut, then the nucleus."""
     scores = logits.float() / sampling.temperature

@@ -1,19 +1,17 @@
 """Drafters of several kinds for one model, side by side: a run's own and those of the runs that lie inside it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medusa_cli import console
+from medusa_cli.assembly import load_drafting, static_tree
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.loading import Choice, choose, describe, load_drafting, static_tree
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding.pace import Pace
+from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import read_object
+from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run
-
-if TYPE_CHECKING:
-    from medusa_cli.backbone import Backbone
-    from medusa_cli.drafters import Drafter
-    from medusa_cli.tree import Growth, Tree
+from medusa_cli.tree import Growth, Tree
 
 
 def find_rivals(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
@@ -21,8 +19,6 @@ def find_rivals(names: list[str], model: str | None, run: str | None, tree: str 
 
     "medusa" alone is whatever drafter the run has; beside another such name it is the kind.
     """
-    from medusa_cli.drafters import DRAFTERS
-
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
@@ -49,12 +45,6 @@ def _kind(folder: Path) -> str | None:
     return read_object(config, "the drafter's config").get("drafter") if config.is_file() else None
 
 
-def load_rivals(rivals: dict[str, Choice], backbone: "Backbone") -> "dict[str, tuple[Drafter, Tree | Growth]]":
-    """Each rival's drafter and what it drafts over, said in a line each."""
-    loaded = {}
-    for name, choice in rivals.items():
-        tree = static_tree(choice)
-        assert tree is not None
-        loaded[name] = load_drafting(choice, backbone, tree)
-        console.info(f"{name}: {choice.drafter}, {describe(loaded[name][1])}")
-    return loaded
+def load_rivals(rivals: dict[str, Choice], backbone: Backbone) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
+    """Each rival's drafter and what it drafts over."""
+    return {name: load_drafting(choice, backbone, static_tree(choice)) for name, choice in rivals.items()}

@@ -1,0 +1,83 @@
+"""From --model, --run, --drafter and --tree to the files that belong together, before anything heavy is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.run import Run
+
+# A step verifies all nodes at once; far fewer than this pay anywhere.
+MOST_GROWN = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked for: the model's name, where drafter and tree lie, the run.
+
+    auto: the size of tree is chosen by what steps cost here, and goes with the text. dynamic: the nodes of a tree grown
+    for every step, 0 for as many as the static tree has, None for the static one. static: the nodes of a tree searched
+    from the calibration, None for the one in the file. adapter: what joint training added to the model. calibration:
+    where the heads' accuracies and temperatures are, if anywhere.
+    """
+
+    model: str
+    drafter: Path | None
+    tree: Path | None
+    run: Run | None
+    dynamic: int | None = None
+    calibration: Path | None = None
+    adapter: Path | None = None
+    static: int | None = None
+    auto: bool = False
+
+
+def choose(
+    model: str | None, run: str | None, drafter: Path | None, tree: str | None, *, need_drafter: bool = True
+) -> Choice:
+    """Explicit flags first, then the run, then what ships for the model; UserError where nothing is to be had."""
+    target = Run.open(run) if run else None
+    name = model or (target.model if target else None) or DEFAULT_MODEL
+    auto = tree in (None, "auto")
+    file, static, dynamic = (None, None, None) if auto else _tree_words(str(tree))
+    if not need_drafter:
+        return Choice(name, None, None, target, adapter=target.adapter if target else None)
+    source = target or Run.pretrained(name)
+    if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
+        drafter = None  # named, but what is taken in any case
+    if drafter is not None and target is None:
+        source = None  # tree and temperatures of the drafter that ships are no other drafter's
+    folder = drafter or (source.drafter_dir if source else None)
+    if folder is None:
+        raise UserError(
+            f"no drafter ships for the model {name!r}",
+            f"train one with `medusa distill --model {name}` and `medusa train`, then give its --run",
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+    heat = source.calibration_path if source else None
+    if static is not None and (heat is None or not heat.is_file()):
+        remedy = "run `medusa calibrate` first" if source else "give the --run that it belongs to"
+        raise UserError(f"--tree {tree}: {folder} is not calibrated", remedy)
+    own = source.tree_path if source and source.tree_path.is_file() else None
+    shape = None if static else file or own
+    measured = heat is not None and heat.is_file()
+    if shape is None and not (static or dynamic or (auto and measured)):  # a number of nodes needs no tree beside it
+        remedy = f"make one with `medusa tree --run {run}`" if run else "give the --run that it belongs to"
+        raise UserError(f"there is no tree for {folder}", f"{remedy}, or give --tree FILE")
+    adapter = target.adapter if target and drafter is None else None
+    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto)
+
+
+def _tree_words(tree: str) -> tuple[Path | None, int | None, int | None]:
+    """What --tree says: a file, nodes of a static tree to search, of dynamic ones; UserError for anything else."""
+    word, colon, number = tree.partition(":")
+    if word not in ("static", "dynamic"):
+        if not Path(tree).is_file():
+            raise UserError(f"--tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
+        return Path(tree), None, None
+    if not colon:
+        return None, None, None if word == "static" else 0
+    if not number.isdigit() or not 1 <= int(number) <= MOST_GROWN:
+        raise UsageError(f"--tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
+    return None, *((int(number), None) if word == "static" else (None, int(number)))
