@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-slow bench-decode bench-endpoint bench-joint bench-firp clean
+.PHONY: help install demo style check test test-avx2 test-slow bench-decode bench-endpoint bench-joint bench-firp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -35,6 +35,14 @@ check: style ## style and mypy
 test: $(READY) ## the tests, offline once the model and the data are fetched
 	$(BIN)/medusa assets
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow'
+
+# The program and its libraries held to what most desktops' processors have.
+AVX2 := MEDUSA_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+
+test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU without AVX-512 and bf16
+	$(BIN)/medusa assets
+	$(AVX2) HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow' tests/test_backbone.py tests/test_lean.py tests/test_kernels.py \
+		tests/test_default_model.py tests/test_rounded.py tests/test_demo.py
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from medusa_cli import __version__, console
-from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, train, tree
+from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, machine, train, tree
 from medusa_cli.errors import OUT_OF_MEMORY, UserError, explain_os
 
 INTERRUPTED = 130
@@ -111,6 +111,7 @@ COMMANDS: dict[Any, str] = {
     chat.chat: "chat, several tokens a step",
     bench.bench: "measure speedup, acceptance and overhead",
     compare.compare: "several trainings side by side",
+    machine.machine: "what this machine is fast at, and what auto takes",
     assets.assets: "fetch the default model and the data",
     demo.demo: "plain and drafted decoding side by side",
 }

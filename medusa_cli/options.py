@@ -105,8 +105,9 @@ Engine = Annotated[
         "--engine",
         metavar="NAME",
         callback=_engine,
-        help="How the backbone runs: fast (lean layers over packed weights), eager (transformers' own), auto (fast where "
-        "it knows the model), or int8 or int4: fast over weights rounded to so many bits, which changes the model (CPU).",
+        help="How the backbone runs: fast (lean layers over packed weights), eager (transformers' own), auto (fast "
+        "where it knows the model), or int8 or int4: fast over weights rounded to so many bits, which changes the "
+        "model (CPU).",
     ),
 ]
 LoadIn4bit = Annotated[

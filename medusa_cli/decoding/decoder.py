@@ -7,15 +7,16 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.accept import accept
+from medusa_cli.decoding.captured import Captured
 from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.ending import Ending, fitting
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Rule, Sampling
 from medusa_cli.decoding.sequence import Sequence
 from medusa_cli.decoding.slots import Slots
-from medusa_cli.decoding.types import Step
+from medusa_cli.decoding.types import Settled, Step
 from medusa_cli.drafters.base import Confirmed, Draft, Drafter
-from medusa_cli.engines import Plan
+from medusa_cli.engines import Plan, Pseudo
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.forest import side_by_side
 
@@ -38,12 +39,16 @@ class Decoder:
         shape: "Tree | Growth | Pace | None" = None,
         *,
         slots: int = 1,
+        captured: bool | None = None,
     ) -> None:
+        """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where there is."""
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
         self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
         self.slots = Slots(self.engine.new_cache(slots))
         self.rows: list[Sequence] = []
+        fixed = self.engine.captures if captured is None else captured
+        self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
         self._next: Tree | Growth = self._choose()
 
     @property
@@ -74,9 +79,8 @@ class Decoder:
         clock, rule = Clock(self.backbone), Rule(sampling or Sampling(), self.backbone.device, number)
         slot = len(self.rows)
         kept = self.slots.take(slot, prompt, self.drafter)
-        pseudo = None if self.drafter is None else self.drafter.pseudo(self._next.max_depth)
         tokens = torch.tensor(list(prompt[kept.length :]), device=self.backbone.device)
-        plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=pseudo)
+        plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=self._pseudo())
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
@@ -100,19 +104,13 @@ class Decoder:
         draft_s = clock.lap() / len(rows)
         self._next = self._choose()
 
-        tokens, depth, sees = side_by_side([draft.tokens for draft in drafts], [draft.tree for draft in drafts])
-        pseudo = None if self.drafter is None else self.drafter.pseudo(self._next.max_depth)
-        out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), cache)
-        verdicts = accept(out.logits, drafts, [sequence.rule for sequence in rows])
-
+        starts = cache.lengths[: len(rows)]
+        verdicts = self._verify(drafts)
         gained = []
-        for slot, (sequence, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
-            start = cache.lengths[slot]
-            cache.keep(slot, verdict.path)
-            path = torch.tensor(verdict.path, device=tokens.device)
-            ahead = None if out.ahead is None else out.ahead[slot, verdict.path[-1]]
-            sequence.settle(Confirmed(tokens[slot, path], out.hidden[slot, path], verdict.bonus, start, ahead))
-            gained.append(sequence.ending.cut([*draft.tokens[path[1:]].tolist(), verdict.bonus]))
+        for sequence, draft, verdict, start in zip(rows, drafts, verdicts, starts, strict=True):
+            tokens = draft.tokens[torch.tensor(verdict.path, device=draft.tokens.device)]
+            sequence.settle(Confirmed(tokens, verdict.hidden, verdict.bonus, start, verdict.ahead))
+            gained.append(sequence.ending.cut([*tokens[1:].tolist(), verdict.bonus]))
         verify_s = clock.lap() / len(rows)
         steps = [
             Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, verify_s, False, tuple(v.path), draft.tree.size)
@@ -123,6 +121,25 @@ class Decoder:
         found = list(zip(rows, steps, strict=True))
         self._leave()
         return found
+
+    def _verify(self, drafts: list[Draft]) -> list[Settled]:
+        """One pass over all drafts: which path of each stands. Their rows, and no others, are kept in the cache."""
+        tokens, depth, sees = side_by_side([draft.tokens for draft in drafts], [draft.tree for draft in drafts])
+        rules, pseudo = [sequence.rule for sequence in self.rows], self._pseudo()
+        if self.captured is not None and self.captured.can(drafts, rules, pseudo):
+            return self.captured.verify(tokens, drafts[0].tree)
+        out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), self.slots.cache)
+        settled = []
+        for slot, verdict in enumerate(accept(out.logits, drafts, rules)):
+            self.slots.cache.keep(slot, verdict.path)
+            path = torch.tensor(verdict.path, device=tokens.device)
+            ahead = None if out.ahead is None else out.ahead[slot, verdict.path[-1]]
+            settled.append(Settled(verdict.path, verdict.bonus, out.hidden[slot, path], ahead))
+        return settled
+
+    def _pseudo(self) -> Pseudo | None:
+        """The rows that ride in a pass for the drafts of the step after it."""
+        return None if self.drafter is None else self.drafter.pseudo(self._next.max_depth)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence before its end; its slot is free for the next prompt at once."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -10,6 +12,17 @@ class Verdict:
 
     path: list[int]
     bonus: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a pass settled for one sequence: the accepted nodes from the root on, path [A+1], the token after them, the
+    tapped states [A+1, H * taps], and the states [K, H] of the last node's pseudo rows, where there were any."""
+
+    path: list[int]
+    bonus: int
+    hidden: Tensor
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,23 @@ class Cache:
                 keys[:, :, target] = keys.index_select(2, source)
         self.lengths[slot] = start + len(path)
 
+    def compact(self, lengths: Tensor, path: Tensor) -> None:
+        """Move the first B slots' rows lengths[b] + path[b, i] to lengths[b] + i, by tensors alone; path [B, P].
+
+        Gathering first makes overlaps safe. The lengths that the cache knows stay as they are.
+        """
+        assert self.keys is not None and self.values is not None
+        size, count = path.shape
+        places = lengths[:, None] + torch.arange(count, device=path.device)
+        for whole, axis in ((self.values, 3), (self.keys, 4 if self.transposed else 3)):
+            part = whole[:, :size]
+            shape = [*part.shape]
+            shape[axis] = count
+            view = [1, size, 1, 1, 1]
+            view[axis] = count
+            source, target = ((one.view(view)).expand(shape) for one in (lengths[:, None] + path, places))
+            part.scatter_(axis, target, part.gather(axis, source))
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget a slot's rows from `length` on."""
         self.lengths[slot] = min(self.lengths[slot], length)

@@ -31,6 +31,8 @@ class Engine(ABC):
     # Attention reads a multiple of so many columns, where every new length costs a product its preparation.
     round_to = 1
     transposed = False
+    # Whether passes of fixed shapes can be captured as CUDA graphs.
+    captures = False
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone

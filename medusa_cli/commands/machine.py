@@ -1,0 +1,73 @@
+"""`medusa machine`: what this machine is fast at, and what auto makes of it."""
+
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.assets import DEFAULT_MODEL
+
+
+def machine(
+    model: options.Model = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time everything again though it is known.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show the time of a decoding step by kernel and rows on this machine, its ceilings, and what auto takes.
+
+    Timed once for each shape of model and kept in the cache folder; the first use of a model times what it needs.
+    """
+    console.configure(quiet=quiet, json=json)
+    import torch
+
+    from medusa_cli.backbone.load import read_config
+    from medusa_cli.benchmarks.rows import copy_bandwidth
+    from medusa_cli.engines.load import choose_kernel
+    from medusa_cli.engines.machine import KERNELS, arithmetic, machine_file, measured, processor
+
+    name = model or DEFAULT_MODEL
+    config, device = read_config(name), torch.device("cpu")
+    found = measured(KERNELS, config, again=measure)
+    taken = choose_kernel(name, "cpu", "auto", "auto", None)
+    bandwidth, flops = copy_bandwidth(device), arithmetic()
+    facts = {
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "model": name,
+        "copy_bytes_per_s": bandwidth,
+        "fp32_flops_per_s": flops,
+        "auto": taken.name,
+        "kept_in": str(machine_file()),
+    }
+    if json:
+        console.emit_json(
+            {**facts, "step_ms": {k: {str(n): 1e3 * s for n, s in c.items()} for k, c in found.seconds.items()}}
+        )
+        return
+    console.result(
+        f"{facts['processor']}, {facts['instructions']}, {facts['threads']} threads, torch {facts['torch']}: "
+        f"a copy moves {bandwidth / 1e9:.0f} GB/s, fp32 products reach {flops / 1e9:.0f} GFLOP/s"
+    )
+    console.result(_table(name, found.seconds, taken.name))
+    console.result(
+        f"auto takes {taken.name}: of the kernels that are true to the checkpoint's numbers it costs least a token, "
+        f"over the tree that pays best. Kept in {machine_file()}; --measure times it again"
+    )
+
+
+def _table(model: str, seconds: Any, taken: str) -> Any:
+    from rich.table import Table
+
+    rows = sorted({count for curve in seconds.values() for count in curve})
+    table = Table(title=f"Milliseconds a step of {model} by rows (least of several)")
+    table.add_column("kernel")
+    for count in rows:
+        table.add_column(str(count), justify="right")
+    for name, curve in seconds.items():
+        cells = (f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)
+        table.add_row(name, *cells, style="bold green" if name == taken else None)
+    return table
