@@ -1,5 +1,6 @@
-"""The backbone against the plain model: chains, trees, kept paths, growth, slots, windows, refusals."""
+"""The eager engine against the plain model: chains, trees, kept paths, growth, slots, windows, refusals."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,14 @@ from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.support import refuse_unsupported
+from medusa_cli.engines import Cache, Plan, attach, load_backbone
+from medusa_cli.engines.eager import EagerEngine
+from medusa_cli.engines.kernels import Packed
+from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
+from medusa_cli.tree.forest import side_by_side
+from tests.passes import prefilled, rows_of, run
 from tests.tiny import FAMILIES, tiny_backbone
 
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
@@ -22,7 +29,9 @@ def tokens_of(count: int, seed: int = 0, vocab: int = 60) -> torch.Tensor:
 
 def reference(backbone: Backbone, ids: torch.Tensor) -> torch.Tensor:
     """Logits [n, V] of one plain pass without a cache, masks built from scratch."""
-    return backbone.forward(ids, backbone.new_cache()).logits
+    logits = run(backbone, ids).logits
+    assert logits is not None
+    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,9 +49,9 @@ def test_the_chain_equals_the_unmodified_model(family: str) -> None:
 def test_each_node_of_a_tree_sees_its_own_path_alone(family: str) -> None:
     backbone = tiny_backbone(family)
     prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
-    cache = backbone.new_cache(4)
-    backbone.forward(prompt, cache)
-    out = backbone.forward(nodes, cache, TREE)
+    cache = backbone.engine.new_cache(1, 4)
+    run(backbone, prompt, cache)
+    out = run(backbone, nodes, cache, TREE)
     for node in range(TREE.size):
         path = TREE.path(node)
         alone = reference(backbone, torch.cat([prompt, nodes[path]]))
@@ -53,14 +62,14 @@ def test_each_node_of_a_tree_sees_its_own_path_alone(family: str) -> None:
 def test_a_kept_path_leaves_the_cache_as_if_it_had_been_decoded_alone(family: str) -> None:
     backbone = tiny_backbone(family)
     prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
-    cache = backbone.new_cache(4)
-    backbone.forward(prompt, cache)
-    backbone.forward(nodes, cache, TREE)
+    cache = backbone.engine.new_cache(1, 4)
+    run(backbone, prompt, cache)
+    run(backbone, nodes, cache, TREE)
     path = TREE.path(7)  # 0, 1, 3, 6, 7: not contiguous
-    cache.keep(len(prompt), path)
-    assert cache.length == len(prompt) + len(path)
+    cache.keep(0, path)
+    assert cache.lengths == [len(prompt) + len(path)]
     tail = tokens_of(3, seed=2)
-    out = backbone.forward(tail, cache)
+    out = run(backbone, tail, cache)
     alone = reference(backbone, torch.cat([prompt, nodes[path], tail]))
     assert torch.allclose(out.logits, alone[-3:], atol=2e-5)
 
@@ -68,39 +77,39 @@ def test_a_kept_path_leaves_the_cache_as_if_it_had_been_decoded_alone(family: st
 def test_a_long_prompt_is_prefilled_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(50)
-    whole = backbone.forward(ids, backbone.new_cache())
-    monkeypatch.setattr("medusa_cli.backbone.model.PREFILL_ROWS", 7)
-    cache = backbone.new_cache(1)
-    pieces = backbone.forward(ids, cache)
-    assert cache.length == 50
+    whole = run(backbone, ids, backbone.engine.new_cache())
+    monkeypatch.setattr("medusa_cli.engines.engine.PREFILL_ROWS", 7)
+    cache = backbone.engine.new_cache(1, 1)
+    pieces = run(backbone, ids, cache)
+    assert cache.lengths == [50]
     assert torch.allclose(whole.logits, pieces.logits, atol=2e-5)
     assert torch.allclose(whole.hidden, pieces.hidden, atol=2e-5)
-    last = backbone.forward(ids, backbone.new_cache(), logits="last")
+    last = run(backbone, ids, backbone.engine.new_cache(), logits="last")
     assert last.logits.shape[0] == 1 and torch.allclose(last.logits[0], whole.logits[-1], atol=2e-5)
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_a_long_text_moves_the_cache_a_few_times_and_not_every_step(engine: str) -> None:
     backbone = tiny_backbone("llama", engine=engine)
-    cache, ids = backbone.new_cache(1), tokens_of(400)
+    cache, ids = backbone.engine.new_cache(1, 1), tokens_of(400)
     buffers, copied = [], 0
     for token in ids:
-        before = cache.length
-        backbone.forward(token[None], cache, logits="none")
-        if not buffers or cache.buffer is not buffers[-1]:
-            buffers.append(cache.buffer)
+        before = cache.lengths[0]
+        run(backbone, token[None], cache, logits="none")
+        if not buffers or cache.values is not buffers[-1]:
+            buffers.append(cache.values)
             copied += before
     assert len(buffers) == 10  # capacities 1, 2, 4, .. 512
     assert copied < 2 * len(ids)
     assert torch.allclose(
-        backbone.forward(ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
+        run(backbone, ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
     )
 
 
 def test_taps_read_middle_layers_beside_the_final_state() -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(6)
-    out = backbone.forward(ids, backbone.new_cache(), taps=(0, -1))
+    out = run(backbone, ids, backbone.engine.new_cache(), taps=(0, -1))
     with torch.inference_mode():
         states = backbone.model.base_model(ids[None], attention_mask=_causal(6), output_hidden_states=True)
     assert out.hidden.shape == (6, 2 * backbone.hidden_size)
@@ -117,59 +126,80 @@ def _causal(n: int) -> torch.Tensor:
 def test_slots_verify_a_tree_each_and_keep_paths_of_their_own(family: str, engine: str) -> None:
     backbone, plain = tiny_backbone(family, engine=engine), tiny_backbone(family)
     prompts = [tokens_of(n, seed=n) for n in (3, 11, 7)]
-    slots = backbone.new_slots(4, 32)  # one stays empty
-    for prompt, slot in zip(prompts, slots.slots, strict=False):
-        backbone.forward(prompt, slot)
+    cache = backbone.engine.new_cache(4, 8)  # one stays empty; it grows
+    for slot, prompt in enumerate(prompts):
+        run(backbone, prompt, cache, slot=slot)
     nodes = torch.stack([tokens_of(TREE.size, seed=20 + i) for i in range(3)])
-    out = backbone.forward_slots(nodes, slots, TREE, taps=(0, -1))
+    out = backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, taps=(0, -1)), cache)
     assert out.hidden.shape == (3, TREE.size, 2 * backbone.hidden_size)
     for i, prompt in enumerate(prompts):
-        alone = plain.forward(nodes[i], prefilled(plain, prompt), TREE)
+        alone = run(plain, nodes[i], prefilled(plain, prompt), TREE, taps=(0, -1))
         assert torch.allclose(out.logits[i], alone.logits, atol=1e-4)
-        assert torch.allclose(out.hidden[i, :, backbone.hidden_size :], alone.hidden, atol=1e-4)
+        assert torch.allclose(out.hidden[i], alone.hidden, atol=1e-4)
     paths = [TREE.path(node) for node in (7, 0, 4)]
-    slots.keep(paths)
+    for slot, path in enumerate(paths):
+        cache.keep(slot, path)
     kept = [torch.cat([prompt, nodes[i][paths[i]]]) for i, prompt in enumerate(prompts)]
-    assert [slot.length for slot in slots.slots] == [*map(len, kept), 0]
-    slots.move(2, 0)
-    after = backbone.forward_slots(torch.tensor([[9], [10]]), slots)
-    for i, (ids, token) in enumerate(((kept[2], 9), (kept[1], 10))):
+    assert cache.lengths == [*map(len, kept), 0]
+    cache.swap(2, 0)
+    assert cache.lengths == [len(kept[2]), len(kept[1]), len(kept[0]), 0]
+    after = backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]])), cache)
+    for i, (ids, token) in enumerate(((kept[2], 9), (kept[1], 10), (kept[0], 11))):
         alone = reference(plain, torch.cat([ids, torch.tensor([token])]))
         assert torch.allclose(after.logits[i, 0], alone[-1], atol=1e-4)
 
 
-def prefilled(backbone: Backbone, prompt: torch.Tensor) -> KVCache:
-    cache = backbone.new_cache()
-    backbone.forward(prompt, cache)
-    return cache
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_a_pass_from_a_later_slot_on_leaves_those_before_it_alone(engine: str) -> None:
+    backbone = tiny_backbone("gemma3", engine=engine)
+    cache = backbone.engine.new_cache(3, 4)
+    for slot, count in enumerate((5, 9, 2)):
+        run(backbone, tokens_of(count, seed=slot), cache, slot=slot)
+    before = rows_of(cache, 0).clone()
+    out = backbone.engine.forward(Plan(torch.tensor([[7], [8]]), first=1), cache)
+    assert cache.lengths == [5, 10, 3] and torch.equal(rows_of(cache, 0), before)
+    for i, (count, token) in enumerate(((9, 7), (2, 8))):
+        ids = torch.cat([tokens_of(count, seed=i + 1), torch.tensor([token])])
+        assert torch.allclose(out.logits[i, 0], reference(tiny_backbone("gemma3"), ids)[-1], atol=1e-4)
 
 
-def test_a_slot_never_leaves_its_capacity() -> None:
-    backbone = tiny_backbone()
-    slots = backbone.new_slots(2, 8)
-    backbone.forward(tokens_of(7), slots.slots[0])
-    with pytest.raises(ValueError, match="a slot of 8 rows cannot take 2 after 7"):
-        backbone.forward_slots(torch.zeros(2, 2, dtype=torch.long), slots)
-    with pytest.raises(ValueError, match="a slot of 8 rows cannot take 9 after 0"):
-        backbone.forward(tokens_of(9), slots.slots[1])
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_trees_of_several_shapes_side_by_side_are_those_of_each_alone(engine: str) -> None:
+    backbone, plain = tiny_backbone("mistral-window", engine=engine), tiny_backbone("mistral-window")
+    trees = [TREE, Tree.root_only(), Tree.chain(4)]
+    cache = backbone.engine.new_cache(3, 4)
+    prompts = [tokens_of(n, seed=n) for n in (13, 2, 9)]
+    for slot, prompt in enumerate(prompts):
+        run(backbone, prompt, cache, slot=slot)
+    nodes = [tokens_of(tree.size, seed=30 + i) for i, tree in enumerate(trees)]
+    out = backbone.engine.forward(Plan(*side_by_side(nodes, trees)), cache)
+    for i, tree in enumerate(trees):
+        alone = run(plain, nodes[i], prefilled(plain, prompts[i]), tree)
+        assert torch.allclose(out.logits[i, : tree.size], alone.logits, atol=1e-4)
+        assert torch.allclose(out.hidden[i, : tree.size], alone.hidden, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_layers_compute_what_plain_ones_do(dtype: torch.dtype) -> None:
-    weight, bias = torch.randn(33, 24, dtype=dtype), torch.randn(33, dtype=dtype)
-    if not can_pack(weight):
-        pytest.skip("no packed kernel for this type on this processor")
-    for rows in (1, 5, 70):
-        x = torch.randn(rows, 24, dtype=dtype)
-        expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-        error = (pack_linear(weight, bias)(x).float() - expected).abs().max()
-        assert error <= (1e-4 if dtype == torch.float32 else 0.2)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_a_cache_never_grows_beyond_the_most_it_may_hold(engine: str) -> None:
+    backbone = tiny_backbone(engine=engine)
+    cache = Cache(backbone.num_layers, 2, 4, transposed=backbone.engine.transposed, most=8)
+    run(backbone, tokens_of(7), cache)
+    assert cache.capacity == 8
+    with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
+        backbone.engine.forward(Plan(torch.zeros(2, 2, dtype=torch.long)), cache)
+    with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
+        run(backbone, tokens_of(9), cache, slot=1)
+    assert cache.lengths == [7, 0]
 
 
 def test_packing_replaces_every_plain_linear_and_keeps_the_answers() -> None:
     backbone = tiny_backbone("llama")
     before = reference(backbone, tokens_of(9))
-    assert pack_linears(backbone.model) == 7 * backbone.num_layers + 1
+    linears = [one for one in backbone.model.modules() if type(one) is torch.nn.Linear]
+    assert len(linears) == 7 * backbone.num_layers + 1
+    pack_linears(backbone.model, Packed(torch.float32))
+    assert not any(type(one) is torch.nn.Linear for one in backbone.model.modules())
+    backbone.engine = EagerEngine(backbone)
     assert torch.allclose(reference(backbone, tokens_of(9)), before, atol=1e-4)
 
 
@@ -212,15 +242,20 @@ def test_multipliers_within_the_layers_are_the_networks_own_business() -> None:
     ids = tokens_of(13)
     with torch.inference_mode():
         theirs = model(ids[None]).logits[0]
+    def attached(network: Any, engine: str) -> Backbone:
+        backbone = Backbone(network)
+        attach(backbone, engine)
+        return backbone
+
     with pytest.raises(UsageError, match="--engine fast cannot run the model"):
-        Backbone(model, engine="fast")
-    backbone = Backbone(model, engine="auto")
-    assert backbone.engine == "eager" and torch.allclose(reference(backbone, ids), theirs, atol=2e-5)
+        attached(copy.deepcopy(model), "fast")
+    backbone = attached(model, "auto")
+    assert backbone.engine.name == "eager" and torch.allclose(reference(backbone, ids), theirs, atol=2e-5)
     for factor in ("embedding_multiplier", "residual_multiplier"):
         alone = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, factor: 0.5, "attention_multiplier": 0.35}
         for key, value in alone.items():
             setattr(config, key, value)
-        assert Backbone(hf.GraniteForCausalLM(config).eval(), engine="auto").engine == "eager", factor
+        assert attached(hf.GraniteForCausalLM(config).eval(), "auto").engine.name == "eager", factor
 
 
 def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:

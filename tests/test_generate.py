@@ -8,6 +8,7 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, generate, generate_batch, generate_plain
 from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
+from medusa_cli.engines import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from tests.tiny import END_ID, FAMILIES, tiny_backbone
@@ -184,20 +185,21 @@ def test_the_context_limit_ends_the_answer_without_leaving_it(shape: str) -> Non
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_generous_token_limit_makes_no_cache_beyond_the_context(
+def test_a_generous_token_limit_makes_no_cache_beyond_what_the_context_needs(
     drafted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = tiny_backbone(positions=48)
-    caches: list[KVCache] = []
-    inner = backbone.new_cache
-    monkeypatch.setattr(backbone, "new_cache", lambda capacity: caches.append(inner(capacity)) or caches[-1])
+    backbone = tiny_backbone(positions=300)
+    caches: list[Cache] = []
+    inner = backbone.engine.new_cache
+    monkeypatch.setattr(backbone.engine, "new_cache", lambda *given: caches.append(inner(*given)) or caches[-1])
     rules = {"max_new_tokens": 1_000_000, "stop_ids": ()}
     if drafted:
         steps = generate(backbone, medusa(backbone), SPARSE, PROMPT, **rules)
     else:
         steps = generate_plain(backbone, PROMPT, **rules)
-    assert len([t for s in steps for t in s.tokens]) == 48 - len(PROMPT)
-    assert [cache.capacity for cache in caches] == [48 + (SPARSE.size if drafted else 0)]
+    assert len([t for s in steps for t in s.tokens]) == 300 - len(PROMPT)
+    # Capacities double: no more than twice what the longest text and a tree need.
+    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
