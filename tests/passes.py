@@ -1,6 +1,8 @@
 """One sequence's passes as tests want them: no dimension of sequences, logits of all rows unless told otherwise."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import Confirmed, Draft, Drafter
 from medusa_cli.engines import Cache, Output, Plan, Pseudo
 from medusa_cli.tree import Growth, Tree
+from tests.tiny import tiny_tokenizer
 
 
 def run(
@@ -51,3 +54,10 @@ def drafted(drafter: Drafter, backbone: Backbone, confirmed: Confirmed, shape: T
     """What a drafter drafts for one sequence, whose state is its own."""
     [draft] = drafter.draft(backbone, [drafter], [confirmed], shape)
     return draft
+
+
+def saved(model: Any, folder: Path) -> str:
+    """A network on disk with a tokenizer of its vocabulary; what to give as the model to load."""
+    model.save_pretrained(folder)
+    tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    return str(folder)

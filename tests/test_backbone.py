@@ -1,6 +1,6 @@
 """The eager engine against the plain model: chains, trees, kept paths, growth, slots, windows, refusals."""
 
-import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +10,12 @@ from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.support import refuse_unsupported
-from medusa_cli.engines import Cache, Plan, attach, load_backbone
+from medusa_cli.engines import Cache, Plan, load_backbone
 from medusa_cli.engines.eager import EagerEngine
-from medusa_cli.engines.kernels import Packed
-from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.forest import side_by_side
-from tests.passes import prefilled, rows_of, run
+from tests.passes import prefilled, rows_of, run, saved
 from tests.tiny import FAMILIES, tiny_backbone
 
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
@@ -197,9 +195,8 @@ def test_packing_replaces_every_plain_linear_and_keeps_the_answers() -> None:
     before = reference(backbone, tokens_of(9))
     linears = [one for one in backbone.model.modules() if type(one) is torch.nn.Linear]
     assert len(linears) == 7 * backbone.num_layers + 1
-    pack_linears(backbone.model, Packed(torch.float32))
+    backbone.engine = EagerEngine(backbone, pack=True)
     assert not any(type(one) is torch.nn.Linear for one in backbone.model.modules())
-    backbone.engine = EagerEngine(backbone)
     assert torch.allclose(reference(backbone, tokens_of(9)), before, atol=1e-4)
 
 
@@ -230,7 +227,7 @@ def test_models_whose_logits_are_not_the_lm_heads_scores_are_refused(config: Any
         refuse_unsupported(config)
 
 
-def test_multipliers_within_the_layers_are_the_networks_own_business() -> None:
+def test_multipliers_within_the_layers_are_the_networks_own_business(tmp_path: Path) -> None:
     """The eager engine runs the network as it is; the fast one knows no such factors and says so."""
     config = hf.GraniteConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -242,20 +239,16 @@ def test_multipliers_within_the_layers_are_the_networks_own_business() -> None:
     ids = tokens_of(13)
     with torch.inference_mode():
         theirs = model(ids[None]).logits[0]
-    def attached(network: Any, engine: str) -> Backbone:
-        backbone = Backbone(network)
-        attach(backbone, engine)
-        return backbone
-
     with pytest.raises(UsageError, match="--engine fast cannot run the model"):
-        attached(copy.deepcopy(model), "fast")
-    backbone = attached(model, "auto")
+        load_backbone(saved(model, tmp_path), dtype="fp32", engine="fast")
+    backbone = load_backbone(saved(model, tmp_path), dtype="fp32")
     assert backbone.engine.name == "eager" and torch.allclose(reference(backbone, ids), theirs, atol=2e-5)
     for factor in ("embedding_multiplier", "residual_multiplier"):
         alone = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, factor: 0.5, "attention_multiplier": 0.35}
         for key, value in alone.items():
             setattr(config, key, value)
-        assert attached(hf.GraniteForCausalLM(config).eval(), "auto").engine.name == "eager", factor
+        other = load_backbone(saved(hf.GraniteForCausalLM(config).eval(), tmp_path), dtype="fp32")
+        assert other.engine.name == "eager", factor
 
 
 def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:

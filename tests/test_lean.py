@@ -1,5 +1,7 @@
-"""The fast engine against the network it was built from: chains, trees, kept paths, slots, refusals."""
+"""The fast engine against transformers' own layers: chains, trees, kept paths, slots, taps, pseudo rows, refusals."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,30 +10,36 @@ import transformers as hf
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
+from medusa_cli.engines import Plan, attach, load_backbone
+from medusa_cli.engines import lean as lean_engine
+from medusa_cli.engines.kernels import Packed, Plain
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
+from medusa_cli.tree.forest import side_by_side
+from tests.passes import rows_of, run, saved
+from tests.test_firp import firp
 from tests.test_generate import SPARSE, medusa
-from tests.tiny import FAMILIES, tiny_backbone, tiny_model
+from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
-TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))  # more rows than FEW
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
 
-def both(family: str = "llama") -> tuple[Backbone, Backbone]:
-    fast = tiny_backbone(family, engine="fast")
-    assert fast.engine == "fast"
-    return fast, tiny_backbone(family)
+def both(family: str = "llama", layers: int = 2, positions: int = 512) -> tuple[Backbone, Backbone]:
+    fast = tiny_backbone(family, layers=layers, positions=positions, engine="fast")
+    assert fast.engine.name == "fast"
+    return fast, tiny_backbone(family, layers=layers, positions=positions)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("taps", [(-1,), (0, -1)])
+@pytest.mark.parametrize("taps", [(-1,), (0, -1), (1, -1), (0, 1)])
 def test_chain_tree_and_kept_path_equal_the_eager_engine(family: str, taps: tuple[int, ...]) -> None:
     outputs = []
     for backbone in both(family):
-        cache = backbone.new_cache(4)
-        prompt = backbone.forward(torch.arange(5, 18), cache, taps=taps)
-        nodes = backbone.forward(torch.arange(20, 20 + TREE.size), cache, TREE, taps=taps)
-        cache.keep(13, TREE.path(7))  # not contiguous
-        after = backbone.forward(torch.tensor([9, 8]), cache, taps=taps)
+        cache = backbone.engine.new_cache(1, 4)
+        prompt = run(backbone, torch.arange(5, 18), cache, taps=taps)
+        nodes = run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE, taps=taps)
+        cache.keep(0, TREE.path(7))  # not contiguous
+        after = run(backbone, torch.tensor([9, 8]), cache, taps=taps)
         outputs.append([part for out in (prompt, nodes, after) for part in (out.logits, out.hidden)])
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -40,25 +48,112 @@ def test_chain_tree_and_kept_path_equal_the_eager_engine(family: str, taps: tupl
 def test_what_was_forgotten_or_never_written_is_not_seen() -> None:
     backbone, outputs = both("llama")[0], []
     for rest in (0.0, 50.0):
-        cache = backbone.new_cache(200)
-        backbone.forward(torch.arange(5, 18), cache)
+        cache = backbone.engine.new_cache(1, 200)
+        run(backbone, torch.arange(5, 18), cache)
         with torch.inference_mode():
-            cache.buffer[:, :, :, 13:] = rest
-            cache._turned[..., 13:] = rest
-        outputs.append(backbone.forward(torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+            cache.values[:, :, :, 13:] = rest
+            cache.keys[..., 13:] = rest
+        outputs.append(run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
     assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_slots_equal_the_eager_engine(family: str) -> None:
+@pytest.mark.parametrize("taps", [(-1,), (0, -1)])
+def test_slots_of_different_lengths_equal_the_eager_engine(family: str, taps: tuple[int, ...]) -> None:
+    trees = [TREE, Tree.chain(3), Tree.root_only()]
     results = []
     for backbone in both(family):
-        slots = backbone.new_slots(3, 32)
-        for slot, count in enumerate((3, 11, 7)):
-            backbone.forward(torch.arange(5, 5 + count), slots.slots[slot])
-        results.append(backbone.forward_slots(torch.tensor([[9], [10], [11]]), slots))
-    assert torch.allclose(results[0].logits, results[1].logits, atol=1e-4)
-    assert torch.allclose(results[0].hidden, results[1].hidden, atol=1e-4)
+        cache = backbone.engine.new_cache(3, 4)  # grows
+        for slot, count in enumerate((3, 21, 7)):
+            run(backbone, torch.arange(5, 5 + count), cache, slot=slot)
+        found = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]
+        nodes = [torch.arange(30 + i, 30 + i + tree.size) for i, tree in enumerate(trees)]
+        found.append(backbone.engine.forward(Plan(*side_by_side(nodes, trees), taps=taps), cache))
+        for slot, path in enumerate((TREE.path(7), [0, 1, 2], [0])):
+            cache.keep(slot, path)
+        found.append(backbone.engine.forward(Plan(torch.tensor([[8], [7], [6]]), taps=taps), cache))
+        assert cache.lengths == [4 + 5 + 1, 22 + 3 + 1, 8 + 1 + 1]
+        results.append(([part for out in found for part in (out.logits, out.hidden)], cache))
+    (ours, fast), (theirs, eager) = results
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    assert all(torch.allclose(rows_of(fast, slot), rows_of(eager, slot), atol=1e-4) for slot in range(3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_pseudo_rows_of_one_and_of_many_equal_the_eager_engine(family: str, masked: bool) -> None:
+    results = []
+    for backbone in both(family, layers=6):
+        pseudo = firp(backbone, masked=masked, layers=[2, 3, 3]).pseudo(3)
+        cache = backbone.engine.new_cache(3, 4)
+        found = [
+            backbone.engine.forward(Plan.chain(torch.arange(5, 5 + count), slot=slot, pseudo=pseudo), cache)
+            for slot, count in enumerate((3, 21, 7))
+        ]
+        nodes = torch.stack([torch.arange(30 + i, 30 + i + TREE.size) for i in range(3)])
+        found.append(backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, pseudo=pseudo), cache))
+        assert found[0].ahead.shape == (1, 1, 3, 32) and found[-1].ahead.shape == (3, TREE.size, 3, 32)
+        results.append([part.clone() for out in found for part in (out.logits, out.hidden, out.ahead)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_of_many_rows_equals_the_eager_engine(family: str) -> None:
+    """More rows than two plain products are taken for, and a prompt of several pieces."""
+    ids = torch.arange(700) * 37 % 59 + 5
+    found = []
+    for backbone in both(family, positions=1024):
+        cache = backbone.engine.new_cache(2, 4)
+        out = run(backbone, ids, cache, slot=1)
+        after = backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache)
+        found.append((out.logits, out.hidden, after.logits.clone()))
+    assert lean_engine.MANY < 512 < len(ids)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", [Packed(torch.float32), Plain(torch.float32)], ids=lambda one: one.name)
+def test_every_fp32_kernel_computes_what_the_network_does(family: str, kernel: Any) -> None:
+    fast, eager = Backbone(tiny_model(family)), tiny_backbone(family)
+    attach(fast, "fast", kernel)
+    for rows in (1, 5, 40):
+        ours, theirs = (run(one, torch.arange(5, 5 + rows)) for one in (fast, eager))
+        assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_and_untraced_layers_compute_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = tiny_backbone(family, engine="fast")
+    made = []
+    inner = lean_engine.trace
+    monkeypatch.setattr(lean_engine, "trace", lambda *given: made.append(inner(*given)) or made[-1])
+    ours = passes(traced)
+    assert made and all(one is not None for one in made)
+    monkeypatch.setattr(lean_engine, "trace", lambda *given: None)
+    theirs = passes(tiny_backbone(family, engine="fast"))
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(ours, theirs, strict=True))
+
+
+def passes(backbone: Backbone) -> list[torch.Tensor]:
+    """The logits of passes of several sizes, of one slot and of two."""
+    cache, found = backbone.engine.new_cache(2, 4), []
+    for count in (9, 1, 30):
+        found.append(run(backbone, torch.arange(5, 5 + count), cache).logits.clone())
+        found.append(run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+        found.append(backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache).logits.clone())
+    return found
+
+
+def test_the_head_of_a_family_keeps_its_bias() -> None:
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Linear(32, 64, bias=True)
+    fast, eager = (Backbone(one) for one in (model, copy.deepcopy(model)))
+    attach(fast, "fast")
+    attach(eager)
+    assert torch.allclose(run(fast, [5, 6, 7]).logits, run(eager, [5, 6, 7]).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,10 +166,12 @@ def test_drafted_greedy_decoding_is_the_eager_engines_plain_decoding(family: str
 
 
 def test_logits_come_in_fp32_whatever_the_weights_are() -> None:
-    backbone = Backbone(tiny_model().to(torch.bfloat16), engine="auto")
-    for rows in (1, 3):
-        logits = backbone.forward(torch.arange(5, 5 + rows), backbone.new_cache()).logits
-        assert logits is not None and logits.dtype == torch.float32 and logits.shape == (rows, backbone.vocab_size)
+    for engine in ("eager", "fast"):
+        backbone = Backbone(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+        attach(backbone, engine)
+        for rows in (1, 3):
+            logits = run(backbone, torch.arange(5, 5 + rows)).logits
+            assert logits is not None and logits.dtype == torch.float32 and logits.shape == (rows, backbone.vocab_size)
 
 
 class _Odd(torch.nn.Module):
@@ -107,8 +204,14 @@ def strange(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "partly rotary", "odd mlp"])
-def test_models_it_does_not_know_keep_the_eager_engine(kind: str) -> None:
-    assert Backbone(strange(kind), engine="auto").engine == "eager"
+@pytest.mark.parametrize("kind", ["gpt2", "partly rotary"])
+def test_models_it_does_not_know_keep_the_eager_engine(kind: str, tmp_path: Path) -> None:
+    model = saved(strange(kind), tmp_path)
+    assert load_backbone(model, dtype="fp32").engine.name == "eager"
     with pytest.raises(UsageError, match="--engine fast cannot run the model"):
-        Backbone(strange(kind), engine="fast")
+        load_backbone(model, dtype="fp32", engine="fast")
+
+
+def test_layers_with_the_usual_parts_that_compute_something_else_are_found_out() -> None:
+    with pytest.raises(UsageError, match="--engine fast cannot run the model .* its states differ"):
+        attach(Backbone(strange("odd mlp")), "fast")

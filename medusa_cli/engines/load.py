@@ -83,7 +83,10 @@ def load_backbone(
 
 
 def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
-    """Give a backbone the engine of a name, over a kernel or the first there is for its type; UsageError if in vain."""
+    """Give a backbone the engine of a name, over a kernel or the first there is for its type.
+
+    UsageError where that is in vain; the network, of whose layers some have been packed by then, is spent.
+    """
     dtype = backbone.embedding.weight.dtype
     if engine == "eager":
         backbone.engine = EagerEngine(backbone)
@@ -94,17 +97,15 @@ def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = No
     try:
         backbone.engine = LeanEngine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
     except Unsupported as reason:
-        if engine != "auto":
-            raise refusal(engine, backbone.id, reason) from reason
-        backbone.engine = EagerEngine(backbone)
+        raise refusal(engine, backbone.id, reason) from reason
     return backbone.engine
 
 
 def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
     """The kernel that --dtype and --engine come to on a device; UsageError for those that contradict each other."""
-    place, own = torch.device(device), checkpoint_dtype(model)
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
+    place, own = torch.device(device), checkpoint_dtype(model)
     if engine in BITS:
         check_rounding(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
         return Rounded(BITS[engine])
