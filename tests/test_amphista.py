@@ -12,6 +12,7 @@ from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, load_draft
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
+from tests.passes import drafted
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 from tests.watching import Watching
 
@@ -88,9 +89,9 @@ def test_with_attention_every_head_sees_every_other() -> None:
 @pytest.mark.parametrize("shape", [TREE, Growth(9, 4)])
 def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
     backbone = tiny_backbone(family)
-    drafted = generate(backbone, amphista(backbone), shape, PROMPT, max_new_tokens=50, stop_ids=())
+    steps = generate(backbone, amphista(backbone), shape, PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=50, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -98,9 +99,9 @@ def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_lossless_under_both_engines(variant: str, shape: Tree | Growth, engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
-    drafted = generate(backbone, amphista(backbone, **VARIANTS[variant]), shape, PROMPT, max_new_tokens=50, stop_ids=())
+    steps = generate(backbone, amphista(backbone, **VARIANTS[variant]), shape, PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(tiny_backbone("qwen3"), PROMPT, max_new_tokens=50, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,8 +116,8 @@ def test_every_variant_drafts_from_its_files_what_it_did(variant: str, tmp_path:
     assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
     confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
     for one in (heads, loaded):
-        one.reset()
-    ours, theirs = (one.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for one in (heads, loaded))
+        one.truncate(0)
+    ours, theirs = (drafted(one, backbone, confirmed, TREE).tokens for one in (heads, loaded))
     assert torch.equal(ours, theirs)
 
 
@@ -145,7 +146,7 @@ def test_loaded_drafters_draft_what_saved_ones_did(tmp_path: Path, name: str, ra
     loaded = load_drafter(tmp_path, backbone)
     assert loaded.config == heads.config and loaded.name == name
     confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
-    ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
 

@@ -1,16 +1,17 @@
 """Decoding many prompts at once gives each what it gets alone, whatever is drafted and however many slots there are."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Sampling, Stats, Step, generate, generate_batch, generate_plain
+from medusa_cli.decoding import Decoder, Sampling, Stats, Step, answer, generate, generate_batch, generate_plain
 from medusa_cli.drafters import Amphista, Confirmed, Draft, HydraHeads, MedusaHeads
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.tree import Tree
 from tests.test_generate import SPARSE, Oracle
 from tests.tiny import FAMILIES, tiny_backbone
 
@@ -34,19 +35,21 @@ def together(backbone: Backbone, drafter, tree, prompts=PROMPTS, count: int = 40
 
 
 class Knowing(Oracle):
-    """A stub that knows every prompt's answer, each to its own share; one sequence's fork learns which at prefill."""
+    """A stub that knows every prompt's answer, each to its own share; a sequence's fork learns which at prefill."""
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[list[int], float]]) -> None:
         super().__init__([], 0.0)
         self.answers = answers
 
-    def draft(self, backbone: Backbone, cache: KVCache, confirmed: Confirmed, tree: Tree) -> Draft:
-        assert confirmed.start + len(confirmed.tokens) == cache.length
+    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[Confirmed], shape: Tree) -> list[Draft]:
+        return [own.guess(backbone, one, shape) for own, one in zip(sequences, confirmed, strict=True)]
+
+    def guess(self, backbone: Backbone, confirmed: Confirmed, tree: Tree) -> Draft:
         assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
         if confirmed.start == 0:
             self.prompt = tuple(confirmed.tokens.tolist())
         answer, right = self.answers[self.prompt]
-        done = cache.length - len(self.prompt)
+        done = confirmed.start + len(confirmed.tokens) - len(self.prompt)
         assert answer[done : done + 1] in ([confirmed.root], [])
         tokens = [confirmed.root]
         for node in range(1, tree.size):
@@ -108,15 +111,89 @@ def test_every_drafter_drafts_for_a_row_what_it_drafts_for_it_alone(kind, option
         assert [(s.drafted, s.accepted) for s in steps[number]] == [(s.drafted, s.accepted) for s in alone]
 
 
-@pytest.mark.parametrize("mode", ["exact", "typical"])
-def test_sampled_rows_draw_their_own_random_numbers(mode: str) -> None:
-    backbone = tiny_backbone()
-    drafter = random_drafter(HydraHeads, backbone)
-    rule = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05)
-    found, _ = together(backbone, drafter, SPARSE, size=3, sampling=rule)
+def alike(together: list[Step], alone: list[Step]) -> bool:
+    """Equal step by step, in what was drafted and what was accepted of it."""
+    seen = [[(step.tokens, step.nodes, step.path) for step in one] for one in (together, alone)]
+    return seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_dynamic_trees_grow_for_a_row_as_they_do_for_it_alone(kind, options: dict, engine: str) -> None:
+    backbone = tiny_backbone("gemma3", engine=engine)
+    drafter, growth = random_drafter(kind, backbone, **options), Growth(9, 4)
+    found, steps = together(backbone, drafter, growth, size=3, count=25)
     for number, prompt in enumerate(PROMPTS):
-        alone = generate(backbone, drafter, SPARSE, prompt, max_new_tokens=40, stop_ids=(), sampling=rule)
-        assert found[number] == [t for step in alone for t in step.tokens]
+        alone = list(generate(backbone, drafter, growth, prompt, max_new_tokens=25, stop_ids=()))
+        assert found[number] == plain(backbone, prompt, 25) and alike(steps[number], alone)
+    assert len({step.nodes for one in steps for step in one if not step.prefill}) > 1  # trees of several sizes
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("mode", ["exact", "typical"])
+@pytest.mark.parametrize("shape", [SPARSE, Growth(9, 4), None], ids=["static", "dynamic", "plain"])
+def test_a_sampled_row_draws_with_the_seed_plus_its_number(mode: str, engine: str, shape: Tree | Growth | None) -> None:
+    backbone = tiny_backbone(engine=engine)
+    drafter = None if shape is None else random_drafter(HydraHeads, backbone)
+    rule = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05)
+    found, steps = together(backbone, drafter, shape, [*PROMPTS, PROMPTS[0]], size=3, count=25, sampling=rule)
+    for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
+        own = replace(rule, seed=3 + number)
+        alone = list(generate(backbone, drafter, shape, prompt, max_new_tokens=25, stop_ids=(), sampling=own))
+        assert alike(steps[number], alone)
+    assert (found[0] != found[-1]) == (mode == "exact")  # the same prompt, drawn apart
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [SPARSE, Growth(9, 4)], ids=["static", "dynamic"])
+def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: Tree | Growth) -> None:
+    backbone = tiny_backbone("qwen3", engine=engine)
+    drafter = random_drafter(HydraHeads, backbone, prefix_layers=1)
+    rule, limits = Sampling("exact", 1.0, seed=3), {"max_new_tokens": 30, "stop_ids": ()}
+
+    def alone(number: int, prompt: Sequence[int]) -> list[int]:
+        own = Sampling("exact", 1.0, seed=3 + number)
+        return [t for s in generate(backbone, drafter, shape, prompt, sampling=own, **limits) for t in s.tokens]
+
+    decoder, answers = Decoder(backbone, drafter, shape, slots=3), {}
+    running = {}
+    for number, prompt in enumerate(PROMPTS[:3]):
+        sequence, first = decoder.admit(prompt, sampling=rule, number=number, **limits)
+        running[number], answers[number] = sequence, list(first.tokens)
+
+    def step() -> None:
+        for sequence, one in decoder.step():
+            answers[sequence.number] += one.tokens
+
+    step()
+    step()
+    assert not decoder.room
+    decoder.cancel(running[0])
+    cut = list(answers[0])
+    assert decoder.room == 1 and running[0].done
+    step()
+    sequence, first = decoder.admit(PROMPTS[3], sampling=rule, number=3, **limits)  # in the place left
+    answers[3] = list(first.tokens)
+    decoder.cancel(running[0])  # once more: nothing happens
+    while decoder.rows:
+        step()
+    assert answers[0] == cut == alone(0, PROMPTS[0])[: len(cut)] and len(cut) < 30
+    for number in (1, 2, 3):
+        assert answers[number] == alone(number, PROMPTS[number]), number
+    assert decoder.step() == []
+
+
+def test_a_caller_that_stops_listening_frees_the_slot() -> None:
+    backbone = tiny_backbone()
+    decoder = Decoder(backbone, random_drafter(MedusaHeads, backbone), SPARSE)
+    rules = {"max_new_tokens": 30, "stop_ids": ()}
+    steps = answer(decoder, PROMPTS[0], **rules)
+    next(steps)
+    next(steps)
+    assert not decoder.room
+    steps.close()
+    assert decoder.room == 1
+    assert [t for s in answer(decoder, PROMPTS[2], **rules) for t in s.tokens] == plain(backbone, PROMPTS[2], 30)
 
 
 def test_the_context_limit_of_one_row_leaves_the_others_alone() -> None:
@@ -162,8 +239,6 @@ def test_seconds_of_all_rows_add_up_to_no_more_than_the_whole() -> None:
 
 def test_what_cannot_be_batched_is_refused() -> None:
     backbone = tiny_backbone(positions=32)
-    with pytest.raises(UsageError, match="dynamic"):
-        together(backbone, random_drafter(MedusaHeads, backbone), Growth(4, 3))
     with pytest.raises(UsageError, match="--batch-size 0"):
         together(backbone, None, None, size=0)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from medusa_cli.backbone.packed import can_pack
+from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.methods import check_batch, check_llama
@@ -15,10 +15,11 @@ from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.taken import Taken
 from medusa_cli.cli import app
 from medusa_cli.decoding import Sampling, Stats, Step
-from medusa_cli.drafters import Firp, HydraHeads
+from medusa_cli.drafters import HydraHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.files import save_tree
+from tests import passes
 from tests.runs import save_model, save_questions, save_run
 from tests.tiny import tiny_backbone
 
@@ -91,7 +92,7 @@ def test_a_difference_is_found_with_its_margin() -> None:
     found = result.answers["medusa"].divergence
     assert (found.turn, found.position, found.expected, found.actual) == (0, 1, 10, 12)
     ids = torch.tensor([*backbone.encode_chat([{"role": "user", "content": "w1"}]), 9])
-    scores = backbone.forward(ids, backbone.new_cache()).logits[-1]
+    scores = passes.run(backbone, ids).logits[-1]
     assert found.margin == pytest.approx(float(scores[10] - scores[12]), abs=1e-4)
     assert summarise([result])["methods"]["medusa"]["identical"] == 0
 
@@ -143,12 +144,18 @@ def test_a_batch_answers_as_one_at_a_time_does_and_says_its_size(place: Path) ->
     assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("method", ["hf-lookup", "medusa-dynamic", "llama.cpp"])
+@pytest.mark.parametrize("method", ["hf-lookup", "llama.cpp"])
 def test_what_decodes_one_sequence_alone_is_no_batch_method(place: Path, method: str) -> None:
     shown = bench(place, "--batch-size", "2", "--methods", f"ar,{method}")
     assert shown.exit_code == 2 and f"--methods {method} decodes one sequence at a time" in shown.stderr
-    grown = bench(place, "--batch-size", "2", "--methods", "ar,medusa", "--tree", "dynamic")
-    assert grown.exit_code == 2 and "--tree dynamic grows another tree for each row" in grown.stderr
+
+
+def test_dynamic_trees_grow_side_by_side_too(place: Path) -> None:
+    words = ["--json", "--methods", "ar,medusa-dynamic", "--batch-size"]
+    together, alone = (json.loads(bench(place, *words, size).stdout)["methods"] for size in ("2", "1"))
+    grown = together["medusa-dynamic"]
+    assert grown["identical"] == grown["questions"] == 4
+    assert grown["acceptance_rate"] == pytest.approx(alone["medusa-dynamic"]["acceptance_rate"])
 
 
 def test_figures_follow_from_tokens_and_seconds() -> None:
@@ -364,17 +371,18 @@ def test_llama_cpp_is_asked_for_greedy_decoding_of_a_known_file(monkeypatch: pyt
         check_llama("other", Path("some.gguf"), Sampling("exact", 0.7))
 
 
-def test_a_drafter_that_rides_in_the_pass_is_no_batch_drafter() -> None:
-    check_batch(["hf", "ar", "medusa"], [HydraHeads], dynamic=False)
-    with pytest.raises(UsageError, match="firp drafts for one sequence at a time"):
-        check_batch(["firp"], [Firp], dynamic=False)
+def test_what_runs_one_sequence_at_a_time_is_no_batch_method() -> None:
+    check_batch(["hf", "ar", "medusa", "firp", "medusa-dynamic"])
+    for name in ("hf-lookup", "llama.cpp"):
+        with pytest.raises(UsageError, match=f"--methods {name} decodes one sequence at a time"):
+            check_batch(["ar", name])
 
 
-@pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 kernels here")
+@pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 def test_rounded_weights_say_how_far_they_move_the_model(place: Path) -> None:
     words = ["--json", "--dtype", "bf16", "--limit", "2", "--methods"]
     found = json.loads(bench(place, *words, "hf,ar", "--engine", "int8").stdout)
-    assert found["engine"] == "int8" and found["rounding"]["tokens"] > 0
+    assert (found["engine"], found["kernel"]) == ("fast", "int8") and found["rounding"]["tokens"] > 0
     assert 0 < found["rounding"]["kl"] < 0.1 and 0.5 < found["rounding"]["agreement"] <= 1
     assert "Rounded to 8 bits" in " ".join(found["facts"])
     assert json.loads(bench(place, *words, "hf,ar").stdout)["rounding"] is None

@@ -11,6 +11,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Confirmed, Draft, HydraHeads
 from medusa_cli.tree import Growing, Growth, Tree
+from tests.passes import drafted
 from tests.test_amphista import amphista
 from tests.test_firp import firp
 from tests.test_generate import medusa
@@ -75,32 +76,32 @@ def test_drafts_hold_the_heads_best_guesses_and_respect_budget_and_depth(make) -
     ahead = torch.randn(3, backbone.hidden_size)  # what FIRP drafts from
     confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0, ahead)
 
-    def drafted(shape: Tree | Growth) -> Draft:
-        heads.reset()
-        return heads.draft(backbone, backbone.new_cache(), confirmed, shape)
+    def anew(shape: Tree | Growth) -> Draft:
+        heads.truncate(0)
+        return drafted(heads, backbone, confirmed, shape)
 
     for budget, depth in itertools.product((1, 2, 9, 30), (0, 1, 3)):
-        draft = drafted(Growth(budget, depth))
+        draft = anew(Growth(budget, depth))
         assert draft.tree.size <= budget and draft.tree.max_depth <= depth and draft.tokens[0] == 5
         assert len(draft.tokens) == draft.tree.size
         # The same tree drafted as a static one holds the same tokens.
-        assert torch.equal(drafted(draft.tree).tokens, draft.tokens)
-    hot, cold = (drafted(Growth(9, 3, temperatures=(heat, heat, heat))) for heat in (50.0, 0.05))
+        assert torch.equal(anew(draft.tree).tokens, draft.tokens)
+    hot, cold = (anew(Growth(9, 3, temperatures=(heat, heat, heat))) for heat in (50.0, 0.05))
     # Sure of themselves, heads go deep; unsure, they go wide.
     assert cold.tree.max_depth > hot.tree.max_depth or max(hot.tree.widths) > max(cold.tree.widths)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("make", [medusa, hydra, hydra_plus])
+@pytest.mark.parametrize("make", [medusa, hydra, hydra_plus, amphista])
 def test_dynamic_trees_are_lossless(family: str, make) -> None:
     backbone: Backbone = tiny_backbone(family)
-    drafted = generate(backbone, make(backbone), Growth(9, 3), PROMPT, max_new_tokens=50, stop_ids=())
+    steps = generate(backbone, make(backbone), Growth(9, 3), PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=50, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
 def test_near_the_end_of_the_context_trees_grow_less_deep() -> None:
     backbone = tiny_backbone(positions=24)
-    drafted = generate(backbone, hydra(backbone), Growth(9, 3), PROMPT, max_new_tokens=19, stop_ids=())
+    steps = generate(backbone, hydra(backbone), Growth(9, 3), PROMPT, max_new_tokens=19, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=19, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]

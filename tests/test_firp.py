@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import generate, generate_batch, generate_plain
+from medusa_cli.decoding import Step, generate, generate_batch, generate_plain
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.drafters.firp import spread
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.engines import attach
+from medusa_cli.errors import UserError
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
+from tests.passes import rows_of, run
 from tests.tiny import FAMILIES, tiny_backbone
 from tests.watching import Watching
 
@@ -67,12 +69,12 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
 def test_pseudo_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str, masked: bool) -> None:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
-    cache = backbone.new_cache(4)  # grows
-    out = backbone.forward(torch.tensor(PROMPT), cache, logits="last", pseudo=drafter.pseudo(3))
+    cache = backbone.engine.new_cache(1, 4)  # grows
+    out = run(backbone, PROMPT, cache, logits="last", pseudo=drafter.pseudo(3))
     assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
-    assert torch.allclose(out.ahead_of(-1), reference(family, drafter, PROMPT), atol=1e-4)
+    assert torch.allclose(out.ahead[-1], reference(family, drafter, PROMPT), atol=1e-4)
     tokens = torch.arange(20, 20 + TREE.size)
-    out = backbone.forward(tokens, cache, TREE, pseudo=drafter.pseudo(3))
+    out = run(backbone, tokens, cache, TREE, pseudo=drafter.pseudo(3))
     assert out.ahead is not None and out.ahead.shape == (TREE.size, 3, backbone.hidden_size)
     for node in (0, 3, 8):
         path = PROMPT + tokens[TREE.path(node)].tolist()
@@ -84,9 +86,9 @@ def test_a_prompt_of_several_pieces_ends_in_its_last_tokens_pseudo_rows(engine: 
     backbone = backbone_of("llama", engine, positions=1024)
     drafter = firp(backbone)
     prompt = [5 + i * 7 % 50 for i in range(530)]
-    out = backbone.forward(torch.tensor(prompt), backbone.new_cache(), logits="last", pseudo=drafter.pseudo(2))
+    out = run(backbone, prompt, logits="last", pseudo=drafter.pseudo(2))
     expected = reference("llama", drafter, prompt, positions=1024)
-    assert out.hidden.shape[0] == 530 and torch.allclose(out.ahead_of(-1), expected[:2], atol=1e-3)
+    assert out.hidden.shape[0] == 530 and torch.allclose(out.ahead[-1], expected[:2], atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,21 +99,21 @@ def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str
     nodes, path = torch.arange(20, 20 + TREE.size), TREE.path(7)
     caches, outputs = [], []
     for pseudo in (None, drafter.pseudo(3)):
-        cache = backbone.new_cache(8)
-        backbone.forward(torch.tensor(PROMPT), cache, pseudo=pseudo)
-        outputs.append(backbone.forward(nodes, cache, TREE, pseudo=pseudo))
-        cache.keep(len(PROMPT), path)
-        outputs.append(backbone.forward(torch.tensor([9, 8]), cache, pseudo=pseudo))
+        cache = backbone.engine.new_cache(1, 8)
+        run(backbone, PROMPT, cache, pseudo=pseudo)
+        outputs.append(run(backbone, nodes, cache, TREE, pseudo=pseudo))
+        cache.keep(0, path)
+        outputs.append(run(backbone, [9, 8], cache, pseudo=pseudo))
         caches.append(cache)
     for without, ridden in zip(outputs[:2], outputs[2:], strict=True):
         assert torch.allclose(without.logits, ridden.logits, atol=1e-4)
         assert torch.allclose(without.hidden, ridden.hidden, atol=1e-4)
     length = len(PROMPT) + len(path) + 2
-    assert caches[0].length == caches[1].length == length
-    assert torch.allclose(*(cache.buffer[:, :, :, :length] for cache in caches), atol=1e-4)
+    assert caches[0].lengths == caches[1].lengths == [length]
+    assert torch.allclose(*map(rows_of, caches), atol=1e-4)
     # What comes after sees the kept rows alone: the same as one chain without any pseudo row.
     whole = PROMPT + nodes[path].tolist() + [9, 8]
-    alone = backbone.forward(torch.tensor(whole), backbone.new_cache())
+    alone = run(backbone, whole)
     assert torch.allclose(outputs[3].logits, alone.logits[-2:], atol=1e-4)
 
 
@@ -165,14 +167,14 @@ def test_the_contexts_end_is_reached_and_not_passed() -> None:
 def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | Growth) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone)
-    backbone.forward(torch.tensor([1]), backbone.new_cache(), pseudo=drafter.pseudo(1))  # the engine is checked once
     passes: list[int] = []
-    norm = "_norm" if engine == "fast" else "norm"
-    owner = backbone._decoder if engine == "fast" else backbone.model.model
-    assert owner is not None
-    inner = getattr(owner, norm)
-    # Whatever reaches the last norm has gone through the layers: rows are counted there.
-    object.__setattr__(owner, norm, lambda x: passes.append(x.shape[1]) or inner(x))
+    inner = backbone.engine.run
+
+    def counted(tokens: Tensor, layout: Any, cache: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        passes.append(layout.positions.shape[1])  # rows, pseudo rows among them
+        return inner(tokens, layout, cache, taps)
+
+    backbone.engine.run = counted
     steps = list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=()))
     assert len(passes) == len(steps)
     assert passes[0] == len(PROMPT) + 3
@@ -202,12 +204,28 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
 
     config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     backbone = Backbone(hf.GPT2LMHeadModel(config).eval(), id="tiny-gpt2")
+    attach(backbone)
     drafter = firp(backbone)
     with pytest.raises(UserError, match="cannot be run one by one: its parts are not named as in Llama"):
         next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
 
 
-def test_many_prompts_at_once_are_refused() -> None:
-    backbone = backbone_of()
-    with pytest.raises(UsageError, match="firp drafts for one sequence at a time"):
-        list(generate_batch(backbone, firp(backbone), TREE, [[5], [6]], batch_size=2, max_new_tokens=4))
+PROMPTS = [PROMPT, [8], [30 + i for i in range(17)], [6, 6, 50], [12, 50]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [TREE, Growth(9, 3)], ids=["static", "dynamic"])
+def test_many_prompts_at_once_get_what_each_gets_alone(family: str, engine: str, shape: Tree | Growth) -> None:
+    backbone, count = backbone_of(family, engine), 24
+    drafter = firp(backbone, layers=[2, 3, 4])
+    steps: list[list[Step]] = [[] for _ in PROMPTS]
+    rules = {"max_new_tokens": count, "stop_ids": ()}
+    for number, step in generate_batch(backbone, drafter, shape, PROMPTS, batch_size=3, **rules):
+        steps[number].append(step)
+    for prompt, together in zip(PROMPTS, steps, strict=True):
+        alone = list(generate(backbone, drafter, shape, prompt, **rules))
+        plain = generate_plain(backbone, prompt, **rules)
+        assert [t for s in together for t in s.tokens] == [t for s in plain for t in s.tokens]
+        # Equal step by step: had a sequence drafted from another's pseudo states, its guesses would differ.
+        assert [(s.tokens, s.nodes, s.path) for s in together] == [(s.tokens, s.nodes, s.path) for s in alone]

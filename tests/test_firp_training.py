@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_cli.backbone.trace import ahead, trace
 from typer.testing import CliRunner
 
 from medusa_cli import console
 from medusa_cli.cli import app
 from medusa_cli.drafters import Batch
 from medusa_cli.drafters.firp import check_layers
+from medusa_cli.engines.trace import ahead, trace
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
@@ -60,7 +60,7 @@ def conversations(*lengths: int) -> list[Conversation]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, monkeypatch) -> None:
-    monkeypatch.setattr("medusa_cli.backbone.trace.CHUNK", 4)
+    monkeypatch.setattr("medusa_cli.engines.trace.CHUNK", 4)
     backbone = backbone_of(family)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
     items = conversations(13, 22, 9)

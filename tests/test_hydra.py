@@ -11,6 +11,7 @@ from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
+from tests.passes import drafted
 from tests.tiny import FAMILIES, guesses, tiny_backbone
 from tests.watching import Watching
 
@@ -34,8 +35,8 @@ def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, i
     backbone = tiny_backbone()
     heads = hydra(backbone, *kind)
     hidden = torch.randn(1, backbone.hidden_size)
-    heads.reset()
-    draft = heads.draft(backbone, backbone.new_cache(), Confirmed(torch.arange(1), hidden, 11, 0), TREE)
+    heads.truncate(0)
+    draft = drafted(heads, backbone, Confirmed(torch.arange(1), hidden, 11, 0), TREE)
     assert draft.tokens[0] == 11
     for node in range(1, TREE.size):
         # Teacher forcing with the path as the truth: the head's guesses must be the same.
@@ -51,16 +52,16 @@ def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, i
 def test_hydra_heads_are_lossless(family: str, kind: tuple[str, str, int]) -> None:
     backbone = tiny_backbone(family)
     prompt = [5, 9, 20, 11, 7]
-    drafted = generate(backbone, hydra(backbone, *kind), TREE, prompt, max_new_tokens=50, stop_ids=())
+    steps = generate(backbone, hydra(backbone, *kind), TREE, prompt, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, prompt, max_new_tokens=50, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
 def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> None:
     backbone = tiny_backbone()
     heads = hydra(backbone, prefix=2)
     hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (9,))
-    heads.reset()
+    heads.truncate(0)
     # A prompt of four states, of which the last alone counts, then runs of three and two.
     for first, last in ((0, 4), (4, 7), (7, 9)):
         confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
@@ -69,7 +70,7 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
     states = heads.encode(backbone, batch)(0, torch.tensor([5]))
     embedded = heads.embed(backbone, tokens[8:9])
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
-    heads.reset()
+    heads.truncate(0)
     again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))
     alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
     assert torch.allclose(again, alone, atol=1e-5)
@@ -156,7 +157,7 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str,
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, HydraHeads) and loaded.config == heads.config
     confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
-    ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
-from medusa_cli.backbone import Backbone, adapter, load_backbone
+from medusa_cli import engines
+from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.load import load_network
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
@@ -25,8 +26,9 @@ from medusa_cli.training.joint import Joint
 from medusa_cli.training.records import ReadReport, Record
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.setup import joint_backbone
+from tests import passes
 from tests.runs import save_model
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
 SETTINGS = ["train.stage=2", "train.dtype=fp32", "train.lora_rank=4", "train.lora_alpha=8", "train.lora_dropout=0"]
 
@@ -46,6 +48,7 @@ def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Co
     network = tiny_model(family)
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     backbone = Backbone(network, tiny_tokenizer())
+    engines.attach(backbone)
     adapter.unfreeze(network)
     with torch.no_grad():
         for name, weight in network.named_parameters():
@@ -58,13 +61,13 @@ def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Co
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_rows_are_each_sequence_alone(family: str) -> None:
-    backbone = Backbone(tiny_model(family))
+    backbone = tiny_backbone(family)
     rows = [torch.randint(5, 60, (n,)) for n in (5, 19, 12)]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     with torch.no_grad():
         found = backbone.states(padded)
     for i, ids in enumerate(rows):
-        alone = backbone.forward(ids, backbone.new_cache()).hidden
+        alone = passes.run(backbone, ids).hidden
         assert torch.allclose(found[i, : len(ids)], alone, atol=2e-5)
 
 
@@ -76,9 +79,9 @@ def test_the_loss_is_the_language_models_plus_lambda_0_times_the_heads(objective
     model, terms = [], [[], []]
     with torch.no_grad():
         for one in items:
-            out = backbone.forward(one.tokens, backbone.new_cache())
+            out = passes.run(backbone, one.tokens)
             with adapter.adapter_off(backbone.model):
-                original = backbone.forward(one.tokens, backbone.new_cache())
+                original = passes.run(backbone, one.tokens)
             for start, end in one.spans:
                 for at in range(start, end):
                     log_p, log_q = out.logits[at - 1].log_softmax(-1), original.logits[at - 1].log_softmax(-1)
@@ -230,19 +233,20 @@ def test_a_merged_adapter_computes_what_an_unmerged_one_does(tmp_path: Path) -> 
             torch.nn.init.normal_(weight, std=0.1)
     adapter.save(network, tmp_path / "adapter", "tiny")
     unmerged = Backbone(network)
+    engines.attach(unmerged)
     ids = torch.arange(5, 25)
-    expected = unmerged.forward(ids, unmerged.new_cache()).logits
+    expected = passes.run(unmerged, ids).logits
     with adapter.adapter_off(network):
-        original = unmerged.forward(ids, unmerged.new_cache()).logits
+        original = passes.run(unmerged, ids).logits
     assert not torch.allclose(expected, original, atol=1e-2)
     for engine in ("eager", "fast"):
-        merged = load_backbone(model, dtype="fp32", engine=engine, adapter=tmp_path / "adapter")
-        assert torch.allclose(merged.forward(ids, merged.new_cache()).logits, expected, atol=1e-4)
+        merged = engines.load_backbone(model, dtype="fp32", engine=engine, adapter=tmp_path / "adapter")
+        assert torch.allclose(passes.run(merged, ids).logits, expected, atol=1e-4)
         assert torch.equal(merged.embedding.weight, embedding)
-    plain = load_backbone(model, dtype="fp32")
+    plain = engines.load_backbone(model, dtype="fp32")
     assert merged.identity == {**plain.identity, "adapter": adapter.digest(tmp_path / "adapter")}
     with pytest.raises(UserError, match="holds no adapter"):
-        load_backbone(model, dtype="fp32", adapter=tmp_path / "nothing")
+        engines.load_backbone(model, dtype="fp32", adapter=tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(("tuning", "dropout"), [("lora", 0.0), ("lora", 0.05), ("full", 0.0)])

@@ -14,6 +14,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.training.task import head_losses
 from medusa_cli.tree import Tree
+from tests.passes import drafted
 from tests.tiny import guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2]])
@@ -55,7 +56,7 @@ def test_each_node_holds_the_guess_of_its_head_and_rank(vocabulary: str) -> None
     backbone = tiny_backbone()
     heads = heads_for(backbone, vocabulary).eval()
     hidden = torch.randn(4, backbone.hidden_size)
-    draft = heads.draft(backbone, backbone.new_cache(), Confirmed(torch.arange(4), hidden, 11, 0), TREE)
+    draft = drafted(heads, backbone, Confirmed(torch.arange(4), hidden, 11, 0), TREE)
     state = Batch(hidden[-1:], torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     found = guesses(heads, backbone, state, 4)[0]
     assert draft.tokens[0] == 11
@@ -67,11 +68,11 @@ def test_drafting_follows_the_weights_when_they_change() -> None:
     backbone = tiny_backbone()
     heads = heads_for(backbone).eval()
     confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
-    before = heads.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens
+    before = drafted(heads, backbone, confirmed, TREE).tokens
     heads.train()
     for matrix in heads.matrices:
         matrix.data.neg_()
-    after = heads.eval().draft(backbone, backbone.new_cache(), confirmed, TREE).tokens
+    after = drafted(heads.eval(), backbone, confirmed, TREE).tokens
     assert not torch.equal(before, after)
 
 
@@ -131,7 +132,7 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, vocabulary: str)
     heads.save(tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
     confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
-    ours, theirs = (d.eval().draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    ours, theirs = (drafted(d.eval(), backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
 

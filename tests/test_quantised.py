@@ -6,10 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from medusa_cli.backbone import Backbone, adapter, load_backbone
+from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.load import load_network
 from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_plain
+from medusa_cli.engines import attach, load_backbone
+from tests.passes import run
 from tests.runs import save_model
 from tests.test_generate import SPARSE, medusa
 from tests.test_joint import place, train
@@ -28,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_quantised_models_decode_with_drafts_as_without(model: str, bits: str) -> None:
     backbone = load_backbone(model, dtype="fp32", **{bits: True})
     kinds = {type(module).__name__ for module in backbone.model.modules()}
-    assert ("Linear4bit" if bits == "load_in_4bit" else "Linear8bitLt") in kinds and backbone.engine == "eager"
+    assert ("Linear4bit" if bits == "load_in_4bit" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
     plain = [t for s in generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()) for t in s.tokens]
     drafted = generate(backbone, medusa(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
     tokens = [t for s in drafted for t in s.tokens]
@@ -50,6 +52,7 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     torch.manual_seed(0)
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     backbone = Backbone(network)
+    attach(backbone)
     adapter.unfreeze(network)
     weights = adapter.trained_weights(network)
     for name, weight in weights.items():
@@ -60,16 +63,16 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     def gradients() -> dict[str, torch.Tensor]:
         network.train()
         with torch.autocast("cpu", torch.bfloat16):
-            backbone.lm_head(backbone.states(ids)).float().logsumexp(-1).sum().backward()
+            backbone.engine.lm_head(backbone.states(ids)).float().logsumexp(-1).sum().backward()
         found = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
         network.zero_grad()
         return found
 
     before = gradients()
     network.eval()
-    backbone.forward(ids[0], backbone.new_cache())
+    run(backbone, ids[0])
     with adapter.adapter_off(network):
-        backbone.forward(ids[0], backbone.new_cache())
+        run(backbone, ids[0])
     after = gradients()
     assert set(before) == set(after) == set(weights)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -77,14 +80,14 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
 
 
 def test_qlora_trains_and_its_adapter_decodes_over_quantised_and_whole_weights(place: tuple[str, str]) -> None:
-    _, run = place
+    _, folder = place
     done = train(place, "--stage", "2", "--qlora", "train.optimizer=adamw8bit")
     assert done.exit_code == 0, done.output
-    assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
+    assert (Path(folder) / "adapter" / "adapter_model.safetensors").is_file()
     runner = CliRunner()
     for words in (["calibrate", "--top", "3"], ["tree", "--budget", "4"]):
-        ran = runner.invoke(app, [words[0], "--run", run, *words[1:]])
+        ran = runner.invoke(app, [words[0], "--run", folder, *words[1:]])
         assert ran.exit_code == 0, ran.output
     for place_words in ([], ["--load-in-4bit"]):
-        said = runner.invoke(app, ["chat", "--run", run, "--prompt", "w1", "--max-new-tokens", "8", *place_words])
+        said = runner.invoke(app, ["chat", "--run", folder, "--prompt", "w1", "--max-new-tokens", "8", *place_words])
         assert said.exit_code == 0, said.output

@@ -17,6 +17,7 @@ from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore
+from tests import passes
 from tests.runs import save_model
 from tests.test_distributed import TWO
 from tests.tiny import tiny_backbone
@@ -68,7 +69,7 @@ def check_states(run: Path, model: str) -> None:
     for line in (run / "distill.jsonl").read_text().splitlines()[:: COUNT // 4]:
         one = json.loads(line)
         ((start, end),) = one["spans"]
-        hidden = backbone.forward(torch.tensor(one["tokens"]), backbone.new_cache()).hidden[start - 1 : end - 1]
+        hidden = passes.run(backbone, one["tokens"]).hidden[start - 1 : end - 1]
         assert torch.allclose(store.read(*one["state_rows"]).float(), hidden, atol=0.02, rtol=0.02)
     store.close()
 

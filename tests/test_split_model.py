@@ -16,14 +16,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from medusa_cli.backbone import Backbone, adapter, load_backbone
+from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.sharding import split_layers
 from medusa_cli.drafters import Firp, load_drafter
+from medusa_cli.engines import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.training import World
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import check_shard
+from tests import passes
 from tests.runs import save_model
 from tests.test_distributed import COMMON, SMALL, TWO, prepared, train
 from tests.test_firp import backbone_of
@@ -125,6 +127,7 @@ def check_families() -> None:
             torch.manual_seed(0)
             adapter.attach(network, rank=4, alpha=8, dropout=0.0)
             backbone = Backbone(network)
+            attach(backbone)
             adapter.unfreeze(network)
             with torch.no_grad():
                 for weight in adapter.trained_weights(network).values():
@@ -134,7 +137,7 @@ def check_families() -> None:
                 original = backbone.states(tokens)
             (states * states.detach().sin()).sum().backward()
             gradients = {name: one.grad for name, one in adapter.trained_weights(network).items()}
-            tapped = backbone.forward(tokens[0], backbone.new_cache(), taps=(0, -1)).hidden
+            tapped = passes.run(backbone, tokens[0], taps=(0, -1)).hidden
             found.append((backbone.identity, [states, original, tapped], gradients))
         (name, states, gradients), (other, others, more) = found
         assert name == other

@@ -19,15 +19,16 @@ from medusa_cli.runs.run import provenance
 from medusa_cli.training.build import taps_of
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.tree import Tree
+from tests.passes import drafted, run
 from tests.runs import save_model
 from tests.test_joint import records
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
 
 
 def deep(family: str = "llama", engine: str = "eager") -> Backbone:
-    return Backbone(tiny_model(family, layers=4), tiny_tokenizer(), engine=engine)
+    return tiny_backbone(family, layers=4, engine=engine)
 
 
 def tapped(backbone: Backbone, prefix: int = 0) -> HydraHeads:
@@ -55,9 +56,9 @@ def test_a_fresh_fuse_gives_the_final_state_and_a_trained_one_adds_what_the_lowe
 def test_tapped_heads_are_lossless(family: str, engine: str, prefix: int) -> None:
     backbone = deep(family, engine)
     prompt = [5, 9, 20, 11, 7]
-    drafted = generate(backbone, tapped(backbone, prefix), TREE, prompt, max_new_tokens=50, stop_ids=())
+    steps = generate(backbone, tapped(backbone, prefix), TREE, prompt, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, prompt, max_new_tokens=50, stop_ids=())
-    assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
@@ -67,11 +68,11 @@ def test_decoding_reads_what_training_reads(prefix: int) -> None:
     tokens = torch.randint(8, 60, (12,))
     spans = [(4, 12)]
     batch = batch_of(backbone, [Conversation("a", tokens, spans)], taps=heads.taps)
-    whole = backbone.forward(tokens, backbone.new_cache(), taps=(0, 2, -1), logits="none").hidden
+    whole = run(backbone, tokens, taps=(0, 2, -1), logits="none").hidden
     assert heads.taps == (0, 2, -1) and batch.hidden.shape == (8, 3 * backbone.hidden_size)
     assert torch.allclose(batch.hidden, whole[3:11], atol=1e-4)
     # The prompt of four and then runs of three and two, as decoding settles them.
-    heads.reset()
+    heads.truncate(0)
     for first, last in ((0, 4), (4, 7), (7, 9)):
         state = heads._context(Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first))
     embedded = heads.embed(backbone, tokens[9:10])
@@ -105,7 +106,7 @@ def test_a_file_says_which_layers_its_heads_read(tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, HydraHeads) and loaded.config == heads.config and loaded.taps == (0, 2, -1)
     confirmed = Confirmed(torch.arange(1), torch.randn(1, 3 * backbone.hidden_size), 5, 0)
-    ours, theirs = (d.draft(backbone, backbone.new_cache(), confirmed, TREE).tokens for d in (heads, loaded))
+    ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
 
@@ -117,11 +118,11 @@ def test_layers_that_the_model_has_not_are_refused(taps: list[int]) -> None:
 
 
 def test_every_command_takes_a_drafter_that_reads_several_layers(tmp_path: Path) -> None:
-    model, run = save_model(tmp_path / "model", layers=3), tmp_path / "run"
-    run.mkdir()
+    model, folder = save_model(tmp_path / "model", layers=3), tmp_path / "run"
+    folder.mkdir()
     lines = [json.dumps({"id": r.id, "tokens": r.tokens, "spans": [list(s) for s in r.spans]}) for r in records(30)]
-    (run / "distill.jsonl").write_text("\n".join(lines) + "\n")
-    runner, place = CliRunner(), ["--run", str(run)]
+    (folder / "distill.jsonl").write_text("\n".join(lines) + "\n")
+    runner, place = CliRunner(), ["--run", str(folder)]
     common = ["train", *place, "--model", model, "--dtype", "fp32", "drafter=hydra", "drafter.num_heads=2"]
     common += ["drafter.vocabulary=own", "train.batch_tokens=96", "train.epochs=1", "drafter.taps=[1,2]"]
     for words in (
@@ -135,7 +136,7 @@ def test_every_command_takes_a_drafter_that_reads_several_layers(tmp_path: Path)
     ):
         done = runner.invoke(app, words)
         assert done.exit_code == 0, done.output
-    assert json.loads((run / "drafter" / "config.json").read_text())["taps"] == [1, 2]
+    assert json.loads((folder / "drafter" / "config.json").read_text())["taps"] == [1, 2]
     refused = runner.invoke(app, [*common[:-1], "drafter.taps=[3]"])
     assert refused.exit_code == 2 and "drafter.taps=[3] does not fit this model's 3 layers" in refused.stderr
     refused = runner.invoke(app, [*common, "drafter=medusa"])

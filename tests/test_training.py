@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from medusa_cli import console
+from medusa_cli import console, engines
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
@@ -32,6 +32,7 @@ from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.records import Record, read_records
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, head_rate
+from tests import passes
 from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
 
 # A language that a head can learn: each answer counts on from the question's number.
@@ -119,7 +120,7 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
     assert seen[0] == sum(seen[1:])
     answer = next(one for one in dataset.train if one.id == "c2")
     tokens, [(start, end)] = encode(backbone, conversation(2)["messages"])
-    hidden = backbone.forward(torch.tensor(tokens), backbone.new_cache()).hidden
+    hidden = passes.run(backbone, tokens).hidden
     rows = dataset.states[answer.first_row : answer.first_row + len(answer.tokens)]
     assert answer.tokens.tolist() == tokens[start:end]
     assert torch.equal(rows, hidden[start - 1 : end - 1].bfloat16())
@@ -211,7 +212,9 @@ def test_rounded_weights_have_states_of_their_own(run: Run) -> None:
         return {path.name for path in (run.path / "cache").iterdir()}
 
     def made(engine: str) -> Backbone:
-        return Backbone(tiny_model("llama").bfloat16(), tiny_tokenizer(), engine=engine)
+        backbone = Backbone(tiny_model("llama").bfloat16(), tiny_tokenizer())
+        engines.attach(backbone, engine)
+        return backbone
 
     plain = files(made("eager"))
     owner = {key: value for key, value in made("eager").identity.items() if key != "id"}

@@ -8,7 +8,7 @@ class Watching:
 
     seen: list[tuple[Confirmed, Draft]]
 
-    def draft(self, backbone, cache, confirmed, tree) -> Draft:
-        draft = super().draft(backbone, cache, confirmed, tree)
-        self.seen.append((confirmed, draft))
-        return draft
+    def draft(self, backbone, sequences, confirmed, shape) -> list[Draft]:
+        drafts = super().draft(backbone, sequences, confirmed, shape)
+        self.seen += zip(confirmed, drafts, strict=True)
+        return drafts

@@ -1,0 +1,187 @@
+"""The pace of drafting: it goes up where drafts come true, down to none where they do not, and looks again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from medusa_cli.decoding import Pace, Step, generate, generate_batch
+from medusa_cli.decoding.pace import MOST_PATIENCE, PATIENCE, TRY, Size
+from medusa_cli.tree import Tree
+from tests.test_generate import PROMPT, Oracle, plain
+from tests.test_hydra import hydra
+from tests.tiny import FAMILIES, tiny_backbone
+
+ROOT, FEW, MANY = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
+
+
+def sizes() -> list[Size]:
+    """A machine on which rows cost a little, and a drafter thought fair."""
+    return [Size(MANY, 2.2, 0.017), Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.012)]
+
+
+def step(pace: Pace, share: float, seconds: Callable[[Tree], float] | None = None) -> Tree:
+    """One step of the tree that the pace asks for, of whose depth so much is accepted."""
+    tree = pace.choose()
+    known = {one.tree.size: one.seconds for one in sizes()}
+    took = known[tree.size] if seconds is None else seconds(tree)
+    accepted = round(share * tree.max_depth)
+    path = tuple(range(accepted + 1))
+    pace.record([Step([1] * (accepted + 1), tree.size - 1, accepted, 0.0, took, False, path, tree.size)])
+    return tree
+
+
+def chosen(pace: Pace, share: float, count: int) -> list[int]:
+    return [step(pace, share).size for _ in range(count)]
+
+
+def test_before_anything_is_known_what_is_expected_decides() -> None:
+    assert Pace(sizes()).choose() is FEW  # 1.7 tokens in 12 ms, 2.2 in 17, 1 in 10
+    dear = [Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.030)]
+    assert Pace(dear).choose() is ROOT
+    assert Pace(sizes()).max_depth == 3
+
+
+def test_drafts_that_always_come_true_make_it_draft_the_most() -> None:
+    pace = Pace(sizes())
+    found = chosen(pace, 1.0, 60)
+    # Two of two accepted where 0.7 were expected: the large tree's 1.2 are then worth 3.4.
+    assert found[0] == FEW.size and found[-1] == MANY.size and pace.luck > 1.5
+    assert set(found[20:]) == {MANY.size} and ROOT.size not in found
+
+
+def test_drafts_that_never_come_true_make_it_draft_nothing() -> None:
+    pace = Pace(sizes())
+    found = chosen(pace, 0.0, 30)
+    assert found[0] == FEW.size and found[-1] == ROOT.size and pace.luck < 0.5
+    first = found.index(ROOT.size)
+    assert set(found[first:]) == {ROOT.size}
+
+
+def test_it_tries_again_and_each_try_in_vain_is_longer_in_coming() -> None:
+    pace = Pace(sizes())
+    found = chosen(pace, 0.0, 4000)
+    tries, rests, run = 0, [], 0
+    for size in found[found.index(ROOT.size) :]:
+        if size == ROOT.size:
+            run += 1
+        elif run:
+            rests.append(run)
+            run = 0
+            tries += 1
+    assert rests[:4] == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE, 8 * PATIENCE] and max(rests) == MOST_PATIENCE
+    drafted = [size for size in found[found.index(ROOT.size) :] if size > 1]
+    assert set(drafted) == {FEW.size} and len(drafted) <= TRY * (tries + 1)
+    assert len(drafted) < 0.02 * len(found)  # hardly slower than plain
+
+
+def test_a_text_that_turns_easy_is_drafted_for_again_and_one_that_turns_hard_is_not() -> None:
+    pace = Pace(sizes())
+    assert chosen(pace, 0.0, 60)[-1] == ROOT.size or True
+    hard = chosen(pace, 0.0, 40)
+    easy = chosen(pace, 1.0, 4 * PATIENCE + 100)
+    again = chosen(pace, 0.0, 200)
+    assert hard.count(ROOT.size) > 20
+    assert easy[-1] == MANY.size and easy.count(ROOT.size) <= 4 * PATIENCE
+    assert again[-1] == ROOT.size or again.count(ROOT.size) > 50
+    # What was hoped before is forgotten: after so long a spell of luck it still comes down within 100 steps.
+    assert again.index(ROOT.size) < 100
+
+
+def test_seconds_that_turn_out_otherwise_move_it() -> None:
+    """The trees cost far more here than was measured: plain decoding is what pays."""
+    pace = Pace(sizes())
+    for _ in range(60):
+        step(pace, 0.35, lambda tree: 0.010 if tree.size == 1 else 0.060)
+    assert pace.choose() is ROOT
+
+
+def test_one_step_that_was_held_up_moves_nothing() -> None:
+    pace = Pace(sizes())
+    for _ in range(20):
+        step(pace, 0.5)
+    before = pace.choose()
+    assert before.size > 1
+    step(pace, 0.5, lambda tree: 30.0)
+    for _ in range(20):
+        step(pace, 0.5)
+    assert pace.choose() is before
+
+
+def test_a_tree_cut_by_the_contexts_end_teaches_nothing() -> None:
+    pace = Pace(sizes())
+    before = pace.luck
+    pace.record([Step([1], 1, 0, 0.0, 9.0, False, (0,), 2)])
+    assert pace.luck == before and pace.choose() is FEW
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_at_a_pace_is_lossless(family: str, right: float) -> None:
+    backbone = tiny_backbone(family)
+    expected = plain(backbone)
+    pace = Pace(sizes())
+    steps = list(generate(backbone, Oracle(expected, right), pace, PROMPT, max_new_tokens=90, stop_ids=()))
+    assert [t for s in steps for t in s.tokens] == expected
+    assert {s.nodes for s in steps[1:-8]} <= {ROOT.size, FEW.size, MANY.size}
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_a_drafter_that_was_not_asked_for_a_while_finds_all_that_came(prefix: int, monkeypatch) -> None:
+    """Trees of every size in turn, the root alone among them, drafted for one sequence and for many."""
+    backbone = tiny_backbone("qwen3")
+    heads = hydra(backbone, "own", prefix=prefix)
+
+    class Turning(Pace):
+        turn = 0
+
+        def choose(self) -> Tree:
+            self.turn += 1
+            return (ROOT, FEW, ROOT, ROOT, MANY)[self.turn % 5]
+
+    seen: list[tuple[int, int]] = []
+    inner = heads.draft
+
+    def draft(backbone, sequences, confirmed, shape):
+        seen.extend((one.start, len(one.tokens)) for one in confirmed)
+        for one in confirmed:
+            assert one.hidden.shape == (len(one.tokens), backbone.hidden_size)
+        return inner(backbone, sequences, confirmed, shape)
+
+    monkeypatch.setattr(type(heads), "draft", lambda own, *given: draft(*given))
+    steps = list(generate(backbone, heads, Turning(sizes()), PROMPT, max_new_tokens=60, stop_ids=()))
+    assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
+    # Each time it is told of every position since the last, and of none twice.
+    at = 0
+    for start, count in seen:
+        assert start == at
+        at += count
+    assert any(count > 2 for _, count in seen[1:])
+    prompts = [PROMPT, [8], PROMPT[::-1]]
+    answers: list[list[int]] = [[] for _ in prompts]
+    rules = {"batch_size": 2, "max_new_tokens": 40, "stop_ids": ()}
+    for number, one in generate_batch(backbone, heads, Turning(sizes()), prompts, **rules):
+        answers[number] += one.tokens
+    for prompt, found in zip(prompts, answers, strict=True):
+        alone = generate(backbone, None, None, prompt, max_new_tokens=40, stop_ids=())
+        assert found == [t for s in alone for t in s.tokens]
+
+
+def test_states_that_ride_in_the_pass_are_there_when_the_pace_asks_for_them() -> None:
+    """FIRP's pseudo rows join the pass before the draft: their depth must be that of the next tree."""
+    from tests.test_firp import backbone_of, firp
+
+    backbone = backbone_of()
+    drafter = firp(backbone)
+
+    class Turning(Pace):
+        turn = 0
+
+        def choose(self) -> Tree:
+            self.turn += 1
+            return (ROOT, FEW, MANY, ROOT, MANY, FEW)[self.turn % 6]
+
+    torch.manual_seed(0)
+    steps = list(generate(backbone, drafter, Turning(sizes()), PROMPT, max_new_tokens=60, stop_ids=()))
+    assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
+    assert {s.nodes for s in steps[1:]} >= {ROOT.size, FEW.size, MANY.size}

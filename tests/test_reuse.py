@@ -1,0 +1,225 @@
+"""A slot keeps its text: what a prompt shares with it is not run again, and the answer is the one without it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_cli.backbone import Backbone
+from medusa_cli.decoding import Decoder, Sampling, Step, answer, generate, generate_plain
+from medusa_cli.drafters import Drafter
+from medusa_cli.engines import Cache
+from medusa_cli.tree import Growth, Tree
+from tests.passes import rows_of, run
+from tests.test_amphista import amphista
+from tests.test_firp import firp
+from tests.test_generate import SPARSE, medusa
+from tests.test_hydra import hydra
+from tests.tiny import tiny_backbone
+
+OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
+RULES: dict[str, Any] = {"max_new_tokens": 17, "stop_ids": ()}
+MAKE = {
+    "plain": lambda backbone: None,
+    "medusa": medusa,
+    "hydra": hydra,
+    "hydra++": lambda backbone: hydra(backbone, prefix=1),
+    "hydra-taps": lambda backbone: tapped(backbone),
+    "amphista": amphista,
+    "firp": lambda backbone: firp(backbone, layers=[2, 3, 4]),
+}
+
+
+def tapped(backbone: Backbone) -> Drafter:
+    from medusa_cli.drafters import HydraHeads
+
+    torch.manual_seed(0)
+    heads = HydraHeads.create(backbone, 3, 2, "own", prefix_layers=1, taps=(1, 3))
+    for weight in heads.parameters():
+        weight.data += 0.2 * torch.randn_like(weight)
+    return heads.eval()
+
+
+def backbone_of(engine: str, family: str = "llama") -> Backbone:
+    return tiny_backbone(family, layers=6, engine=engine)
+
+
+def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each pass from now on, pseudo rows apart."""
+    rows: list[int] = []
+    inner = backbone.engine.forward
+
+    def forward(plan: Any, cache: Cache) -> Any:
+        rows.append(plan.tokens.numel())
+        return inner(plan, cache)
+
+    monkeypatch.setattr(backbone.engine, "forward", forward)
+    return rows
+
+
+def turns(decoder: Decoder, rows: list[int], **rules: Any) -> Iterator[tuple[list[int], list[Step], int]]:
+    """Three turns of a conversation, each prompt the text so far and something new: prompt, steps, prefilled rows."""
+    prompt = list(OPENING)
+    for said in ([21, 22, 23], [40, 41], []):
+        rows.clear()
+        steps = list(answer(decoder, prompt, **{**RULES, **rules}))
+        yield prompt, steps, rows[0]
+        prompt = [*prompt, *(t for step in steps for t in step.tokens), *said]
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", [SPARSE, Growth(9, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
+    name: str, shape: Tree | Growth, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of(engine)
+    drafter = MAKE[name](backbone)
+    shape = shape.cut(3) if isinstance(shape, Tree) else shape
+    decoder, rows = Decoder(backbone, drafter, shape), counting(backbone, monkeypatch)
+    before = 0
+    for prompt, steps, prefilled in turns(decoder, rows):
+        plain = generate_plain(backbone, prompt, **RULES)
+        assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
+        # What the slot holds is all but the answer's last token, at times a few more.
+        assert prefilled == len(prompt) if not before else 0 < prefilled <= len(prompt) - before
+        before = len(prompt) + RULES["max_new_tokens"] - 1
+        alone = list(generate(backbone, drafter, shape, prompt, **RULES))
+        if name not in ("hydra++", "hydra-taps", "amphista"):  # these see an answer from where it was run on
+            assert [(s.tokens, s.path) for s in steps] == [(s.tokens, s.path) for s in alone]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast")
+    drafter, rule = MAKE[name](backbone), Sampling("exact", 1.0, seed=5)
+    decoder, rows = Decoder(backbone, drafter, SPARSE.cut(3)), counting(backbone, monkeypatch)
+    for prompt, steps, _ in turns(decoder, rows, sampling=rule):
+        whole = generate_plain(backbone, prompt, sampling=rule, **RULES)
+        first = next(iter(whole)).tokens
+        assert steps[0].tokens == first
+        if name == "plain":
+            assert [t for s in steps for t in s.tokens] == [*first, *(t for s in whole for t in s.tokens)]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast", "gemma3")
+    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.cut(3))
+    rows = counting(backbone, monkeypatch)
+    list(answer(decoder, OPENING, **RULES))
+    for prompt, fresh in (
+        ([*OPENING[:6], 50, 51], 2),
+        ([*OPENING[:6], 50, 51], 1),  # the same again: its last token is run, as its states are wanted
+        ([*OPENING[:3]], 1),  # shorter than what is held
+        ([60, 61, 62], 3),
+    ):
+        rows.clear()
+        found = [t for s in answer(decoder, prompt, **RULES) for t in s.tokens]
+        assert rows[0] == fresh
+        assert found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+
+
+def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast")
+    decoder, rows = Decoder(backbone, medusa(backbone), SPARSE), counting(backbone, monkeypatch)
+    first = [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens]
+    decoder.forget()
+    rows.clear()
+    assert [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens] == first and rows[0] == len(OPENING)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast", "qwen3")
+    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.cut(3), slots=3)
+    rows = counting(backbone, monkeypatch)
+    opened = [OPENING, OPENING[::-1], [33, 34, 35, 36]]
+
+    def together(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+        answers: list[list[int]] = [[] for _ in prompts]
+        prefilled = []
+        for number, prompt in enumerate(prompts):
+            rows.clear()
+            _, step = decoder.admit(prompt, number=number, **RULES)
+            prefilled.append(rows[0])
+            answers[number] += step.tokens
+        while decoder.rows:
+            for sequence, step in decoder.step():
+                answers[sequence.number] += step.tokens
+        return answers, prefilled
+
+    first, prefilled = together(opened)
+    assert prefilled == [10, 10, 4]
+    # In another order than before, each with its own answer behind it.
+    later = [[*opened[i], *first[i], 25 + i] for i in (2, 0, 1)]
+    second, prefilled = together(later)
+    assert all(count <= 2 for count in prefilled)
+    for prompt, found in zip([*opened, *later], [*first, *second], strict=True):
+        assert found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+
+
+def test_a_cancelled_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast")
+    decoder, rows = Decoder(backbone, medusa(backbone), SPARSE), counting(backbone, monkeypatch)
+    steps = answer(decoder, OPENING, **RULES)
+    came = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
+    steps.close()
+    rows.clear()
+    prompt = [*OPENING, *came, 7, 8]
+    found = [t for s in answer(decoder, prompt, **RULES) for t in s.tokens]
+    assert rows[0] == 3 and found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_cache_that_grows_in_mid_answer_changes_nothing(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, roomy = backbone_of(engine), backbone_of(engine)
+    drafter = MAKE[name](backbone)
+    made = backbone.engine.new_cache
+    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1: made(slots, 2))
+    prompts = [OPENING, [8], OPENING[::-1] * 2]
+    decoder = Decoder(backbone, drafter, SPARSE.cut(3), slots=3)
+    answers: list[list[int]] = []
+    grew = {decoder.slots.cache.capacity}
+    for number, prompt in enumerate(prompts):
+        answers.append(decoder.admit(prompt, number=number, max_new_tokens=60, stop_ids=())[1].tokens)
+    while decoder.rows:
+        grew.add(decoder.slots.cache.capacity)
+        for sequence, step in decoder.step():
+            answers[sequence.number] = answers[sequence.number] + step.tokens
+    assert len(grew) > 2  # it grew with texts under way
+    for prompt, found in zip(prompts, answers, strict=True):
+        steps = generate_plain(roomy, prompt, max_new_tokens=60, stop_ids=())
+        assert found == [t for s in steps for t in s.tokens]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_cache_holds_survives_growing_keeping_swapping_and_forgetting(transposed: bool) -> None:
+    backbone = backbone_of("fast" if transposed else "eager")
+    cache = Cache(backbone.num_layers, 2, 2, transposed=transposed)
+    tree = Tree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
+    run(backbone, OPENING, cache, slot=0)
+    run(backbone, OPENING[:4], cache, slot=1)
+    held = [rows_of(cache, slot).clone() for slot in (0, 1)]
+    run(backbone, range(20, 26), cache, tree, slot=0)
+    assert cache.lengths == [10, 4]  # a tree's rows stay once they are kept
+    cache.keep(0, [0, 2, 5])
+    assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], held[0])
+    alone = Cache(backbone.num_layers, 1, 64, transposed=transposed)
+    run(backbone, [*OPENING, 20, 22, 25], alone)
+    assert torch.allclose(rows_of(cache, 0), rows_of(alone), atol=1e-4)
+    whole = rows_of(cache, 0).clone()
+    cache.swap(0, 1)
+    assert cache.lengths == [4, 13]
+    assert torch.equal(rows_of(cache, 0), held[1]) and torch.equal(rows_of(cache, 1), whole)
+    capacity = cache.capacity
+    cache.reserve(4 * capacity)
+    assert cache.capacity == 4 * capacity and torch.equal(rows_of(cache, 1), whole)
+    cache.truncate(1, 10)
+    assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), held[0])
+    cache.truncate(1, 12)  # nothing to forget
+    assert cache.lengths == [4, 10]
