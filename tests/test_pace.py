@@ -17,7 +17,7 @@ ROOT, FEW, MANY = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
 
 def sizes() -> list[Size]:
     """A machine on which rows cost a little, and a drafter thought fair."""
-    return [Size(MANY, 2.2, 0.017), Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.012)]
+    return [Size(MANY, 1.9, 0.0135), Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.012)]
 
 
 def step(pace: Pace, share: float, seconds: Callable[[Tree], float] | None = None) -> Tree:
@@ -36,7 +36,7 @@ def chosen(pace: Pace, share: float, count: int) -> list[int]:
 
 
 def test_before_anything_is_known_what_is_expected_decides() -> None:
-    assert Pace(sizes()).choose() is FEW  # 1.7 tokens in 12 ms, 2.2 in 17, 1 in 10
+    assert Pace(sizes()).choose() is FEW  # 1.7 tokens in 12 ms, 1.9 in 13.5, 1 in 10
     dear = [Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.030)]
     assert Pace(dear).choose() is ROOT
     assert Pace(sizes()).max_depth == 3
@@ -45,7 +45,7 @@ def test_before_anything_is_known_what_is_expected_decides() -> None:
 def test_drafts_that_always_come_true_make_it_draft_the_most() -> None:
     pace = Pace(sizes())
     found = chosen(pace, 1.0, 60)
-    # Two of two accepted where 0.7 were expected: the large tree's 1.2 are then worth 3.4.
+    # Two of two accepted where 0.7 were expected: four tokens in 13.5 ms are more than three in 12.
     assert found[0] == FEW.size and found[-1] == MANY.size and pace.luck > 1.5
     assert set(found[20:]) == {MANY.size} and ROOT.size not in found
 
@@ -77,15 +77,14 @@ def test_it_tries_again_and_each_try_in_vain_is_longer_in_coming() -> None:
 
 def test_a_text_that_turns_easy_is_drafted_for_again_and_one_that_turns_hard_is_not() -> None:
     pace = Pace(sizes())
-    assert chosen(pace, 0.0, 60)[-1] == ROOT.size or True
     hard = chosen(pace, 0.0, 40)
     easy = chosen(pace, 1.0, 4 * PATIENCE + 100)
-    again = chosen(pace, 0.0, 200)
+    again = chosen(pace, 0.0, 180)
     assert hard.count(ROOT.size) > 20
     assert easy[-1] == MANY.size and easy.count(ROOT.size) <= 4 * PATIENCE
-    assert again[-1] == ROOT.size or again.count(ROOT.size) > 50
-    # What was hoped before is forgotten: after so long a spell of luck it still comes down within 100 steps.
-    assert again.index(ROOT.size) < 100
+    assert again[-1] == ROOT.size
+    # What came before is forgotten, if slowly: half of it in 35 steps.
+    assert again.index(ROOT.size) < 150
 
 
 def test_seconds_that_turn_out_otherwise_move_it() -> None:

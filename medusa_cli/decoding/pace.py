@@ -13,6 +13,8 @@ PRIOR = 4.0
 MEMORY = 0.98
 # Another size must promise so much more before the pace changes.
 MARGIN = 1.03
+# A step that takes so many times what is known of its size was held up by something else, unless the next is, too.
+HELD = 1.5
 # Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps.
 PATIENCE, MOST_PATIENCE, TRY = 48, 512, 4
 # How quickly what steps are seen to take corrects what was measured, and the most one step may add.
@@ -43,6 +45,7 @@ class Pace:
         self._hoped = self._came = PRIOR
         self._batch = 1
         self._plain_steps, self._patience, self._trying = 0, PATIENCE, 0
+        self._held = False
         self._now = self._best()
 
     @classmethod
@@ -79,8 +82,10 @@ class Pace:
             return
         known = self._costs.step(nodes, size.tree.max_depth, batch)
         ratio = min(sum(step.draft_s + step.verify_s for step in steps) / known, HELD_UP)
-        before = self._slower.get((nodes, batch), 1.0)
-        self._slower[nodes, batch] = (1 - QUICK) * before + QUICK * ratio
+        slower = self._slower.get((nodes, batch), 1.0)
+        before, self._held = self._held, ratio > HELD * slower
+        if before or not self._held:
+            self._slower[nodes, batch] = (1 - QUICK) * slower + QUICK * ratio
         if nodes > 1:
             for step in steps:
                 self._hoped = MEMORY * self._hoped + size.expected - 1
