@@ -99,6 +99,7 @@ def generate_batch(
     """
     if batch_size < 1:
         raise UsageError(f"--batch-size {batch_size} is too small", "use 1 or more")
+    stop_ids = None if stop_ids is None else frozenset(stop_ids)  # read by every prompt
     decoder = Decoder(backbone, drafter, tree, slots=max(1, min(batch_size, len(prompts))))
     for number, prompt in enumerate(prompts):
         while not decoder.room:
