@@ -11,7 +11,7 @@ from medusa_cli.decoding import Decoder, Sampling, Stats, Step, answer, generate
 from medusa_cli.drafters import Amphista, Confirmed, Draft, HydraHeads, MedusaHeads
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 from tests.test_generate import SPARSE, Oracle
 from tests.tiny import FAMILIES, tiny_backbone
 

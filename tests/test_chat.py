@@ -75,7 +75,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
 ) -> None:
     import medusa_cli.decoding as decoding
 
-    real = decoding.generate
+    real = decoding.answer
     calls = []
 
     def interrupted(*args, **kwargs):
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
                 raise KeyboardInterrupt
             yield step
 
-    monkeypatch.setattr(decoding, "generate", interrupted)
+    monkeypatch.setattr(decoding, "answer", interrupted)
     saved = tmp_path / "talk.json"
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n")
     assert shown.exit_code == 0 and "(stopped)" in shown.stderr
@@ -115,7 +115,7 @@ def test_accepted_runs_are_coloured_on_request(place: Path, monkeypatch: pytest.
     wide = Console(force_terminal=True, color_system="standard", width=200, highlight=False)
     monkeypatch.setattr(console, "out", wide)
     steps = [Step([9], 0, 0, 0.0, 0.1, prefill=True), Step([10, 11, 12], 5, 2, 0.0, 0.1)]
-    monkeypatch.setattr("medusa_cli.decoding.generate", lambda *args, **rules: iter(steps))
+    monkeypatch.setattr("medusa_cli.decoding.answer", lambda *args, **rules: iter(steps))
     with wide.capture() as shown:
         chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
     coloured = re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", shown.get())

@@ -1,5 +1,7 @@
 """What every way of running a step owes: the ordinary loop's tokens, step by step, for answers that come in turns."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -59,8 +61,7 @@ def test_answers_that_come_in_turns_do_not_disturb_one_another(engine: str) -> N
     one = generate(backbone, heads, SPARSE, PROMPT, **rules)
     other = generate(backbone, heads, SPARSE, PROMPT[::-1], **rules)
     found: list[list[int]] = [[], []]
-    running = [one, other]
-    while any(step is not None for step in (steps := [next(each, None) for each in running])):
+    for steps in itertools.zip_longest(one, other):
         for tokens, step in zip(found, steps, strict=True):
             tokens += step.tokens if step is not None else []
     assert found[0] == plain(backbone, 20)
