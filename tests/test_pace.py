@@ -8,6 +8,7 @@ import torch
 from medusa_cli.decoding import Pace, Step, generate, generate_batch
 from medusa_cli.decoding.pace import MOST_PATIENCE, PATIENCE, TRY, Size
 from medusa_cli.tree import Tree
+from medusa_cli.tree.budget import Costs
 from tests.test_generate import PROMPT, Oracle, plain
 from tests.test_hydra import hydra
 from tests.tiny import FAMILIES, tiny_backbone
@@ -17,14 +18,17 @@ ROOT, FEW, MANY = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
 
 def sizes() -> list[Size]:
     """A machine on which rows cost a little, and a drafter thought fair."""
-    return [Size(MANY, 1.9, 0.0135), Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.012)]
+    return [Size(MANY, 1.9), Size(FEW, 1.7)]
+
+
+SECONDS = {ROOT.size: 0.010, FEW.size: 0.012, MANY.size: 0.0135}
+COSTS = Costs(SECONDS, {1: 0.0, 3: 0.0})
 
 
 def step(pace: Pace, share: float, seconds: Callable[[Tree], float] | None = None) -> Tree:
     """One step of the tree that the pace asks for, of whose depth so much is accepted."""
     tree = pace.choose()
-    known = {one.tree.size: one.seconds for one in sizes()}
-    took = known[tree.size] if seconds is None else seconds(tree)
+    took = SECONDS[tree.size] if seconds is None else seconds(tree)
     accepted = round(share * tree.max_depth)
     path = tuple(range(accepted + 1))
     pace.record([Step([1] * (accepted + 1), tree.size - 1, accepted, 0.0, took, False, path, tree.size)])
@@ -36,14 +40,14 @@ def chosen(pace: Pace, share: float, count: int) -> list[int]:
 
 
 def test_before_anything_is_known_what_is_expected_decides() -> None:
-    assert Pace(sizes()).choose() is FEW  # 1.7 tokens in 12 ms, 1.9 in 13.5, 1 in 10
-    dear = [Size(ROOT, 1.0, 0.010), Size(FEW, 1.7, 0.030)]
-    assert Pace(dear).choose() is ROOT
-    assert Pace(sizes()).max_depth == 3
+    assert Pace(sizes(), COSTS).choose() is FEW  # 1.7 tokens in 12 ms, 1.9 in 13.5, 1 in 10
+    dear = Costs({1: 0.010, 3: 0.030}, {1: 0.0})
+    assert Pace([Size(FEW, 1.7)], dear).choose() == ROOT
+    assert Pace(sizes(), COSTS).max_depth == 3
 
 
 def test_drafts_that_always_come_true_make_it_draft_the_most() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     found = chosen(pace, 1.0, 60)
     # Two of two accepted where 0.7 were expected: four tokens in 13.5 ms are more than three in 12.
     assert found[0] == FEW.size and found[-1] == MANY.size and pace.luck > 1.5
@@ -51,7 +55,7 @@ def test_drafts_that_always_come_true_make_it_draft_the_most() -> None:
 
 
 def test_drafts_that_never_come_true_make_it_draft_nothing() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     found = chosen(pace, 0.0, 30)
     assert found[0] == FEW.size and found[-1] == ROOT.size and pace.luck < 0.5
     first = found.index(ROOT.size)
@@ -59,7 +63,7 @@ def test_drafts_that_never_come_true_make_it_draft_nothing() -> None:
 
 
 def test_it_tries_again_and_each_try_in_vain_is_longer_in_coming() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     found = chosen(pace, 0.0, 4000)
     tries, rests, run = 0, [], 0
     for size in found[found.index(ROOT.size) :]:
@@ -76,7 +80,7 @@ def test_it_tries_again_and_each_try_in_vain_is_longer_in_coming() -> None:
 
 
 def test_a_text_that_turns_easy_is_drafted_for_again_and_one_that_turns_hard_is_not() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     hard = chosen(pace, 0.0, 40)
     easy = chosen(pace, 1.0, 4 * PATIENCE + 100)
     again = chosen(pace, 0.0, 180)
@@ -89,14 +93,14 @@ def test_a_text_that_turns_easy_is_drafted_for_again_and_one_that_turns_hard_is_
 
 def test_seconds_that_turn_out_otherwise_move_it() -> None:
     """The trees cost far more here than was measured: plain decoding is what pays."""
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     for _ in range(60):
         step(pace, 0.35, lambda tree: 0.010 if tree.size == 1 else 0.060)
-    assert pace.choose() is ROOT
+    assert pace.choose() == ROOT
 
 
 def test_one_step_that_was_held_up_moves_nothing() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     for _ in range(20):
         step(pace, 0.5)
     before = pace.choose()
@@ -108,7 +112,7 @@ def test_one_step_that_was_held_up_moves_nothing() -> None:
 
 
 def test_a_tree_cut_by_the_contexts_end_teaches_nothing() -> None:
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     before = pace.luck
     pace.record([Step([1], 1, 0, 0.0, 9.0, False, (0,), 2)])
     assert pace.luck == before and pace.choose() is FEW
@@ -119,7 +123,7 @@ def test_a_tree_cut_by_the_contexts_end_teaches_nothing() -> None:
 def test_decoding_at_a_pace_is_lossless(family: str, right: float) -> None:
     backbone = tiny_backbone(family)
     expected = plain(backbone)
-    pace = Pace(sizes())
+    pace = Pace(sizes(), COSTS)
     steps = list(generate(backbone, Oracle(expected, right), pace, PROMPT, max_new_tokens=90, stop_ids=()))
     assert [t for s in steps for t in s.tokens] == expected
     assert {s.nodes for s in steps[1:-8]} <= {ROOT.size, FEW.size, MANY.size}
@@ -134,7 +138,7 @@ def test_a_drafter_that_was_not_asked_for_a_while_finds_all_that_came(prefix: in
     class Turning(Pace):
         turn = 0
 
-        def choose(self) -> Tree:
+        def choose(self, batch: int = 1) -> Tree:
             self.turn += 1
             return (ROOT, FEW, ROOT, ROOT, MANY)[self.turn % 5]
 
@@ -148,7 +152,7 @@ def test_a_drafter_that_was_not_asked_for_a_while_finds_all_that_came(prefix: in
         return inner(backbone, sequences, confirmed, shape)
 
     monkeypatch.setattr(type(heads), "draft", lambda own, *given: draft(*given))
-    steps = list(generate(backbone, heads, Turning(sizes()), PROMPT, max_new_tokens=60, stop_ids=()))
+    steps = list(generate(backbone, heads, Turning(sizes(), COSTS), PROMPT, max_new_tokens=60, stop_ids=()))
     assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
     # Each time it is told of every position since the last, and of none twice.
     at = 0
@@ -159,7 +163,7 @@ def test_a_drafter_that_was_not_asked_for_a_while_finds_all_that_came(prefix: in
     prompts = [PROMPT, [8], PROMPT[::-1]]
     answers: list[list[int]] = [[] for _ in prompts]
     rules = {"batch_size": 2, "max_new_tokens": 40, "stop_ids": ()}
-    for number, one in generate_batch(backbone, heads, Turning(sizes()), prompts, **rules):
+    for number, one in generate_batch(backbone, heads, Turning(sizes(), COSTS), prompts, **rules):
         answers[number] += one.tokens
     for prompt, found in zip(prompts, answers, strict=True):
         alone = generate(backbone, None, None, prompt, max_new_tokens=40, stop_ids=())
@@ -176,11 +180,11 @@ def test_states_that_ride_in_the_pass_are_there_when_the_pace_asks_for_them() ->
     class Turning(Pace):
         turn = 0
 
-        def choose(self) -> Tree:
+        def choose(self, batch: int = 1) -> Tree:
             self.turn += 1
             return (ROOT, FEW, MANY, ROOT, MANY, FEW)[self.turn % 6]
 
     torch.manual_seed(0)
-    steps = list(generate(backbone, drafter, Turning(sizes()), PROMPT, max_new_tokens=60, stop_ids=()))
+    steps = list(generate(backbone, drafter, Turning(sizes(), COSTS), PROMPT, max_new_tokens=60, stop_ids=()))
     assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
     assert {s.nodes for s in steps[1:]} >= {ROOT.size, FEW.size, MANY.size}

@@ -85,7 +85,8 @@ class Pace:
         slower = self._slower.get((nodes, batch), 1.0)
         before, self._held = self._held, ratio > HELD * slower
         if before or not self._held:
-            self._slower[nodes, batch] = (1 - QUICK) * slower + QUICK * ratio
+            new = (nodes, batch) not in self._slower
+            self._slower[nodes, batch] = ratio if new else (1 - QUICK) * slower + QUICK * ratio
         if nodes > 1:
             for step in steps:
                 self._hoped = MEMORY * self._hoped + size.expected - 1
@@ -119,6 +120,7 @@ class Pace:
     def _seconds(self, size: Size) -> float:
         nodes = size.tree.size
         known = self._costs.step(nodes, size.tree.max_depth, self._batch)
-        # What was never seen here is taken to be held up as the sizes that were.
+        # What was never seen here is taken to be as slow as the quickest that was; the root alone is worth a try.
         seen = [ratio for (_, batch), ratio in self._slower.items() if batch == self._batch]
-        return known * self._slower.get((nodes, self._batch), sum(seen) / len(seen) if seen else 1.0)
+        unseen = min(seen) if seen and nodes > 1 else 1.0
+        return known * self._slower.get((nodes, self._batch), unseen)
