@@ -140,6 +140,8 @@ def test_the_nucleus_and_top_k_cut_what_they_should() -> None:
         ({"top_p": 1.5}, "--top-p"),
         ({"top_k": -1}, "--top-k"),
         ({"epsilon": 0.0}, "epsilon"),
+        ({"mode": "typical", "temperature": 0.7, "top_p": 0.9}, "--top-p 0.9 says nothing to --sampling typical"),
+        ({"mode": "typical", "temperature": 0.7, "top_k": 5}, "--top-k 5 says nothing to --sampling typical"),
     ],
 )
 def test_impossible_sampling_is_named(changes: dict, flag: str) -> None:
