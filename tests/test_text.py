@@ -15,7 +15,8 @@ DECODERS = {
     ),
     "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(BLANK, "always")]),
 }
-PIECES = ["<unk>", "</s>", BLANK, BLANK * 3, "<0x0A>", f"{BLANK}def", f"{BLANK}return", "f", "()", ":", f"{BLANK}x", "\n"]
+WORDS = [f"{BLANK}def", f"{BLANK}return", "f", "()", ":", f"{BLANK}x"]
+PIECES = ["<unk>", "</s>", BLANK, BLANK * 3, "<0x0A>", *WORDS, "\n"]
 CODE = [5, 10, 8, 9, 4, 3, 6, 10, 4, 4, 2, 2, 2, 10, 4, 3, 7]
 
 
