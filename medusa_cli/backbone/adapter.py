@@ -3,13 +3,13 @@
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing_folder
@@ -77,6 +77,20 @@ def take_up(network: Any, folder: Path) -> None:
 def original(layer: Any) -> Any:
     """A linear layer as it was before an adapter was attached to it."""
     return getattr(layer, "base_layer", layer)
+
+
+def weight_change(layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor | None:
+    """What the adapter on a linear layer adds to the rows [n, H] of its weight that `rows` picks of all [V, ..].
+
+    None where there is none, or it is switched off.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+        return None
+    parts = [(rows(layer.lora_B[one].weight), layer.lora_A[one].weight, layer.scaling[one])
+             for one in layer.active_adapters]  # fmt: skip
+    return torch.stack([scale * (up @ down) for up, down, scale in parts]).sum(0)
 
 
 def save(network: Any, folder: Path, backbone: str) -> None:

@@ -1,14 +1,14 @@
 """FIRP: states of the next tokens, guessed in the backbone's middle layers, ride to its end in the verifying pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses, roots_of
+from medusa_cli.drafters.base import PLAIN, Batch, Confirmed, Draft, Losses, Objective, roots_of
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
 from medusa_cli.drafters.parallel import drafts_of
 from medusa_cli.engines.pseudo import Pseudo
@@ -117,14 +117,16 @@ class Firp(HeadDrafter):
         if self.config.vocabulary == "shared":
             return backbone.lm_head_weight
         if self._rows is None:
-            self._rows = backbone.lm_head_weight[self.draft_ids.to(backbone.lm_head_weight.device)]
+            self._rows = self.of_vocabulary(backbone.lm_head_weight)
         return self._rows
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         if not self._scorers:
             shared = self.config.vocabulary == "shared"
             engine = backbone.engine
-            self._scorers = [engine.lm_head if shared else engine.kernel.pack(self.matrix(backbone, 0))]
+            self._scorers = [
+                engine.lm_head if shared else engine.kernel.pack(self.matrix(backbone, 0), self.bias(backbone))
+            ]
         return self._scorers[0](states.to(backbone.dtype)).float()
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
@@ -133,15 +135,13 @@ class Firp(HeadDrafter):
         states = states_ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
         return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
 
-    def loss(
-        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
-    ) -> Losses:
+    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
         """Sum over heads k of decay^k times the mean cross-entropy to the backbone's distribution k places on.
 
         That is the KL divergence of equation 4 up to the distribution's own entropy, which no weight changes; `soft`
         is not read. Over a draft vocabulary both distributions are those given that the token is in it.
         """
-        return super().loss(backbone, batch, decay, soft=1.0, regress=regress)
+        return super().loss(backbone, batch, replace(objective, soft=1.0))
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Drafter, Losses
-from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
+from medusa_cli.drafters.base import PLAIN, Batch, Drafter, Losses, Objective
+from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UserError
@@ -162,6 +162,15 @@ class HeadDrafter(Drafter):
             return backbone.lm_head_weight
         return self.matrices[head if len(self.matrices) > 1 else 0]
 
+    def bias(self, backbone: Backbone) -> Tensor | None:
+        """What the lm_head adds to the scores [M] of heads that have no matrices of their own; None where nothing."""
+        return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
+
+    def of_vocabulary(self, rows: Any) -> Any:
+        """Of rows for each token of the model [V, ..], those of the tokens that the heads score [M, ..]; None stays."""
+        whole = rows is None or self.config.vocabulary != "draft"
+        return rows if whole else rows[self.draft_ids.to(rows.device)]
+
     def inner(self, head: int, states: Tensor) -> Tensor:
         """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
         return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
@@ -170,7 +179,9 @@ class HeadDrafter(Drafter):
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
         states = self.inner(head, states)
         if self.config.vocabulary == "shared":
-            return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
+            bias = self.bias(backbone)
+            bias = None if bias is None else bias.to(states.dtype)
+            return F.linear(states, backbone.lm_head_weight.to(states.dtype), bias).float()
         if not self._scorers:
             # Forks share this very list.
             self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
@@ -183,59 +194,9 @@ class HeadDrafter(Drafter):
         log_p = best.values - scaled.logsumexp(-1, keepdim=True)
         return log_p.tolist(), self.draft_ids[best.indices].tolist()
 
-    def loss(
-        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
-    ) -> Losses:
-        """Sum over heads k of decay^k times the mean cross-entropy to the token k places on (equation 1).
-
-        soft is the weight of the backbone's own distribution there in the target, the rest being the token itself.
-        A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
-        cross-entropy and counts as a miss in the accuracy. regress weighs the mean smooth L1 distance between the
-        states of the heads that are `told` and those that the backbone had at the targets' places (as in EAGLE,
-        arXiv:2401.15077), which say more than a token. A head that is not told could but learn the mean of the states
-        that may come, which draws it away from any of their tokens. It is in the total alone.
-        """
-        place = self.places(batch.next.device)
-        none = torch.zeros((), dtype=torch.long, device=batch.next.device)
-        states_of = self.encode(backbone, batch)
-        teacher = self._teacher(backbone, batch) if soft else None
-        per_head, apart, correct, counted = [], [], [], []
-        for k in range(1, self.num_heads + 1):
-            rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1) if len(batch.next) > k else None
-            targets = place[batch.next[rows + k]] if rows is not None else none[None][:0]
-            counted.append(none + len(targets))
-            known = targets >= 0
-            if rows is None or not known.any():
-                # Zero by way of the head's states: a pass back through a split model must be made all the same.
-                per_head.append(states_of(k - 1, none[None][:0]).sum() * 0.0)
-                correct.append(none)
-                continue
-            rows = rows[known]
-            aim = None if teacher is None else teacher[rows + k]
-            states = states_of(k - 1, rows)
-            if regress and k <= self.told:
-                goals = batch.hidden[rows + k, -self.config.hidden_size :].detach().float()
-                apart.append(decay**k * F.smooth_l1_loss(states.float(), goals))
-            read = self.inner(k - 1, states)
-            loss, hits = linear_cross_entropy(read, self.matrix(backbone, k - 1), targets[known], aim, soft)
-            per_head.append(loss)
-            correct.append(hits)
-        total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
-        if apart:
-            total = total + regress * torch.stack(apart).sum()
-        return Losses(total, per_head, torch.stack(correct), torch.stack(counted))
-
-    @torch.no_grad()
-    def _teacher(self, backbone: Backbone, batch: Batch) -> Tensor:
-        """The backbone's probabilities [P, M] over the heads' vocabulary at every position."""
-        final = batch.hidden[:, -self.config.hidden_size :]
-        rows = backbone.lm_head_weight
-        if self.config.vocabulary == "draft":
-            rows = rows[self.draft_ids.to(rows.device)]
-        probabilities = F.linear(final, rows.to(final.dtype))
-        for block in probabilities.split(ROWS):
-            block.copy_(block.float().softmax(-1))
-        return probabilities
+    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
+        """The sum of the heads' losses, as `losses.heads_loss` has it."""
+        return heads_loss(self, backbone, batch, objective)
 
     def places(self, device: torch.device) -> Tensor:
         """Token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
@@ -249,8 +210,11 @@ class HeadDrafter(Drafter):
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         states_of = self.encode(backbone, batch)
         every = torch.arange(len(batch.next), device=batch.next.device)
+        bias = self.bias(backbone)
+        bias = None if bias is None else bias.to(self.dtype)
         for head in range(self.num_heads):
-            yield F.linear(self.inner(head, states_of(head, every)), self.matrix(backbone, head).to(self.dtype)).float()
+            matrix = self.matrix(backbone, head).to(self.dtype)
+            yield F.linear(self.inner(head, states_of(head, every)), matrix, bias).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""

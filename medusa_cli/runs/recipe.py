@@ -64,12 +64,13 @@ class TrainRecipe:
 
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
-    decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
-    the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
-    the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there (null: what
-    suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one after another, each for its share
-    of the steps, as in its section 3.3; else at once. shard: of several processes each holds a part of the backbone's
-    layers, and gathers a layer to run it.
+    decay^k (Medusa, section 2.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
+    lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
+    ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
+    far the state of a head that is told the tokens before its target (each of Hydra's, Amphista's first) is from the
+    backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one
+    after another, each for its share of the steps, as in its section 3.3; else at once. shard: of several processes
+    each holds a part of the backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -104,6 +105,7 @@ class TrainRecipe:
     beta1: float = _setting(0.9, least=0.0, most=1.0)
     beta2: float = _setting(0.95, least=0.0, most=1.0)
     decay: float = _setting(0.8, least=0.0, most=1.0)
+    loss: str = _setting("ce", among=("ce", "kl", "lk"))
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
     heads_in_turn: bool = False
