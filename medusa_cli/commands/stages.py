@@ -127,7 +127,7 @@ def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: 
 
 def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
     """A fully tuned model is another model: it goes into a run of its own, RUN/tuned."""
-    from medusa_cli.backbone import Backbone
+    from medusa_cli.backbone.identity import identity_of, weights_of
     from medusa_cli.runs.files import write_json
     from medusa_cli.runs.run import Run
     from medusa_cli.runs.run import provenance as made_by
@@ -137,7 +137,7 @@ def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
     backbone.model.set_attn_implementation("sdpa")
     backbone.model.save_pretrained(folder)
     backbone.tokenizer.save_pretrained(folder)
-    identity = Backbone(backbone.model, id=str(folder)).identity
+    identity = identity_of(backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None)
     write_json(tuned.path / "run.json", made_by(identity))
     console.info(f"the tuned model is in {folder}, its run is {tuned.path}")
     return tuned, identity

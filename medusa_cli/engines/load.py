@@ -9,6 +9,7 @@ import torch
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone import adapter as adapters
+from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.layers import Unsupported
 from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, load_network, read_config, resolve_device
 from medusa_cli.engines.eager import EagerEngine
@@ -64,7 +65,7 @@ def load_backbone(
         network, tokenizer = load_network(model, dtype=kind, **given)
         if adapter is not None:
             network = adapters.merge(network, adapter, beside=quantised)
-        return Backbone(network, tokenizer, id=model, adapter=stamp)
+        return Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
 
     if engine != "eager" and not (shard or gradients or (quantised and engine == "auto")):
         kernel = choose_kernel(model, resolve_device(device), dtype, engine, rows)

@@ -11,6 +11,8 @@ from medusa_cli.runs.files import read_json, restore, write_atomic, write_json
 
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
+# What of a backbone's identity names its weights.
+DIGESTS = ("fingerprint", "weights")
 
 
 def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
@@ -125,16 +127,18 @@ class Run:
             write_json(marker, provenance(identity))
             return
         check_backbone(known, identity, f"the run {self.path}")
-        if known.get("fingerprint") is None and identity.get("fingerprint") is not None:
-            write_json(marker, provenance(identity))  # bound without the weights at first: now they are known
+        # Bound without the weights at first, or before there was a digest of them all: now they are known.
+        learnt = {key: identity[key] for key in DIGESTS if known.get(key) is None and identity.get(key) is not None}
+        if learnt:
+            write_json(marker, provenance({**known, **learnt}))
 
 
 def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
     """Raise UserError unless both identities name the same weights; the id alone may differ (a moved folder).
 
-    What one of them does not know (the fingerprint of weights that a server held) is not compared.
+    What one of them does not know (the weights that a server held, all of them in an earlier version) is not compared.
     """
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", "fingerprint")
+    keys = ("architecture", "hidden_size", "vocab_size", "layers", *DIGESTS)
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     if any(expected[key] != actual[key] for key in known):
 

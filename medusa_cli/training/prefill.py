@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.identity import rounding_of
 from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
@@ -91,8 +92,9 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
 
 
 def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:
-    owner = {key: value for key, value in backbone.identity.items() if key != "id"}
-    # Rounding is named where there is some, so that states kept from before it was are found.
+    # What the run is bound to by `weights` it need not be told by again: states kept from before that are found, and
+    # so are those from before rounding was named, where there is none.
+    owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
     named = [owner, str(backbone.dtype), list(taps), *_rounding(backbone)]
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
@@ -102,9 +104,8 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
 
 def _rounding(backbone: Backbone) -> list[str]:
     """How a backbone's weights are rounded, by its engine or at load; nothing where they are not."""
-    quantised = getattr(backbone.model.config, "quantization_config", None)
-    loaded = [f"load_in_{bits}bit" for bits in (4, 8) if getattr(quantised, f"load_in_{bits}bit", False)]
-    return [backbone.engine.kernel.name] if backbone.engine.kernel.name in BITS else loaded
+    kernel, loaded = backbone.engine.kernel.name, rounding_of(backbone.model)
+    return [kernel] if kernel in BITS else [f"load_in_{loaded}"] if loaded else []
 
 
 def _part(path: Path, rank: int) -> Path:

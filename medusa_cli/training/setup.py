@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone, adapter
+from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
@@ -63,8 +64,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     else:
         torch.manual_seed(train.seed)
         adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-    backbone = Backbone(network, tokenizer, id=recipe.model)
-    assert backbone.identity  # taken now: training changes what it is read from
+    backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
