@@ -110,11 +110,22 @@ Engine = Annotated[
         "model (CPU).",
     ),
 ]
+_ROUNDED = "[default: as the drafter was trained, else whole]"
 LoadIn4bit = Annotated[
-    bool, typer.Option("--load-in-4bit", help="Load the backbone's weights in 4 bits (bitsandbytes NF4).")
+    bool | None,
+    typer.Option(
+        "--load-in-4bit/--no-load-in-4bit",
+        help=f"Load the backbone's weights in 4 bits (bitsandbytes NF4). {_ROUNDED}",
+        show_default=False,
+    ),
 ]
 LoadIn8bit = Annotated[
-    bool, typer.Option("--load-in-8bit", help="Load the backbone's weights in 8 bits (bitsandbytes).")
+    bool | None,
+    typer.Option(
+        "--load-in-8bit/--no-load-in-8bit",
+        help=f"Load the backbone's weights in 8 bits (bitsandbytes). {_ROUNDED}",
+        show_default=False,
+    ),
 ]
 Seed = Annotated[
     str | None,

@@ -66,8 +66,8 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -100,6 +100,7 @@ def bench(
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
     from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.measuring import run_bench, save, show
+    from medusa_cli.commands.rounding import follow_choice
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
@@ -141,7 +142,7 @@ def bench(
         title,
         gguf,
         batch_size,
-        **place,
+        **follow_choice(choice, place),
     )
     if json:
         console.emit_json(document)

@@ -40,8 +40,8 @@ def calibrate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -76,18 +76,16 @@ def calibrate(
     console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.commands.rounding import follow
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
+    place = {"device": device, "dtype": dtype, "engine": engine_for(drafter_kind(folder), engine)}
     backbone = load_backbone(
         name,
-        device=device,
-        dtype=dtype,
-        engine=engine_for(drafter_kind(folder), engine),
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
+        **follow(folder, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}),
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
     )

@@ -43,8 +43,8 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -62,12 +62,15 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
     from medusa_cli.commands.loading import load
+    from medusa_cli.commands.rounding import follow_choice
     from medusa_cli.decoding.sampling import sampling_of
     from medusa_cli.runs.resolve import choose
 
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
-    made = load(choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    made = load(choice, **follow_choice(choice, place))
     session = Session(
         made.backbone,
         made.drafter,

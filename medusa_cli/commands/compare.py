@@ -116,7 +116,6 @@ def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: i
     from medusa_cli.runs.run import Run
     from medusa_cli.training.evaluation import evaluate
 
-    place |= {"load_in_4bit": False, "load_in_8bit": False}
     with console.progress("comparing", total=len(rows), unit="runs") as bar:
         for row, name in zip(rows, runs, strict=True):
             found = evaluate(Run.open(name), data, place, samples)

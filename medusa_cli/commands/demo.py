@@ -42,6 +42,7 @@ def demo(
     from medusa_cli.assets import mt_bench_path
     from medusa_cli.benchmarks import build_methods, measure, read_questions, spread, summarise
     from medusa_cli.commands.measuring import plain_model, show
+    from medusa_cli.commands.rounding import follow_choice
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.runs.run import provenance
 
@@ -51,6 +52,7 @@ def demo(
         f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
     place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place = follow_choice(choice, place)
     made = load(choice, **place)
     backbone, heads, shape = made.backbone, made.drafter, made.shape
     rule = Sampling()

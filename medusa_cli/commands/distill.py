@@ -68,8 +68,8 @@ def distill(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -139,8 +139,8 @@ def distill(
             device=world.device(device),
             dtype=dtype,
             engine=engine,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
+            load_in_4bit=bool(load_in_4bit),
+            load_in_8bit=bool(load_in_8bit),
             chat_template=template,
         )
     )

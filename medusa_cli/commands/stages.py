@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import console
+from medusa_cli.commands.rounding import warn_of
 
 
 def frozen(
@@ -41,6 +42,7 @@ def frozen(
     if start is not None and not resume:
         if trained_heads(start, backbone, drafter):
             console.info(f"the heads start from {start.drafter_dir}")
+            warn_of(start.drafter_dir, backbone.identity.get("rounding"))
         else:
             console.info(f"the heads start fresh: {start.path} holds none of this kind and shape")
     return backbone, dataset, drafter, coverage
@@ -69,8 +71,10 @@ def joint(
     giver = start or target
     if trained_heads(giver, backbone, drafter):
         console.info(f"the heads start from {giver.drafter_dir}")
+        warn_of(giver.drafter_dir, backbone.identity.get("rounding"))
     elif start is not None and trained_heads(start, backbone, drafter, adapted=True):
         console.info(f"the heads and the adapter start from {start.path}")
+        warn_of(start.drafter_dir, backbone.identity.get("rounding"))
     elif start is not None:
         raise UserError(
             f"--from {start.path}: it holds no heads of this model and this shape",

@@ -72,8 +72,8 @@ def train(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -124,7 +124,8 @@ def train(
 
     keep_freed_memory()
     world = World.join(device)
-    place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    rounded = {"load_in_4bit": bool(load_in_4bit), "load_in_8bit": bool(load_in_8bit)}
+    place = {"device": world.device(device), "dtype": dtype, **rounded}
     check_shard(plan.train, place, world)
     backbone, dataset, drafter, coverage = (
         frozen(target, plan, data, {**place, "engine": engine}, world, resume, start)
@@ -149,7 +150,8 @@ def train(
         return
     if summary["stopped"]:
         words = ["medusa", "train", "--resume", "--run", run]
-        again = shlex.join(words + [str(word) for flag, one in sources.items() if one for word in (flag, one)])
+        words += [str(word) for flag, one in sources.items() if one for word in (flag, one)]
+        again = shlex.join(words + [f"--{key.replace('_', '-')}" for key, given in rounded.items() if given])
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(130)
     finish(trainer, target, source, coverage, summary, json, run)

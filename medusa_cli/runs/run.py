@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, restore, write_atomic, write_json
+from medusa_cli.runs.files import read_json, read_object, restore, write_atomic, write_json
 
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
@@ -131,6 +131,14 @@ class Run:
         learnt = {key: identity[key] for key in DIGESTS if known.get(key) is None and identity.get(key) is not None}
         if learnt:
             write_json(marker, provenance({**known, **learnt}))
+
+
+def rounding_in(folder: Path) -> str | None:
+    """How the backbone's weights were rounded when the drafter in a folder was trained; None: whole, or not known."""
+    path = folder / "config.json"
+    made = read_object(path, "the drafter's config").get("provenance") if path.is_file() else None
+    owner = made.get("backbone") if isinstance(made, dict) else None
+    return owner.get("rounding") if isinstance(owner, dict) else None
 
 
 def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:

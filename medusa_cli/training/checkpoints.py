@@ -86,6 +86,12 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
             "resume with the recipe as it was, or train without --resume",
         )
     check_backbone(checkpoint.backbone, backbone, "the checkpoint")
+    before, now = checkpoint.backbone.get("rounding"), backbone.get("rounding")
+    if before != now and "weights" in checkpoint.backbone:  # earlier versions did not say
+        raise UsageError(
+            f"--resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
+            f"give --load-in-{before}" if before else f"leave --load-in-{now} out",
+        )
     if checkpoint.data != data:
         raise UserError(
             "--resume: the training data changed since the checkpoint",
