@@ -47,7 +47,10 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class DistillRecipe:
-    """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions."""
+    """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions.
+
+    batch_size: conversations that are decoded side by side, null for as many as the memory holds, at most 64.
+    """
 
     seed: str = "sharegpt"
     max_samples: int | None = _setting(None, least=1)
@@ -56,6 +59,7 @@ class DistillRecipe:
     temperature: float = _setting(0.0, least=0.0)
     random_seed: int = 0
     context: int = _setting(512, least=16)
+    batch_size: int | None = _setting(None, least=1)
 
 
 @dataclass(frozen=True)
