@@ -18,7 +18,7 @@ def follow(folder: Path, place: dict[str, Any]) -> dict[str, Any]:
 
     Flags that were given, either way, are obeyed; without any the weights are rounded as they were in training.
     """
-    from medusa_cli.backbone.rounded import BITS
+    from medusa_cli.engines.kernels import BITS
 
     flags = {"4bit": place.get("load_in_4bit"), "8bit": place.get("load_in_8bit")}
     asked = next((how for how, given in flags.items() if given), None)
