@@ -11,8 +11,8 @@ from medusa_cli.backbone.load import load_network
 from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.engines import attach, load_backbone
-from tests.passes import run
 from medusa_cli.runs.run import rounding_in
+from tests.passes import run
 from tests.runs import save_model
 from tests.test_generate import SPARSE, medusa
 from tests.test_joint import place, train
@@ -88,7 +88,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(bool(place.get("load_in_4bit")))
         return load_network(*words, **place)
 
-    monkeypatch.setattr("medusa_cli.backbone.load.load_network", spy)
+    monkeypatch.setattr("medusa_cli.engines.load.load_network", spy)
     return found
 
 
