@@ -131,6 +131,14 @@ def test_the_command_line_starts_without_torch() -> None:
     assert not set(done.stdout.split()) & HEAVY
 
 
+def test_help_imports_no_command_and_no_rich() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']; import medusa_cli.cli as cli\ntry: cli.main()\nfinally: "
+    code += "print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Commands:" in done.stdout
+    assert not [name for name in done.stderr.split() if name.startswith(("medusa_cli.commands", "rich"))]
+
+
 def test_every_module_says_what_it_is_for() -> None:
     silent = [
         ".".join(parts(path)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))

@@ -95,7 +95,9 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("function", list(cli.COMMANDS), ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [cli.function_of(name) for name in cli.COMMANDS], ids=lambda function: function.__name__
+)
 def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) -> None:
     """A flag named like a shared option must be that option (or the --run that may be absent)."""
     runs = {options.Run, options.RunOrShipped, options.RunOrDefault}
