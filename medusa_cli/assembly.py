@@ -55,6 +55,7 @@ def assemble(
     engine: str = "auto",
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
+    trust_remote_code: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Assembled:
     """Load what was chosen; UserError where drafter, tree and model do not fit.
@@ -69,6 +70,7 @@ def assemble(
         engine=engine,
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
+        trust_remote_code=trust_remote_code,
         adapter=choice.adapter,
         chat_template=choice.run.chat_template if choice.run else None,
     )

@@ -88,6 +88,14 @@ def model_dir(name: str) -> str:
     return name
 
 
+def untrusted(model: str) -> UserError:
+    """What to tell of a model that transformers refused as it wants to run Python files of its own."""
+    return UserError(
+        f"--model {model!r} needs Python files of its own to be run, and none is",
+        "read them, and give --trust-remote-code if you trust them",
+    )
+
+
 def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
     """Say within seconds that a hub id cannot be had, instead of retrying for half a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -146,9 +154,11 @@ def _converted(name: str) -> Path:
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            trust_remote_code=False,
         )
         model.save_pretrained(part)
-        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(part)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+        tokenizer.save_pretrained(part)
         part.rename(folder)
         gguf.unlink()
     return folder

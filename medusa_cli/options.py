@@ -1,8 +1,9 @@
 """The words every command shares: one meaning, unit and help text each; the default is the command's."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +38,11 @@ def _temperature(value: float | None) -> float | None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"{value} is not a number of 0 or more; 0 is greedy")
     return value
+
+
+def called(model: str, place: Mapping[str, Any]) -> str:
+    """A model's name for a greeting line, which says where its own code is let run."""
+    return f"{model}, its own code trusted (--trust-remote-code)" if place.get("trust_remote_code") else model
 
 
 Model = Annotated[
@@ -126,6 +132,10 @@ LoadIn8bit = Annotated[
         help=f"Load the backbone's weights in 8 bits (bitsandbytes). {_ROUNDED}",
         show_default=False,
     ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python files that come with the model; without it none ever is."),
 ]
 Seed = Annotated[
     str | None,

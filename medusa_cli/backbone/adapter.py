@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import replacing_folder
+from medusa_cli.runs.files import read_object, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -116,6 +116,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
     """
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    _only_lora(folder)
     if not beside:
         untie(network)
     try:
@@ -129,6 +130,13 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
             f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
             "give the --model it was trained with",
         ) from reason
+
+
+def _only_lora(folder: Path) -> None:
+    """UserError for an adapter of another kind: peft imports modules and loads tokenizers that some kinds name."""
+    config = read_object(folder / "adapter_config.json", "the adapter's config")
+    if config.get("peft_type") != "LORA" or config.get("megatron_config"):
+        raise UserError(f"the adapter {folder} is no plain LoRA", "train one with `medusa train --stage 2`")
 
 
 def untie(network: Any) -> None:

@@ -42,6 +42,7 @@ def calibrate(
     engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = None,
     load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -73,7 +74,8 @@ def calibrate(
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
-    console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
+    whose = options.called(name, {"trust_remote_code": trust_remote_code})
+    console.info(f"Calibrating {folder} for {whose} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.commands.rounding import follow
@@ -86,6 +88,7 @@ def calibrate(
     backbone = load_backbone(
         name,
         **follow(folder, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}),
+        trust_remote_code=trust_remote_code,
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
     )

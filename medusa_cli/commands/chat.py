@@ -45,6 +45,7 @@ def chat(
     engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = None,
     load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -69,7 +70,7 @@ def chat(
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
     place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
-    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
     made = load(choice, **follow_choice(choice, place))
     session = Session(
         made.backbone,

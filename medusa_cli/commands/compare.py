@@ -26,6 +26,7 @@ def compare(
     max_samples: options.MaxSamples = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -47,8 +48,10 @@ def compare(
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         bound = f"the first {max_samples:,}" if max_samples else "all; --max-samples N takes fewer"
-        console.info(f"Comparing {len(rows)} runs on the conversations of {data}, {bound}")
-        _measure(rows, runs, data, max_samples, {"device": device, "dtype": dtype})
+        place = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        whose = options.called(f"{len(rows)} runs", place)
+        console.info(f"Comparing {whose} on the conversations of {data}, {bound}")
+        _measure(rows, runs, data, max_samples, place)
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
     if json:

@@ -24,6 +24,7 @@ def demo(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -51,7 +52,7 @@ def demo(
     console.info(
         f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine, "trust_remote_code": trust_remote_code}
     place = follow_choice(choice, place)
     made = load(choice, **place)
     backbone, heads, shape = made.backbone, made.drafter, made.shape

@@ -79,6 +79,7 @@ def distill(
     engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = None,
     load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -136,13 +137,14 @@ def distill(
     if resume and not target.distill_path.is_file():
         raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
     template = target.template_with(plan.chat_template)
+    whose = options.called(name, {"trust_remote_code": trust_remote_code})
     console.info(
-        f"{name} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
+        f"{whose} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
         "--max-samples N takes more"
     )
     console.info(str(report))
     backbone: Any = (
-        Tokenizer(name, template)
+        Tokenizer(name, template, trust_remote_code=trust_remote_code)
         if endpoint is not None
         else load_backbone(
             name,
@@ -151,6 +153,7 @@ def distill(
             engine=engine,
             load_in_4bit=bool(load_in_4bit),
             load_in_8bit=bool(load_in_8bit),
+            trust_remote_code=trust_remote_code,
             chat_template=template,
         )
     )

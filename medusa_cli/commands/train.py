@@ -74,6 +74,7 @@ def train(
     engine: options.Engine = "auto",
     load_in_4bit: options.LoadIn4bit = None,
     load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -111,8 +112,9 @@ def train(
     bound, whole = plan.train.max_tokens, plan.train.stage == 2 or drafter_class(plan.drafter.name).whole_sequences
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
     length = f" or {bound:,} tokens, at most {minutes} min on two cores" if bound else ""
+    whose = options.called(plan.model, {"trust_remote_code": trust_remote_code})
     console.info(
-        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
+        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {whose} on {source}: "
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
@@ -125,7 +127,7 @@ def train(
     keep_freed_memory()
     world = World.join(device)
     rounded = {"load_in_4bit": bool(load_in_4bit), "load_in_8bit": bool(load_in_8bit)}
-    place = {"device": world.device(device), "dtype": dtype, **rounded}
+    place = {"device": world.device(device), "dtype": dtype, "trust_remote_code": trust_remote_code, **rounded}
     check_shard(plan.train, place, world)
     backbone, dataset, drafter, coverage = (
         frozen(target, plan, data, {**place, "engine": engine}, world, resume, start)

@@ -56,6 +56,7 @@ def tree(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -79,7 +80,7 @@ def tree(
     if budget == "auto":
         from medusa_cli.commands.budget import find_budget
 
-        place = {"device": device, "dtype": dtype, "engine": engine}
+        place = {"device": device, "dtype": dtype, "engine": engine, "trust_remote_code": trust_remote_code}
         found = find_budget(target, used, calibration, measure, place)
         made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
         recipe["break_even"] = round(found.break_even, 4)

@@ -124,7 +124,7 @@ def _hub_rows(name: str) -> Iterator[Any]:
 
     assets.check_hub(name, kind="dataset", flag="--seed")
     try:
-        splits = load_dataset(name)
+        splits = load_dataset(name, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         raise UserError(
             f"--seed {name!r} could not be loaded from the hub: {str(reason).splitlines()[0]}",

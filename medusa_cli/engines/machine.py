@@ -140,7 +140,7 @@ def _times(names: Sequence[str], config: Any) -> dict[str, dict[str, float]]:
     small, layers, share = _part(config)
     found: dict[str, dict[str, float]] = {}
     with torch.random.fork_rng(devices=[]):
-        made = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16)
+        made = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
     for name in names:
         kind = torch.bfloat16 if name in ("bf16", *BITS) else torch.float32
         try:
