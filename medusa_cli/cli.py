@@ -9,9 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from medusa_cli import __version__
-from medusa_cli.errors import OUT_OF_MEMORY, UserError, explain_os
-
-INTERRUPTED = 130
+from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, explain_os
 
 # Each is the function of its name in the file of its name in commands/, which is imported when the command is typed.
 COMMANDS = {
@@ -98,9 +96,7 @@ class Boundary(TyperGroup):
         from medusa_cli import console
 
         if "--debug" in words:
-            import traceback
-
-            traceback.print_exc()
+            console.trace()
         message, code = explain(reason)
         if isinstance(reason, typer.TyperException):
             message += f"; see `{self._asked(words)} --help`"

@@ -1,6 +1,11 @@
 """Errors a user can act on: what was wrong, where, and what to do."""
 
 import errno
+import signal
+
+# Exit codes: 1 for what could not be done, 2 for a command line that cannot be; these are the shell's own.
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or --load-in-4bit"
 

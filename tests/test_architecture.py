@@ -28,7 +28,7 @@ LAYERS = [
 LEAVES = {"runs", "assets", "errors"}
 # Storage of hidden states: a leaf too, but one of torch, so no command may start with it.
 TORCH_LEAVES = {"states"}
-SCREEN = {"console", "options", "progress"}
+SCREEN = {"console", "options", "progress", "screen"}
 HEAVY = {
     "torch",
     "transformers",

@@ -1,5 +1,6 @@
 """`medusa demo`: the same questions decoded plain and with drafts, side by side."""
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -93,6 +94,7 @@ class _Stage:
         self._new_stream = lambda: TextStream(backbone)
         self._show = show
         self._live: Any = None
+        self._guard = ExitStack()
         self._clear()
 
     def _clear(self) -> None:
@@ -103,6 +105,7 @@ class _Stage:
         if self._show and console.out.is_terminal:
             from rich.live import Live
 
+            self._guard.enter_context(console.terminated())
             self._live = Live(console=console.out, refresh_per_second=12, transient=True)
             self._live.start()
         return self
@@ -110,6 +113,7 @@ class _Stage:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+        self._guard.close()
 
     def tokens(self, name: str, new: list[int]) -> None:
         """Show new tokens of one of the two methods; [] ends an answer."""

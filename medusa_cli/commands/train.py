@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.errors import INTERRUPTED
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Positions trained a second on two cores with the default model, from cached states and beside whole passes (a guess);
@@ -155,7 +156,7 @@ def train(
         words += [str(word) for flag, one in sources.items() if one for word in (flag, one)]
         again = shlex.join(words + [f"--{key.replace('_', '-')}" for key, given in rounded.items() if given])
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     finish(trainer, target, source, coverage, summary, json, run)
 
 
