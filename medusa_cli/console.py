@@ -22,7 +22,7 @@ from medusa_cli.errors import TERMINATED
 from medusa_cli.screen import Screen, visible
 
 # A message longer than this loses its middle: five lines of a terminal.
-LONGEST = 5 * 80
+LONGEST = 5 * 120
 
 # soft_wrap in print keeps one message one line in a pipe.
 out = Screen()
