@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from medusa_cli.errors import TERMINATED
-from medusa_cli.screen import Screen, visible
+from medusa_cli.screen import Screen, guard_libraries, visible
 
 # A message longer than this loses its middle: five lines of a terminal.
 LONGEST = 5 * 120
@@ -43,6 +43,7 @@ def configure(quiet: bool = False, json: bool = False) -> None:
     _mode.quiet, _mode.json = quiet, json
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding has no letter for, as stderr does
+    guard_libraries()
     logger = logging.getLogger("medusa_cli")
     if not any(isinstance(one, _Spoken) for one in logger.handlers):
         logger.addHandler(_Spoken())

@@ -1,5 +1,7 @@
 """A terminal as other people's texts may use it: their control characters are shown, not sent."""
 
+import logging
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,3 +35,21 @@ class Screen(Console):
         """The renderable's segments, what they say made visible; rich's own controls are apart from that."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
+
+
+_formatwarning = warnings.formatwarning
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return visible(super().getMessage())
+
+
+def _warning(*words: Any, **rest: Any) -> str:
+    return visible(_formatwarning(*words, **rest))
+
+
+def guard_libraries() -> None:
+    """Make visible what libraries log and warn of from now on: some quote the files of a model."""
+    logging.setLogRecordFactory(_Record)
+    warnings.formatwarning = _warning

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from medusa_cli.errors import UserError
 from medusa_cli.states import StateStore
 from tests.forked import RUN, Child, end, free_port, start
 from tests.runs import save_model, save_questions
@@ -92,15 +93,20 @@ def report(run: Path) -> Facts:
     ]
 
 
-def whole(run: Path) -> None:
-    """What a reader may meet at any moment: no file of these is ever half there."""
+def half(run: Path) -> list[str]:
+    """The files that are not whole, of those that a reader may meet at any moment."""
+    broken = []
     for path in [
         *run.glob("*.json"),
         *run.glob("drafter/*.json"),
         *run.glob("adapter/*.json"),
         *run.glob("bench/*.json"),
     ]:
-        json.loads(path.read_text())
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            broken.append(path.name)
+    return broken
 
 
 # ---- the commands ----
@@ -135,11 +141,12 @@ class Job:
             for rank in range(self.size)
         ]
 
-    def finish(self, place: Path, begun: float) -> Facts:
+    def finish(self, place: Path, begun: float) -> tuple[Facts, float]:
+        """Run the command to its end: what it left, and the processor's seconds of the process that took most."""
         children = self.start(place, begun)
         end(children)
-        assert all(child.code == 0 for child in children), f"{self.name}: {children[0].said.read_text()}"
-        return self.facts(place / RUN)
+        assert all(child.code == 0 for child in children), children[0].said.read_text()
+        return self.facts(place / RUN), max(child.seconds for child in children)
 
 
 # In the order in which each needs what the one before it left.
@@ -190,10 +197,9 @@ def learn(scratch: Path) -> list[Known]:
             place = scratch / f"reference {job.name}"
             shutil.copytree(known[0].base, place)
         shutil.copytree(place, base)
-        begun = time.monotonic()
-        facts = job.finish(place, time.time())
+        facts, seconds = job.finish(place, time.time())
         operations = [int((place / f"operations-{rank}").read_text()) for rank in range(job.size)]
-        known.append(Known(job, base, facts, time.monotonic() - begun, operations))
+        known.append(Known(job, base, facts, seconds, operations))
         print(
             f"{job.name}: {known[-1].seconds:.1f} s, {sum(operations)} file operations, {len(facts)} facts", flush=True
         )
@@ -242,13 +248,13 @@ def strike(known: Known, place: Path, count: Count, draw: random.Random, begun: 
         hit = end(children)
     else:
         children = job.start(place, begun)
-        hit = end(children, until=time.monotonic() + draw.uniform(0, known.seconds))
+        hit = end(children, until=time.monotonic() + draw.uniform(0, 1.5 * known.seconds))
     count.kills[job.name] += hit
     count.late += not hit
     bad = [child for child in children if child.code not in (0, -SIGKILL)]
     if bad and not hit:
         count.faults.append(f"{job.name}: ended with {bad[0].code}: {bad[0].said.read_text()}")
-    whole(place / RUN)
+    count.faults += [f"{job.name}: {name} is half written" for name in half(place / RUN)]
 
 
 def crash(known: Sequence[Known], scratch: Path, kills: int, draw: random.Random, count: Count) -> None:
@@ -263,9 +269,9 @@ def crash(known: Sequence[Known], scratch: Path, kills: int, draw: random.Random
         for _ in range(draw.randint(1, 3)):
             strike(one, place, count, draw, begun)
         try:
-            count.compare(one.job.name, one.facts, one.job.finish(place, begun))
-        except AssertionError as reason:
-            count.faults.append(f"could not go on: {reason}")
+            count.compare(one.job.name, one.facts, one.job.finish(place, begun)[0])
+        except (AssertionError, OSError, ValueError, UserError) as reason:
+            count.faults.append(f"{one.job.name}: could not go on: {reason}")
         if LOCKED:
             count.leftovers(one.job.name, place / RUN)
         shutil.rmtree(place)

@@ -156,6 +156,24 @@ with console.progress("ready", total=2):
 """
 
 
+LIBRARIES = """
+import logging, warnings
+from medusa_cli import console
+console.configure()
+logging.getLogger("transformers").warning("the class %s", "\x1b]0;owned\x07")
+warnings.warn("the class \x1b]0;owned\x07")
+try:
+    raise ValueError("\x1b]0;owned\x07")
+except ValueError:
+    console.trace()
+"""
+
+
+def test_what_libraries_say_is_made_visible() -> None:
+    said = Seen("-c", LIBRARIES).until()
+    assert "\x1b]0;" not in said and said.count("\\x1b]0;owned\\x07") >= 3
+
+
 @pytest.mark.parametrize(("code", "restored"), [(FOOTER, "\x1b7\x1b[r"), (BAR, "\x1b[?25h")], ids=["footer", "bar"])
 def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None:
     seen = Seen("-c", code)
