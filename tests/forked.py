@@ -14,7 +14,8 @@ from medusa_cli import cli
 
 RUN = Path("runs/r")  # in the folder that a command is started in
 PATIENCE = 600.0
-FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.listdir", "fcntl.flock"}
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.listdir"}
+FILE_METHODS = {"write", "flush", "truncate"}
 
 
 @dataclass
@@ -60,13 +61,22 @@ def count_operations(die_at: int) -> list[int]:
     count = [0]
     inside = (str(RUN), str(RUN.resolve()))
 
-    def watch(event: str, words: tuple[Any, ...]) -> None:
-        if event in FILE_EVENTS and str(words[0]).startswith(inside):
+    def operation(path: Any) -> None:
+        if str(path).startswith(inside):
             count[0] += 1
             if count[0] == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(watch)
+    def opened(event: str, words: tuple[Any, ...]) -> None:
+        if event in FILE_EVENTS:
+            operation(words[0])
+
+    def called(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in FILE_METHODS:
+            operation(getattr(function.__self__, "name", ""))
+
+    sys.addaudithook(opened)
+    sys.setprofile(called)
     return count
 
 
