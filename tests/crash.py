@@ -119,6 +119,10 @@ TRAIN = ("train", *PLACE, "drafter.num_heads=2", "drafter.vocabulary=draft", "dr
 TRAIN += ("train.epochs=2", "train.batch_tokens=96", "train.checkpoint_every=1", "train.validation_every=3")
 
 
+# Trees that adapt to the clock accept now this, now that.
+STATIC = ("--tree", "static", "--methods", "ar,medusa", "--max-new-tokens", "8")
+
+
 @dataclass(frozen=True)
 class Job:
     """A command to kill: the folder it starts in, what it leaves, and how many processes share it."""
@@ -156,7 +160,7 @@ JOBS = (
     Job("train, stage 1", TRAIN, training),
     Job("calibrate", ("calibrate", *PLACE, "--top", "5"), document("calibration.json")),
     Job("tree", ("tree", "--run", "r", "--quiet", "--budget", "5"), document("tree.json")),
-    Job("bench", ("bench", *PLACE, "--questions", "questions.jsonl", "--max-new-tokens", "8"), report),
+    Job("bench", ("bench", *PLACE, "--questions", "questions.jsonl", *STATIC), report),
     Job("train, stage 2", (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"), training),
 )
 SHARED = (
@@ -306,6 +310,7 @@ def main() -> int:
     words = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__.split("\n")[0])
     words.add_argument("--kills", type=int, default=100)
     words.add_argument("--rounds", type=int, default=20)
+    words.add_argument("--only", default="", metavar="NAME", help="kill the commands whose names begin so")
     words.add_argument("--random-seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     given = words.parse_args()
     torch.set_num_threads(1)
@@ -317,10 +322,12 @@ def main() -> int:
     count, began = Count(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
+        os.environ["MEDUSA_HOME"] = str(scratch / "home")  # what is measured of the machine is kept there, for all
         (scratch / "reference").mkdir()
         prepare(scratch / "reference")
         known = learn(scratch)
-        crash(known, scratch, given.kills, random.Random(given.random_seed), count)
+        killed = [one for one in known if one.job.name.startswith(given.only)]
+        crash(killed, scratch, given.kills, random.Random(given.random_seed), count)
         if LOCKED:
             contend(known, scratch, given.rounds, count)
         else:
