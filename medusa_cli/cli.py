@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,8 @@ from typer.core import TyperGroup
 from medusa_cli import __version__
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, explain_os
 
-# Each is the function of its name in the file of its name in commands/, which is imported when the command is typed.
+# Each is the function of its name in the file of its name in commands/, which is imported when the command is typed;
+# one that is a word of Python's has an underscore there.
 COMMANDS = {
     "distill": "make training data in the model's own words",
     "train": "train a drafter on it",
@@ -30,7 +32,7 @@ HIDDEN = ("bench-firp",)
 
 def function_of(name: str) -> Any:
     """The function behind a command's name."""
-    word = name.replace("-", "_")
+    word = name.replace("-", "_") + ("_" if iskeyword(name) else "")
     return getattr(import_module(f"medusa_cli.commands.{word}"), word)
 
 
