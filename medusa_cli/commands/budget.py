@@ -88,13 +88,8 @@ def _costs(source: Run, again: bool, place: dict[str, Any]) -> Any:
 
     config = read_object(source.drafter_dir / "config.json", "the drafter's config")
     model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
-<<<<<<< HEAD
     console.info(f"Timing steps of {called(model, place)}")
     backbone = load_backbone(model, **follow(source.drafter_dir, place), adapter=source.adapter)
-=======
-    console.info(f"Timing steps of {called(model, place)}")
-    backbone = load_backbone(model, **place, adapter=source.adapter)
->>>>>>> 04a1b66 (Crash: kill one command alone on request, over trees that do not follow the clock)
     drafter = load_drafter(source.drafter_dir, backbone)
     total = (ROUNDS + 1) * (len(SIZES) + drafter.num_heads)
     with console.progress("timing", total=total, unit="steps") as bar:
