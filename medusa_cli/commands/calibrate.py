@@ -15,6 +15,7 @@ WHOLE = 100
 
 
 def calibrate(
+    asked: typer.Context,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     drafter: options.Drafter = None,
@@ -55,6 +56,7 @@ def calibrate(
     """
     from medusa_cli.drafters import drafter_kind
     from medusa_cli.runs.files import write_json
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, provenance
 
@@ -69,6 +71,8 @@ def calibrate(
     # Where the run has no conversations of its own, others are all that its tree can be built on.
     aside = not own or (data is not None and target.data_path.is_file())
     output = output or (None if aside else target.calibration_path)
+    if output == target.calibration_path:
+        asked.with_resource(sole_writer(target.path, "medusa calibrate", console.warn))
     source = data or target.data_path
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
         max_samples = WHOLE

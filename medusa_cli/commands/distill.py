@@ -17,6 +17,7 @@ BARE_SAMPLES = 800
 
 
 def distill(
+    asked: typer.Context,
     seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
@@ -123,6 +124,7 @@ def distill(
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.engines import load_backbone
     from medusa_cli.engines.kernels import BITS
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training import World
 
@@ -136,6 +138,8 @@ def distill(
     target = Run.open(run, create=not resume)
     if resume and not target.distill_path.is_file():
         raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
+    if world.first:  # the others write parts of their own
+        asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
     template = target.template_with(plan.chat_template)
     whose = options.called(name, {"trust_remote_code": trust_remote_code})
     console.info(

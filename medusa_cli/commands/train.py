@@ -23,6 +23,7 @@ RATE, WHOLE_RATE = 1500, 250
 
 
 def train(
+    asked: typer.Context,
     recipe: Annotated[
         list[str] | None,
         typer.Argument(
@@ -88,6 +89,7 @@ def train(
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.files import write_atomic
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run
 
     rank = int(os.environ.get("RANK", "0"))
@@ -101,6 +103,8 @@ def train(
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
+    if rank == 0:  # it alone writes
+        asked.with_resource(sole_writer(target.path, "medusa train", console.warn))
     plan = _recipe(target, recipe or [], given, resume, start or target)
     target.keep_template(plan.chat_template)
     sources = {"--from": origin, "--data": data}

@@ -8,6 +8,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.heads import STAMP, Heads, check_current, find_heads
+from medusa_cli.runs.lock import sole_writer
 from medusa_cli.runs.run import DEFAULT_RUN, provenance
 
 BUDGET = 64
@@ -18,6 +19,7 @@ PICTURES = (".png", ".svg")
 
 
 def tree(
+    asked: typer.Context,
     run: options.RunOrDefault = None,
     calibration: Annotated[
         Path | None,
@@ -76,6 +78,8 @@ def tree(
         raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
     widths = _widths(shape) if shape is not None else None
     target, known, said = find_heads(run, calibration)
+    if target is not None and output is None:
+        asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
     used = known.first(heads)
     if budget == "auto":
         from medusa_cli.commands.budget import find_budget
