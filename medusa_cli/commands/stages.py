@@ -155,4 +155,5 @@ def _copy_conversations(source: Path, target: Any) -> None:
     with replacing(target.distill_path) as part, part.open("w", encoding="utf-8") as out:
         for record in parse(source, ReadReport()):
             if isinstance(record, dict):  # what is none was not trained on either
-                out.write(json.dumps({key: value for key, value in record.items() if key != "state_rows"}) + "\n")
+                kept = {key: value for key, value in record.items() if key not in ("state_rows", "seal")}
+                out.write(json.dumps(kept) + "\n")

@@ -10,7 +10,7 @@ from medusa_cli.distilling.engine import Distilled
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import read_json, write_json
 from medusa_cli.runs.run import Run
-from medusa_cli.states import StateStore
+from medusa_cli.states import StateStore, seal
 
 DROPPED = "distill-dropped.jsonl"
 
@@ -95,6 +95,7 @@ class RecordWriter:
         }
         if len(sample.states):  # a server's answers come without
             record["state_rows"] = [self.states.append(sample.states), len(sample.states)]
+            record["seal"] = seal(sample.id, sample.tokens, sample.spans, sample.states)
         self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.stream.flush()
         self.done.add(sample.id)

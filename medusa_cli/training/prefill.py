@@ -17,7 +17,7 @@ from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing
 from medusa_cli.runs.run import Run, check_backbone
-from medusa_cli.states import StateStore
+from medusa_cli.states import StateStore, seal
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
 from medusa_cli.training.records import Record, read_records
@@ -49,7 +49,9 @@ def load_dataset(
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
     if known and all(record.first_row is not None for record in records):
         rows = max((record.first_row or 0) + record.answer_tokens for record in records)
-        return split(records, _stored(stored, rows, backbone.hidden_size, backbone), report, fraction)
+        states = _stored(stored, rows, backbone.hidden_size, backbone)
+        _check_seals(records, states, stored)
+        return split(records, states, report, fraction)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None) for one in records]
     rows = sum(record.answer_tokens for record in records)
@@ -89,6 +91,21 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
         return store.read(0, rows)
     finally:
         store.close()
+
+
+def _check_seals(records: Sequence[Record], states: Tensor, path: Path) -> None:
+    """UserError where state rows are not those that were kept for their conversation; older files have no seal."""
+    broken = []
+    for one in records:
+        rows = states[one.first_row or 0 :][: one.answer_tokens]
+        if one.seal is not None and one.seal != seal(one.id, one.tokens, one.spans, rows):
+            broken.append(one.id)
+    if broken:
+        raise UserError(
+            f"{path} holds other state rows than were kept for {len(broken):,} of {len(records):,} conversations, "
+            f"the first of them {broken[0]!r}",
+            "delete it to compute the states again",
+        )
 
 
 def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:

@@ -14,12 +14,13 @@ from medusa_cli.errors import UserError
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept)."""
+    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), their seal."""
 
     id: str
     tokens: list[int]
     spans: list[tuple[int, int]]
     first_row: int | None
+    seal: str | None = None
 
     @property
     def answer_tokens(self) -> int:
@@ -134,7 +135,7 @@ def _record(raw: Any, backbone: Backbone) -> Record:
         if not (isinstance(span, list) and len(span) == 2 and last <= span[0] < span[1] <= len(tokens)):
             raise Malformed("assistant spans out of order or range")
         last = span[1]
-    record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None)
+    record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None, raw.get("seal"))
     if rows and (len(rows) != 2 or rows[1] != record.answer_tokens):
         raise Malformed("state rows that do not match the spans")
     return record if rows else _fitted(record, backbone)
