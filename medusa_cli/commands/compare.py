@@ -81,7 +81,7 @@ def compare(
 
 def _row(name: str) -> dict[str, Any]:
     """One run's last validation and what training led to it; UserError where there is none."""
-    from medusa_cli.runs.files import read_object
+    from medusa_cli.runs.reading import read_object
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run
     from medusa_cli.training.log import NAME, read_log

@@ -8,7 +8,8 @@ from typing import Any
 
 from medusa_cli.distilling.engine import Distilled
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore, seal
 

@@ -10,7 +10,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import check_backbone
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Firp)}

@@ -19,7 +19,8 @@ from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.tree import Growth
 
 if TYPE_CHECKING:

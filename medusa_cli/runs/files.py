@@ -1,4 +1,4 @@
-"""Files that are never half written, and JSON that is read with one clear line where it is not."""
+"""Files and folders that are never half written."""
 
 import errno
 import fcntl
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from medusa_cli.errors import UserError
 
 # How a file is called until it is whole. One name for all, so that whoever writes next finds what was left.
 TEMPORARY = ".medusa-part-"
@@ -130,33 +128,3 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, obj: Any) -> None:
     """Write one JSON document atomically."""
     write_atomic(path, json.dumps(obj, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path, what: str = "") -> Any:
-    """Read a JSON document; UserError if it is missing, empty or cut off. `what` says which command writes it."""
-    name = f"{what} {path}".strip()
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as reason:
-        raise UserError(f"{name} does not exist", "check the path") from reason
-    except (UnicodeDecodeError, IsADirectoryError) as reason:
-        raise UserError(f"{name} is no JSON text file", "check the path") from reason
-    if not text.strip():
-        raise UserError(f"{name} is empty", "write it again with the command that made it")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as reason:
-        raise UserError(
-            f"{name} is cut off or no JSON (line {reason.lineno}: {reason.msg})",
-            "write it again with the command that made it",
-        ) from reason
-
-
-def read_object(path: Path, what: str = "") -> dict[str, Any]:
-    """As read_json, and UserError for JSON that is no object."""
-    data = read_json(path, what)
-    if not isinstance(data, dict):
-        raise UserError(
-            f"{what} {path}".strip() + " holds no JSON object", "write it again with the command that made it"
-        )
-    return data

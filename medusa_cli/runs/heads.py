@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import DEFAULT_RUN, Run
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, read_object, restore, write_atomic, write_json
+from medusa_cli.runs.files import restore, write_atomic, write_json
+from medusa_cli.runs.reading import read_json, read_object
 
 RUNS = Path("runs")
 DEFAULT_RUN = "default"

@@ -14,7 +14,7 @@ from medusa_cli.errors import UserError
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), their seal."""
+    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), its seal."""
 
     id: str
     tokens: list[int]

@@ -10,7 +10,7 @@ from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.training.build import drafter_class

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.tree.tree import Tree
 
 
