@@ -86,8 +86,7 @@ def _costs(source: Run, again: bool, place: dict[str, Any]) -> Any:
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
 
-    config = read_object(source.drafter_dir / "config.json", "the drafter's config")
-    model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
+    model = str(describe_drafter(source.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
     console.info(f"Timing steps of {called(model, place)}")
     backbone = load_backbone(model, **follow(source.drafter_dir, place), adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)

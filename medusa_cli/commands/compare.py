@@ -81,7 +81,7 @@ def compare(
 
 def _row(name: str) -> dict[str, Any]:
     """One run's last validation and what training led to it; UserError where there is none."""
-    from medusa_cli.runs.reading import read_object
+    from medusa_cli.runs.made import Made, describe_drafter
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run
     from medusa_cli.training.log import NAME, read_log
@@ -91,8 +91,8 @@ def _row(name: str) -> dict[str, Any]:
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
     last, train = checks[-1], load_recipe(run.recipe_path).train
-    config = run.drafter_dir / "config.json"
-    made = read_object(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
+    there = (run.drafter_dir / "config.json").is_file()
+    made = describe_drafter(run.drafter_dir).provenance if there else Made()
     joint = train.stage == 2
     return {
         "run": run.name,
@@ -104,7 +104,7 @@ def _row(name: str) -> dict[str, Any]:
         **(_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
         "accuracies": last["accuracies"],
         "measured": last["positions"],
-        "data": made.get("data", {}).get("digest"),
+        "data": made.data and made.data.digest,
     }
 
 

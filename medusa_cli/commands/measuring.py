@@ -115,11 +115,11 @@ def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace")
     from medusa_cli.tree import Growth
 
     assert choice.drafter is not None
-    made = read_object(choice.drafter / "config.json", "the drafter's config").get("provenance", {})
+    made = describe_drafter(choice.drafter).provenance
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,
-        "created": made.get("created"),
+        "created": made.created,
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
         "dynamic": isinstance(shape, Growth),

@@ -12,8 +12,6 @@ from medusa_cli.runs.lock import sole_writer
 from medusa_cli.runs.run import DEFAULT_RUN, provenance
 
 BUDGET = 64
-# A step runs all nodes at once, and the mask is a square of them: nothing gains from more anywhere.
-MOST_NODES = 4096
 DRAWN_NODES = 256
 PICTURES = (".png", ".svg")
 
@@ -153,6 +151,8 @@ def _nodes(budget: str | None) -> int | None:
 
 def _widths(shape: str) -> list[int]:
     """The numbers of --shape; UsageError unless all are whole, 1 or more, and make a bearable tree."""
+    from medusa_cli.tree.files import MOST_NODES
+
     try:
         widths = [int(part) for part in shape.split(",")]
     except ValueError as reason:
@@ -183,17 +183,14 @@ def _make(
             f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give --shape 4,3,2",
         )
 
-    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.files import MOST_NODES, load_tree
     from medusa_cli.tree.search import largest, search
     from medusa_cli.tree.tree import Tree
 
     if widths is not None:
         return Tree.dense(widths), {"shape": widths}
     if choices is not None:
-        made = load_tree(choices)
-        if made.size > MOST_NODES:
-            raise UserError(f"--choices {choices} has {made.size:,} nodes", f"use {MOST_NODES:,} at most")
-        return made, {"choices": str(choices)}
+        return load_tree(choices), {"choices": str(choices)}
     check_current(used)
     possible = largest(used.accuracies)
     nodes = min(BUDGET, possible) if budget is None else budget

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
@@ -18,7 +20,7 @@ from medusa_cli.tree import Growth, Tree
 class AmphistaConfig(HeadsConfig):
     """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3)."""
 
-    attention_layers: int = 1
+    attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
 
 
 class AdaptationLayer(nn.Module):

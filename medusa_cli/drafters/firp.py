@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
@@ -22,11 +23,12 @@ class FirpConfig(HeadsConfig):
     """layers: after how many of the backbone's layers each head's pseudo state enters; masked: whether it does not see
     those of the heads before (the ablation of Figure 7)."""
 
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     masked: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        super().__post_init__()
+        object.__setattr__(self, "layers", tuple(self.layers))  # whoever makes one may give a list
 
 
 class Firp(HeadDrafter):
@@ -79,6 +81,10 @@ class Firp(HeadDrafter):
         layers = spread(num_heads, backbone.num_layers) if layers is None else tuple(layers)
         check_layers(layers, num_heads, backbone.num_layers)
         return super().create(backbone, num_heads, num_layers, vocabulary, draft_ids, layers=layers, **own)
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        check_layers(config.layers, config.num_heads, backbone.num_layers)
 
     def _forget_fast(self) -> None:
         super()._forget_fast()

@@ -3,24 +3,24 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from msgspec import Meta
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import PLAIN, Batch, Drafter, Losses, Objective
+from medusa_cli.drafters.checked import read_heads
 from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json
-from medusa_cli.runs.reading import read_json
 from medusa_cli.tree import Growth
 
 if TYPE_CHECKING:
@@ -39,14 +39,20 @@ class HeadsConfig:
     rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones.
     """
 
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    vocabulary: str = "draft"
-    draft_vocab_size: int | None = None
-    matrices: str = "each"
-    rank: int | None = None
+    num_heads: Annotated[int, Meta(ge=1, le=64)]
+    num_layers: Annotated[int, Meta(ge=0, le=16)]
+    hidden_size: Annotated[int, Meta(ge=1)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+    vocabulary: Literal["draft", "own", "shared"] = "draft"
+    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
+    matrices: Literal["each", "one"] = "each"
+    rank: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.draft_vocab_size or 0) > self.vocab_size or (self.rank or 0) > self.hidden_size:
+            raise ValueError("a draft vocabulary or a rank is larger than what it is a part of")
+        if self.vocabulary == "draft" and self.draft_vocab_size is None:
+            raise ValueError("a draft vocabulary needs its draft_vocab_size")
 
 
 class HeadDrafter(Drafter):
@@ -85,9 +91,9 @@ class HeadDrafter(Drafter):
         backbone: Backbone,
         num_heads: int = 5,
         num_layers: int = 1,
-        vocabulary: str = "draft",
+        vocabulary: Any = "draft",
         draft_ids: Tensor | None = None,
-        matrices: str = "each",
+        matrices: Any = "each",
         rank: int | None = None,
         **own: Any,
     ) -> "Self":
@@ -226,11 +232,13 @@ class HeadDrafter(Drafter):
         return asdict(self.config)
 
     @classmethod
-    def read_config(cls, data: dict[str, Any]) -> HeadsConfig:
-        """The config that config_json wrote; KeyError where a size is missing."""
-        needed = ("num_heads", "num_layers", "hidden_size", "vocab_size")
-        known = {one.name for one in fields(cls.config_class)} - set(needed)
-        return cls.config_class(*(data[key] for key in needed), **{k: data[k] for k in known if k in data})
+    def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The fields of the config as config_json wrote them, by their names in it."""
+        return data
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        """UserError where a config asks for what the backbone has not."""
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write config.json and the weights in bf16."""
@@ -250,21 +258,8 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def load(cls, folder: Path, backbone: Backbone) -> "Self":
-        """Read a drafter in the backbone's dtype, ready to draft."""
-        data = read_json(folder / "config.json", "the drafter's config")
-        try:
-            drafter = cls(cls.read_config(data))
-            tensors = load_file(folder / cls.weights_file)
-            with torch.no_grad():
-                for name, tensor in drafter.named_weights().items():
-                    tensor.copy_(tensors[name])
-                if drafter.config.vocabulary == "draft":
-                    drafter.draft_ids.copy_(tensors["draft_ids"])
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError) as reason:
-            raise UserError(
-                f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
-                "train it again, or give another --drafter",
-            ) from reason
+        """Read a drafter in the backbone's dtype, ready to draft; UserError where its files cannot be used."""
+        drafter = read_heads(cls, folder, backbone)
         kernel = backbone.engine.kernel
         # Beside rounded weights plain ones would be the larger part of drafting; guesses may be rough.
         drafter._kernel = Rounded(8) if not kernel.exact else kernel

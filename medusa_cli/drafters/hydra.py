@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +15,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.errors import UserError
 from medusa_cli.tree import Growing, Growth, Tree
 
 
@@ -23,11 +26,12 @@ class HydraConfig(HeadsConfig):
     taps: after how many of the backbone's layers states are read too, beside the final ones.
     """
 
-    prefix_layers: int = 0
-    taps: tuple[int, ...] = ()
+    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
+    taps: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
+        super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))  # whoever makes one may give a list
 
 
 class HydraHead(nn.Module):
@@ -68,6 +72,15 @@ class HydraHeads(HeadDrafter):
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
         self.truncate(0)
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        taps = config.taps
+        if list(taps) != sorted(set(taps)) or any(layer >= backbone.num_layers for layer in taps):
+            raise UserError(
+                f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
+                "give the drafter's own --model",
+            )
 
     def truncate(self, length: int) -> None:
         # Its layers know the answer alone, and every prompt begins another one.
