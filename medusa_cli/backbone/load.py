@@ -8,6 +8,7 @@ from medusa_cli import assets
 from medusa_cli.backbone import blank
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
+from medusa_cli.backbone.sound import check_complete, check_config, check_finite
 from medusa_cli.errors import UsageError, UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -31,7 +32,6 @@ def load_network(
     processes (see split_layers). chat_template takes the place of the tokenizer's own. trust_remote_code lets Python
     files of the model's run. Raises UserError for what cannot be found or used.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -40,7 +40,8 @@ def load_network(
     kind = resolve_dtype(dtype, model, place, trust_remote_code)
     if load_in_4bit and load_in_8bit:
         raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
-    options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa"}
+    options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}
+    options["use_safetensors"] = True  # a pickle may hold any code
     if load_in_4bit or load_in_8bit:
         from transformers import BitsAndBytesConfig
 
@@ -56,17 +57,24 @@ def load_network(
             raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
         return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
     source = assets.model_dir(model)
+    check_config(source)
     try:
-        network = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+        network, info = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, SafetensorError) as reason:
+    except MemoryError:
+        raise
+    except Exception as reason:  # damaged files raise whatever the code that meets them does
         raise unloadable(model, reason) from reason
+    check_complete(info, model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if load_in_4bit or load_in_8bit:
         _keep_gradients(network)
-        return network, tokenizer
-    return _placed(network, place, shard), tokenizer
+    else:
+        network = _placed(network, place, shard)
+    if not shard:  # what is split must be run by all processes at once
+        check_finite(network, model)
+    return network, tokenizer
 
 
 def _placed(network: Any, place: str, shard: bool) -> Any:
@@ -121,11 +129,11 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
 
     if model.startswith(blank.PREFIX):
         return blank.blank_config(model)
+    source = assets.model_dir(model)
+    check_config(source)
     try:
-        return AutoConfig.from_pretrained(
-            assets.model_dir(model), trust_remote_code=trust_remote_code
-        ).get_text_config()
-    except (OSError, ValueError, KeyError) as reason:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as reason:  # as above
         raise unloadable(model, reason) from reason
 
 
