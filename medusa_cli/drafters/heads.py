@@ -3,12 +3,11 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from msgspec import Meta
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import PLAIN, Batch, Drafter, Losses, Objective
 from medusa_cli.drafters.checked import read_heads
+from medusa_cli.drafters.config import MATRICES, VOCABULARIES, HeadsConfig
 from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
@@ -26,33 +26,8 @@ from medusa_cli.tree import Growth
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-VOCABULARIES = ("draft", "own", "shared")
-MATRICES = ("each", "one")
 # Turns (head, rows of the batch [n]) into the states [n, H] that the head's vocabulary matrix reads.
 Encoded = Callable[[int, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
-    """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all.
-
-    rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones.
-    """
-
-    num_heads: Annotated[int, Meta(ge=1, le=64)]
-    num_layers: Annotated[int, Meta(ge=0, le=16)]
-    hidden_size: Annotated[int, Meta(ge=1)]
-    vocab_size: Annotated[int, Meta(ge=1)]
-    vocabulary: Literal["draft", "own", "shared"] = "draft"
-    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
-    matrices: Literal["each", "one"] = "each"
-    rank: Annotated[int, Meta(ge=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.draft_vocab_size or 0) > self.vocab_size or (self.rank or 0) > self.hidden_size:
-            raise ValueError("a draft vocabulary or a rank is larger than what it is a part of")
-        if self.vocabulary == "draft" and self.draft_vocab_size is None:
-            raise ValueError("a draft vocabulary needs its draft_vocab_size")
 
 
 class HeadDrafter(Drafter):

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
 from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
-from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.drafters.config import HeadsConfig
+from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.tree import Growing, Growth, Tree
 

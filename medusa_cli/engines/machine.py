@@ -20,7 +20,8 @@ from medusa_cli.engines.kernels import BITS, Kernel, kernel_named
 from medusa_cli.engines.lean import LeanEngine
 from medusa_cli.engines.plan import Plan
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_object
 
 KERNELS = ("fp16-weights", "fp32", "bf16", "int8", "int4")
 ROWS = (1, 4, 6, 8, 12, 16, 32, 64)
