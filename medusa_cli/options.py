@@ -10,6 +10,8 @@ import typer
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.runs.run import DEFAULT_RUN
 
+# A temperature below this divides scores out of their numbers' range.
+COLDEST = 1e-3
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ENGINES = ("auto", "eager", "fast", "int8", "int4")
@@ -37,6 +39,8 @@ def _engine(value: str) -> str:
 def _temperature(value: float | None) -> float | None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"{value} is not a number of 0 or more; 0 is greedy")
+    if value is not None and 0 < value < COLDEST:
+        raise typer.BadParameter(f"{value} is too close to 0; 0 is greedy")
     return value
 
 
@@ -153,6 +157,7 @@ RandomSeed = Annotated[
         "--random-seed",
         metavar="N",
         min=0,
+        max=2**62,
         help="Seed of the random generator. [default: 0]",
         show_default=False,
     ),

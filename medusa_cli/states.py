@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import check_regular
 
 
 def seal(id: str, tokens: Sequence[int], spans: Sequence[Sequence[int]], rows: Tensor) -> str:
@@ -30,6 +31,7 @@ class StateStore:
     def __init__(self, path: Path, hidden_size: int) -> None:
         self.path, self.hidden_size = path, hidden_size
         self._row_bytes = 2 * hidden_size
+        check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
         self._out.seek(0, 2)

@@ -239,7 +239,10 @@ def settings_of(wanted: Any, self_talk: bool = False) -> Any:
     """The engine's settings from a recipe's distill section; UsageError for numbers that cannot be."""
     from medusa_cli.distilling.engine import Settings
     from medusa_cli.distilling.room import MOST
+    from medusa_cli.errors import UsageError
 
+    if 0 < wanted.temperature < options.COLDEST:
+        raise UsageError(f"distill.temperature={wanted.temperature} is too close to 0", "use 0 for greedy")
     return Settings(
         max_new_tokens=wanted.max_new_tokens,
         max_turns=wanted.max_turns,

@@ -77,15 +77,29 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
         raise UserError(f"{name} cannot be used: {said[:1].lower()}{said[1:]}{place}", remedy) from reason
 
 
+def check_regular(path: Path) -> None:
+    """UserError for a path that is there and is no file: a reader might wait for ever at a pipe."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file", "move it away, or choose another --run")
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, each with its end; one that is larger than a document may be comes in pieces."""
+    with path.open("rb") as stream:
+        while line := stream.readline(MOST_BYTES):
+            yield line
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of JSON text; ValueError for what is none, has a key twice, NaN, or is nested too deep."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON from its pairs; ValueError where a key stands twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         left = dict.fromkeys(found)

@@ -54,7 +54,7 @@ class DistillRecipe:
     max_new_tokens: int = _setting(256, least=1, most=MANY)
     max_turns: int = _setting(2, least=1, most=MANY)
     temperature: float = _setting(0.0, least=0.0, most=100.0)
-    random_seed: int = _setting(0, least=0, most=2**63 - 1)
+    random_seed: int = _setting(0, least=0, most=2**62)
     context: int = _setting(512, least=16, most=MANY)
     batch_size: int | None = _setting(None, least=1, most=MANY)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import convert
 
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UsageError, UserError
@@ -71,7 +72,7 @@ def load(path: Path) -> Checkpoint:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
         found.pop("rng", None)  # of a version whose steps drew on from one another's random numbers
-        return Checkpoint(**found)
+        return convert(found, Checkpoint)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
         raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
 

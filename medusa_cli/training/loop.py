@@ -200,8 +200,15 @@ class Trainer:
         return {**self.drafter.state_dict(), **dict(self.drafter.named_buffers())}
 
     def _restore(self) -> None:
-        checkpoint = checkpoints.load(checkpoints.checkpoint_path(self.run))
+        path = checkpoints.checkpoint_path(self.run)
+        checkpoint = checkpoints.load(path)
         checkpoints.check(checkpoint, self.backbone.identity, self.digest, self.recipe)
+        try:
+            self._take_up(checkpoint)
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
+            raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
+
+    def _take_up(self, checkpoint: checkpoints.Checkpoint) -> None:
         self.drafter.load_state_dict({name: checkpoint.drafter[name] for name in self.drafter.state_dict()})
         for name, buffer in self.drafter.named_buffers():
             if name in checkpoint.drafter:  # one of an earlier version has none: they stay as the data makes them
