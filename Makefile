@@ -51,6 +51,11 @@ test-slow: $(READY) ## the tests that take minutes
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once
 	$(BIN)/python -m tests.crash
 
+SECONDS_OF_FUZZ ?= 600
+
+fuzz: $(READY) ## change every file and flag at random for ten minutes; SEED=N does it again
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZ) $(if $(SEED),--seed $(SEED))
+
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 \
