@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash bench-decode bench-endpoint bench-joint bench-firp clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0

@@ -12,12 +12,11 @@ from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_json
 from medusa_cli.runs.heads import STAMP, UNKNOWN, Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import budgets
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.files import load_tree, tree_made
 from medusa_cli.tree.search import largest, search
 
 MOST_PAYING = 32
@@ -107,9 +106,7 @@ def static_tree(choice: Choice) -> Tree | None:
 
 def _made(tree: Path) -> dict[str, Any]:
     """What a tree's file says of its making."""
-    data = read_json(tree, "the tree")
-    made = data.get("provenance") if isinstance(data, dict) else None
-    return made if isinstance(made, dict) else {}
+    return vars(tree_made(tree))
 
 
 def _calibration(choice: Choice) -> Heads:

@@ -1,5 +1,6 @@
 """A short fuzzing of every file that the program reads and of every command's flags; `make fuzz` is the long one."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ EXAMPLES = 2
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    return Ground(tmp_path_factory.mktemp("fuzz"))
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEDUSA_HOME", "")  # put back at the end
+        yield Ground(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.mark.parametrize("name", [*FILES, *COMMANDS])

@@ -8,7 +8,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import Growth, Tree

@@ -9,8 +9,8 @@ from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.rounding import follow
 from medusa_cli.errors import UserError
 from medusa_cli.options import called
-from medusa_cli.runs.files import read_object
 from medusa_cli.runs.heads import Heads, check_current, stamp_of
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:

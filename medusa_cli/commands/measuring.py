@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.commands.loading import load
-from medusa_cli.runs.files import read_object, write_atomic, write_json
+from medusa_cli.runs.files import write_atomic, write_json
 from medusa_cli.runs.heads import STAMP, stamp_of
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
