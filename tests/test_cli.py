@@ -117,7 +117,7 @@ def test_what_help_says_of_defaults_is_so() -> None:
 
 
 def test_the_words_of_devices_and_engines_are_those_that_load() -> None:
-    from medusa_cli.backbone import load
+    from medusa_cli.engines import load
 
     assert options.ENGINES == load.ENGINES and set(options.DTYPES) == {"auto", *load.DTYPES}
 
