@@ -177,10 +177,9 @@ def _step(engine: LeanEngine, rows: int, layers: float, vocabularies: float) -> 
     The least of some laps: what else a machine does only ever adds.
     """
     cache = engine.new_cache()
-    engine.forward(Plan.chain(torch.arange(CONTEXT), logits="none"), cache)
-    plan = Plan(
-        torch.arange(rows)[None], torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool), logits="none"
-    )
+    ids = torch.arange(max(CONTEXT, rows)) % engine.backbone.vocab_size
+    engine.forward(Plan.chain(ids[:CONTEXT], logits="none"), cache)
+    plan = Plan(ids[None, :rows], torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool), logits="none")
     states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
     body, head = [], []
     for _ in range(LAPS):
