@@ -61,7 +61,9 @@ def measure_costs(
     Whatever else a machine does only ever adds, so the least time is the step's own. Tokens are arbitrary: a step's
     time does not depend on them.
     """
-    context = max(1, min(context, backbone.max_positions - 2 * (drafter.num_heads + 1) * len(sizes)))
+    rides = drafter.pseudo(1) is not None  # drafts come with the pass before their own
+    steps = (1 + rides) * (len(sizes) + drafter.num_heads)
+    context = max(1, min(context, backbone.max_positions - (drafter.num_heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
     decoder = Decoder(backbone, drafter, Tree.root_only())
     depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
@@ -72,6 +74,8 @@ def measure_costs(
 
     def step(tree: Tree) -> Step:
         decoder.draft_over(tree)
+        if rides:
+            decoder.step()
         found = decoder.step()[0][1]
         on_progress(1)
         return found

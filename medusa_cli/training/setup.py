@@ -9,6 +9,7 @@ from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
@@ -65,6 +66,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
         torch.manual_seed(train.seed)
         adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
+    attach(backbone, "eager")  # gradients pass through the network's own layers alone
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
