@@ -25,7 +25,7 @@ from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import DistillRecipe
 
-NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "assets", "demo"]
+NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "machine", "assets", "demo"]
 runner = CliRunner()
 
 
