@@ -6,13 +6,23 @@ import random
 import pytest
 import torch
 
-from medusa_cli.decoding import Sampling, accept
-from medusa_cli.decoding.sampling import target_probs
+from medusa_cli.decoding import Sampling, Verdict
+from medusa_cli.decoding import accept as accept_many
+from medusa_cli.decoding.sampling import Rule, target_probs
 from medusa_cli.drafters.base import Draft
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
 
 VOCAB = 7
+
+
+def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
+    """One draft alone, with the random numbers given."""
+    rule = Rule(sampling, logits.device)
+    rule.generator = generator
+    (verdict,) = accept_many(logits[None], [draft], [rule])
+    return verdict
+
 
 
 def random_tree(chance: random.Random, nodes: int) -> Tree:
