@@ -68,6 +68,21 @@ def test_a_config_that_cannot_be_is_refused(model: Path, field: str, value: Any,
     refused(model, match)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "match"),
+    [
+        ("generation_config.json", "eos_token_id", [1, [None]], "eos_token_id=.* is no token id|could not be loaded"),
+        ("tokenizer_config.json", "model_max_length", "x", "could not be loaded"),
+    ],
+)
+def test_settings_that_are_read_late_are_refused_at_load(
+    model: Path, name: str, field: str, value: Any, match: str
+) -> None:
+    path = model / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    refused(model, match)
+
+
 def test_a_model_of_pickled_weights_alone_is_refused_unopened(model: Path, tmp_path: Path) -> None:
     class Touch:
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

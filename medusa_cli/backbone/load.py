@@ -8,7 +8,7 @@ from medusa_cli import assets
 from medusa_cli.backbone import blank
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
-from medusa_cli.backbone.sound import check_complete, check_config, check_finite
+from medusa_cli.backbone.sound import check_complete, check_config, check_ends, check_finite
 from medusa_cli.errors import UsageError, UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -61,11 +61,13 @@ def load_network(
     try:
         network, info = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer.encode("a")  # some settings are read at the first text alone
     except MemoryError:
         raise
     except Exception as reason:  # damaged files raise whatever the code that meets them does
         raise unloadable(model, reason) from reason
     check_complete(info, model)
+    check_ends((network.generation_config, network.config, tokenizer), model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if load_in_4bit or load_in_8bit:

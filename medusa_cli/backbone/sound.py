@@ -1,5 +1,6 @@
 """Whether a model folder and the network from it are sound: sizes that can be, all weights there, finite numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,16 @@ def check_complete(info: dict[str, Any], model: str) -> None:
             f"--model {model!r}: its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}",
             "get the model again",
         )
+
+
+def check_ends(owners: Sequence[Any], model: str) -> None:
+    """UserError where a config or a tokenizer names something that is no token id as the end of an answer."""
+    for owner in owners:
+        found = getattr(owner, "eos_token_id", None)
+        if not all(
+            type(one) is int for one in (found if isinstance(found, list) else [] if found is None else [found])
+        ):
+            raise UserError(f"--model {model!r}: eos_token_id={shown(found)} is no token id", "get the model again")
 
 
 @torch.no_grad()
