@@ -14,6 +14,7 @@ from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, Confirmed, Objective
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.losses import linear_loss
+from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
@@ -24,6 +25,7 @@ from medusa_cli.training.data import Answer, Dataset
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.records import ReadReport, Record
 from medusa_cli.tree import Tree
+from tests.passes import drafted, run
 from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
 
 DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
@@ -92,7 +94,9 @@ def biased_backbone() -> Backbone:
     model = tiny_model()
     torch.manual_seed(5)
     model.lm_head.bias = nn.Parameter(10 * torch.randn(64))
-    return Backbone(model, tiny_tokenizer(), id="biased")
+    backbone = Backbone(model, tiny_tokenizer(), id="biased")
+    attach(backbone)
+    return backbone
 
 
 def packed(backbone: Backbone, count: int = 8) -> Batch:
@@ -123,8 +127,8 @@ def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
     for scores in heads.logits(backbone, batch):
         assert torch.allclose(scores, expected, atol=1e-4)
     confirmed = Confirmed(torch.tensor([3]), batch.hidden[:1], 5, 0)
-    drafted = heads.draft(backbone, backbone.new_cache(), confirmed, Tree.from_choices([[0], [1]]))
-    assert drafted.tokens.tolist() == [5, *expected[0].topk(2).indices.tolist()]
+    draft = drafted(heads, backbone, confirmed, Tree.from_choices([[0], [1]]))
+    assert draft.tokens.tolist() == [5, *expected[0].topk(2).indices.tolist()]
 
 
 @pytest.mark.parametrize("vocabulary", ["draft", "shared"])
@@ -151,6 +155,7 @@ def adapted_backbone() -> Backbone:
     torch.manual_seed(1)
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     backbone = Backbone(network, tiny_tokenizer())
+    attach(backbone)
     adapter.unfreeze(network)
     for name, weight in network.named_parameters():
         if "lora_B" in name:
@@ -167,7 +172,7 @@ def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     found = Joint(backbone, heads, data, train).losses(data.train, 0.9).heads
     terms: list[float] = []
     for one in data.train:
-        out = backbone.forward(one.tokens, backbone.new_cache())
+        out = run(backbone, one.tokens)
         p = out.logits[:, heads.draft_ids].softmax(-1)
         ((start, end),) = one.spans
         for at in range(start, end - 1):

@@ -169,7 +169,7 @@ def test_states_of_told_heads_are_drawn_towards_the_backbones_own(kind: str, tol
     for k in told:
         rows = [p for p in range(count - k) if batch.segment[p] == batch.segment[p + k]]
         apart = (states(k - 1, torch.tensor(rows)) - hidden[[p + k for p in rows]]).abs()
-        expected = expected + 0.5**k * torch.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
+        expected = expected + 0.5**k * torch.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1).sum() / count
     assert float(pulled.total.detach()) == pytest.approx(float((plain.total + 3 * expected).detach()), rel=1e-5)
     assert [float(one) for one in pulled.per_head] == [float(one) for one in plain.per_head]
     pulled.total.backward()

@@ -128,8 +128,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
 
     UserError where the adapter is not for this network.
     """
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    _weights_in(folder)
     if not beside:
         untie(network)
     known = read_as(folder / "adapter_config.json", AdapterConfig, "the adapter's config")
@@ -188,5 +187,11 @@ def _quiet() -> Iterator[None]:
 
 
 def digest(folder: Path) -> str:
-    """What tells one adapter from another."""
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()[:16]
+    """What tells one adapter from another; UserError where a folder holds none."""
+    return hashlib.sha256(_weights_in(folder).read_bytes()).hexdigest()[:16]
+
+
+def _weights_in(folder: Path) -> Path:
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    return folder / WEIGHTS
