@@ -27,7 +27,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan
-from medusa_cli.training.events import Found, Meter
+from medusa_cli.training.events import Averages, Found
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.records import Record, read_records
 from medusa_cli.training.schedule import learning_rate
@@ -245,12 +245,12 @@ def batch_found(positions: int, loss: float, kl: float, correct: int) -> Found:
 
 def test_means_are_of_positions_and_targets_not_of_batches() -> None:
     small, large = batch_found(5, 1.0, 0.1, 4), batch_found(21, 4.0, 0.5, 0)
-    whole, apart = Meter(), [Meter(), Meter(), Meter()]
+    whole, apart = Averages(), [Averages(), Averages(), Averages()]
     whole.add(small)
     whole.add(large)
     apart[0].add(small)
     apart[2].add(large)  # the process between had none
-    for meter in (whole, Meter.of(apart)):
+    for meter in (whole, Averages.of(apart)):
         loss, (head,), (accuracy,) = meter.means()
         assert loss == pytest.approx((5 * 1 + 21 * 4) / 26) and head == pytest.approx((3 * 1 + 19 * 4) / 22)
         assert meter.mean_parts()["kl"] == pytest.approx((5 * 0.1 + 21 * 0.5) / 26) and accuracy == 4 / 24

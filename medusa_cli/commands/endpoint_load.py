@@ -65,8 +65,8 @@ def _measure(
     """Median seconds of a bare round and of a distilled one, and the answer tokens of either."""
     from medusa_cli.commands.answering import connect
     from medusa_cli.distilling import RecordWriter, Settings, read_seeds
+    from medusa_cli.distilling.bare import bare_load
     from medusa_cli.distilling.engine import order
-    from medusa_cli.distilling.load import raw_load
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.runs.run import Run
 
@@ -80,10 +80,10 @@ def _measure(
     def server() -> Any:
         return connect(url, endpoint_model, name, speaker)
 
-    raw_load(server(), seeds[:concurrency], settings, concurrency)  # the first answers warm it up
+    bare_load(server(), seeds[:concurrency], settings, concurrency)  # the first answers warm it up
     bare, distilled, tokens = [], [], 0
     for number in range(rounds):
-        bare.append(raw_load(server(), seeds, settings, concurrency))
+        bare.append(bare_load(server(), seeds, settings, concurrency))
         run = Run.open(f"{folder}/{number}", create=True)
         took, tokens = _distil(server(), seeds, settings, concurrency, run, RecordWriter(run, speaker.hidden_size, {}))
         distilled.append(took)

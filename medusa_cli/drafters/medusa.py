@@ -17,7 +17,10 @@ from medusa_cli.tree import Growth, Tree
 
 
 class MedusaHeads(HeadDrafter):
-    """K heads of L residual blocks on the final hidden state, each with its own weights (section 3.1.1)."""
+    """K heads of L residual blocks on the final hidden state, each with its own weights.
+
+    Medusa, section 2.1.1: sections and equations of that paper are numbered here as in its ICML 2024 edition.
+    """
 
     name = "medusa"
     weights_file = "medusa_lm_head.safetensors"

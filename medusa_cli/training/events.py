@@ -68,7 +68,7 @@ class Stopped:
 Event = Stepped | Validated | Saved | Stopped
 
 
-class Meter:
+class Averages:
     """Sums losses and hits per head over micro-batches, weighed as in the gradient of a step.
 
     Each weighs its positions, and a head's loss the targets it learnt, so that their means do not hang on how answers
@@ -97,7 +97,7 @@ class Meter:
         self.positions += found.positions
 
     @classmethod
-    def of(cls, meters: "Sequence[Meter]") -> "Meter":
+    def of(cls, meters: "Sequence[Averages]") -> "Averages":
         """The sums of several meters."""
         total = cls()
         for one in meters:

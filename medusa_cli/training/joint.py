@@ -13,7 +13,7 @@ from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.adapter import adapter_off, trained_weights
 from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.runs.recipe import TrainRecipe
-from medusa_cli.training.blocks import LogSoftmax, loss_by_blocks
+from medusa_cli.training.block_loss import LogSoftmax, loss_by_blocks
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import lambda_0

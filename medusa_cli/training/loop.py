@@ -19,7 +19,7 @@ from medusa_cli.training import checkpoints
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset
 from medusa_cli.training.distributed import World
-from medusa_cli.training.events import Event, Found, Meter, Saved, Stepped, Stopped, Validated
+from medusa_cli.training.events import Averages, Event, Found, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.schedule import learning_rate, turn_of
 from medusa_cli.training.task import Frozen, Group, Task, Traced
@@ -95,7 +95,7 @@ class Trainer:
         while self.step < self.steps:
             start = time.perf_counter()
             group = self.batches[self.step * train.accumulation :][: train.accumulation]
-            meter = Meter()
+            meter = Averages()
             if any(self.world.gather(self.should_stop())):
                 self.save()
                 yield Stopped(self.step, self.steps)
@@ -104,7 +104,7 @@ class Trainer:
                 # A token counts the same in whatever micro-batch it is, and drops the same in whatever process.
                 torch.manual_seed(_seed(train.seed, self.step, number))
                 self._backward(items, _size([items]) / _size(group) if new else 0.0, meter)
-            meter = Meter.of(self.world.gather(meter))
+            meter = Averages.of(self.world.gather(meter))
             self.world.add_gradients(self.parameters)
             lr, norm = self._update(group)
             self.step += 1
@@ -123,7 +123,7 @@ class Trainer:
                 self.save()
                 yield Saved(self.step)
 
-    def _backward(self, items: list[Any], weight: float, meter: Meter) -> None:
+    def _backward(self, items: list[Any], weight: float, meter: Averages) -> None:
         found = self._losses(items)
         value = float(found.total.detach())
         if not math.isfinite(value):
@@ -166,7 +166,7 @@ class Trainer:
 
     def validate(self, done: int) -> Validated:
         """Loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        meter = Meter()
+        meter = Averages()
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad(), self.task.evaluating():
@@ -174,7 +174,7 @@ class Trainer:
                 found = self._losses(items)
                 if new:
                     meter.add(found)
-        meter = Meter.of(self.world.gather(meter))
+        meter = Averages.of(self.world.gather(meter))
         self.drafter.train()
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 

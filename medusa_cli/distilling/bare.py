@@ -9,7 +9,7 @@ from medusa_cli.distilling.engine import Settings
 from medusa_cli.distilling.seeds import Seed
 
 
-def raw_load(endpoint: Endpoint, seeds: Sequence[Seed], settings: Settings, concurrency: int) -> float:
+def bare_load(endpoint: Endpoint, seeds: Sequence[Seed], settings: Settings, concurrency: int) -> float:
     """Seconds for the first answer to every seed, `concurrency` at a time, each thrown away; UserError if one fails."""
 
     def ask(seed: Seed) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.training.blocks import loss_by_blocks
+from medusa_cli.training.block_loss import loss_by_blocks
 
 
 def kl_to(teacher: Tensor) -> object:
