@@ -24,7 +24,6 @@ def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: to
     return verdict
 
 
-
 def random_tree(chance: random.Random, nodes: int) -> Tree:
     parents = [-1, *(chance.randrange(i) for i in range(1, nodes))]
     ranks = [0] + [parents[1:i].count(parents[i]) for i in range(1, nodes)]
