@@ -21,6 +21,7 @@ COMMANDS = {
     "tree": "find the best tree of guesses",
     "chat": "chat, several tokens a step",
     "bench": "measure speedup, acceptance and overhead",
+    "report": "what was measured as one page, charts and tables",
     "compare": "several trainings side by side",
     "machine": "what this machine is fast at, and what auto takes",
     "assets": "fetch the default model and the data",

@@ -13,8 +13,9 @@ from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.methods import check_batch, check_llama
 from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.taken import Taken
+from medusa_cli.benchmarks.tally import Tally
 from medusa_cli.cli import app
-from medusa_cli.decoding import Sampling, Stats, Step
+from medusa_cli.decoding import Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
@@ -159,8 +160,8 @@ def test_dynamic_trees_grow_side_by_side_too(place: Path) -> None:
 
 
 def test_figures_follow_from_tokens_and_seconds() -> None:
-    def stats(steps: int, accepted: int, seconds: float) -> Stats:
-        return Stats.of(Step([1] * 2, 5, accepted, 0.0, seconds) for _ in range(steps))
+    def stats(steps: int, accepted: int, seconds: float) -> Tally:
+        return Tally.of(Step([1] * 2, 5, accepted, 0.0, seconds) for _ in range(steps))
 
     answers = {
         "hf": Answer([[1] * 20], 2.0),

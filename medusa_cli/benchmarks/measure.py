@@ -8,7 +8,7 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.methods import Method
 from medusa_cli.benchmarks.questions import Question
-from medusa_cli.decoding import Stats
+from medusa_cli.benchmarks.tally import Tally
 from medusa_cli.engines import Plan
 
 WARM_UP_TOKENS = 24
@@ -32,7 +32,7 @@ class Answer:
 
     turns: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
-    stats: Stats | None = None
+    stats: Tally | None = None
     divergence: Divergence | None = None
 
     @property
@@ -91,7 +91,7 @@ def measure(
                     answer.turns.append(tokens)
                     answer.seconds += seconds
                     if stats is not None:
-                        answer.stats = (answer.stats or Stats()).__iadd__(stats)
+                        answer.stats = (answer.stats or Tally()).__iadd__(stats)
             for one, prompt in zip(asked, prompts, strict=True):
                 expected = one.answers[reference].turns[-1]
                 for name, answer in one.answers.items():

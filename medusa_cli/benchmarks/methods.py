@@ -10,7 +10,8 @@ from medusa_cli.assets import MODELS
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.others import LlamaCpp, Transformers
 from medusa_cli.benchmarks.taken import Taken, Watch, share
-from medusa_cli.decoding import Decoder, Pace, Sampling, Stats, answer, generate_batch
+from medusa_cli.benchmarks.tally import Tally
+from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
@@ -105,7 +106,7 @@ class _Steps:
         # Nothing is kept from one turn to the next: the other methods run every prompt from its beginning, too.
         self._decoder.forget()
         tokens: list[int] = []
-        stats = Stats()
+        stats = Tally()
         start = time.perf_counter()
         for step in answer(self._decoder, prompt, max_new_tokens=max_new_tokens, sampling=self._sampling):
             tokens += step.tokens
@@ -130,7 +131,7 @@ class _Batches:
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Taken]:
         answers: list[list[int]] = [[] for _ in prompts]
-        stats = [Stats() for _ in prompts]
+        stats = [Tally() for _ in prompts]
         start = time.perf_counter()
         for number, step in generate_batch(
             self._backbone, self._drafter, self._tree, prompts, max_new_tokens=max_new_tokens, **self._rules

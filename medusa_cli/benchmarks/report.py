@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from medusa_cli.benchmarks.measure import Answer, Result, reference_of
-from medusa_cli.decoding import Stats
+from medusa_cli.benchmarks.tally import Tally, by_position
 
 
 def baseline_of(names: Sequence[str]) -> str:
@@ -42,6 +42,10 @@ def summarise(results: Sequence[Result], compared: bool = True) -> dict[str, Any
             "tokens": sum(answer.tokens for answer in answers),
             "seconds": sum(answer.seconds for answer in answers),
             "tokens_per_s_quartiles": _quartiles(rates),
+            "depths": stats.by_depth(),
+            "by_position": by_position(stats.by_depth()),
+            "hits": stats.of_tree(stats.usual_size),
+            "answers": [_answer(result, name) for result in results],
             "per_category": _categories(results, name, baseline),
             "divergences": [
                 {"question": result.question.id, **asdict(found)}
@@ -52,13 +56,24 @@ def summarise(results: Sequence[Result], compared: bool = True) -> dict[str, Any
     return {"baseline": baseline, "reference": reference, "methods": methods}
 
 
+def _answer(result: Result, name: str) -> dict[str, Any]:
+    """What one question adds to a method's sums."""
+    answer, stats = result.answers[name], result.answers[name].stats
+    found: dict[str, Any] = {"question": result.question.id, "category": result.question.category}
+    found |= {"tokens": answer.tokens, "seconds": answer.seconds}
+    if stats is not None:
+        kept = ("steps", "drafted", "accepted", "draft_s", "verify_s", "prefill_s")
+        found |= {key: getattr(stats, key) for key in kept} | {"depths": stats.by_depth()}
+    return found
+
+
 def _rate(answers: Sequence[Answer]) -> float:
     """Tokens a second over several answers."""
     return sum(answer.tokens for answer in answers) / max(sum(answer.seconds for answer in answers), 1e-9)
 
 
-def _stats(results: Sequence[Result], name: str) -> Stats:
-    total = Stats()
+def _stats(results: Sequence[Result], name: str) -> Tally:
+    total = Tally()
     for result in results:
         if (stats := result.answers[name].stats) is not None:
             total += stats

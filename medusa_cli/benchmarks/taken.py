@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from medusa_cli.decoding import Stats
+from medusa_cli.benchmarks.tally import Tally
 
 Watch = Callable[[list[int]], None]
 
@@ -13,10 +13,10 @@ class Taken(NamedTuple):
 
     tokens: list[int]
     seconds: float
-    stats: Stats | None
+    stats: Tally | None
 
 
-def share(answers: Sequence[list[int]], seconds: float, stats: Sequence[Stats | None]) -> list[Taken]:
+def share(answers: Sequence[list[int]], seconds: float, stats: Sequence[Tally | None]) -> list[Taken]:
     """The seconds of a batch, shared among its answers by their tokens."""
     each = seconds / max(sum(map(len, answers)), 1)
     return [Taken(tokens, each * len(tokens), one) for tokens, one in zip(answers, stats, strict=True)]

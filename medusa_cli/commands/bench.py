@@ -52,6 +52,12 @@ def bench(
     context: Annotated[
         str, typer.Option(metavar="N[,N]", help="With --steps: tokens in the cache, several sizes with commas between.")
     ] = "384",
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="Leave an HTML page with charts as well, and time passes by rows for it (`medusa report`)."
+        ),
+    ] = False,
     max_new_tokens: options.MaxNewTokens = None,
     batch_size: options.BatchSize = 1,
     run: options.RunOrShipped = None,
@@ -100,6 +106,7 @@ def bench(
     from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
     from medusa_cli.benchmarks.side_by_side import find_rivals
+    from medusa_cli.commands.beside import beside
     from medusa_cli.commands.measuring import run_bench, save, show
     from medusa_cli.commands.rounding import follow_choice
 
@@ -143,6 +150,7 @@ def bench(
         title,
         gguf,
         batch_size,
+        more=lambda backbone, results: beside(backbone, results, rule, report),
         **follow_choice(choice, place),
     )
     if json:
@@ -152,6 +160,11 @@ def bench(
     # Last of all: a folder that cannot be written must not cost what was measured.
     saved = save(document, (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir)
     console.result(f"report: {saved}")
+    if report:
+        from medusa_cli.commands.reporting import measured, write_report
+
+        page = measured(saved.parent.parent.name, document, saved.parent)
+        console.result(f"report: {write_report([page], saved.with_suffix('.html'))[0]}")
 
 
 def _given(asked: typer.Context) -> set[str]:

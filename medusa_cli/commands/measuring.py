@@ -12,8 +12,10 @@ from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from medusa_cli.backbone import Backbone
-    from medusa_cli.benchmarks import Question
+    from medusa_cli.benchmarks import Question, Result
     from medusa_cli.decoding.pace import Pace
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.drafters import Drafter
@@ -30,9 +32,10 @@ def run_bench(
     title: str,
     gguf: Path | None = None,
     batch_size: int = 1,
+    more: "Callable[[Backbone, list[Result]], dict[str, Any]]" = lambda backbone, results: {},
     **place: Any,
 ) -> dict[str, Any]:
-    """Load, measure and summarise; the document that --json prints."""
+    """Load, measure and summarise; the document that --json prints, with what `more` finds in the results."""
     from medusa_cli.assets import gguf_path
     from medusa_cli.benchmarks import build_methods, drift, measure, summarise
     from medusa_cli.engines.kernels import BITS
@@ -86,6 +89,7 @@ def run_bench(
         "sampling": vars(rule),
         "rounding": moved,
         **summarise(results, compared=rule.greedy),
+        **more(backbone, results),
     }
 
 
@@ -126,6 +130,7 @@ def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace")
         "dynamic": isinstance(shape, Growth),
         "auto": isinstance(shape, Pace),
         "nodes": shape.size,
+        "shape": None if isinstance(shape, Growth) else shape.to_json(),
     }
 
 

@@ -35,7 +35,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
     from matplotlib import pyplot
 
     values = node_values(tree, accuracies) if accuracies else [1.0] * tree.size
-    x = _places(tree)
+    x = places(tree)
     width = max(6.0, 0.24 * len(tree.leaves))
     figure, axes = pyplot.subplots(figsize=(width, 1.4 + 0.95 * tree.max_depth))
     try:
@@ -70,7 +70,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
         pyplot.close(figure)
 
 
-def _places(tree: Tree) -> list[float]:
+def places(tree: Tree) -> list[float]:
     """The horizontal place of each node: leaves side by side, depth first, parents above their children's middle."""
     x = [0.0] * tree.size
     order: list[int] = []

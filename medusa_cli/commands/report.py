@@ -1,0 +1,42 @@
+"""`medusa report`: saved benches as one page that opens anywhere, and as Markdown."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli import console, options
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Runs with a bench: NAME means runs/NAME, anything with a / is a folder, a .json file is a bench "
+            "itself. Several stand side by side.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", dir_okay=False, help="Where it goes. [default: beside the first bench]"),
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write what benches measured as one HTML page, which needs nothing beside it, and as Markdown.
+
+    Speedup by method and category with intervals over questions, where the gain comes from, acceptance by position,
+    the hit rate of every node of the tree, what steps cost under their ceilings, where outputs part, heads, training
+    and sweeps as far as the runs hold them, and the environment.
+    """
+    console.configure(quiet=quiet, json=json)
+    from medusa_cli.commands.reporting import gather, place_of, write_report
+
+    written = write_report(gather(runs), place_of(runs, output))
+    if json:
+        console.emit_json({"written": [str(path) for path in written]})
+        return
+    for path in written:
+        console.result(f"report: {path}")
