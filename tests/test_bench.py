@@ -69,7 +69,7 @@ def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> No
     shown = bench(place, "--limit", "2", "--methods", "ar,medusa")
     assert shown.exit_code == 0
     assert "over ar" in shown.stdout and "reference" in shown.stdout and "2/2" in shown.stdout
-    assert "1 lines are no questions" in shown.stderr
+    assert "1 records are no questions" in shown.stderr
 
 
 def test_80_columns_hold_the_table_whole(place: Path) -> None:

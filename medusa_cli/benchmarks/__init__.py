@@ -3,8 +3,9 @@
 from medusa_cli.benchmarks.drift import drift
 from medusa_cli.benchmarks.measure import Answer, Result, measure
 from medusa_cli.benchmarks.methods import METHODS, Method, build_methods
-from medusa_cli.benchmarks.questions import Question, read_questions, spread
+from medusa_cli.benchmarks.questions import Question, spread
 from medusa_cli.benchmarks.report import summarise
+from medusa_cli.benchmarks.sets import read_questions
 
 __all__ = [
     "METHODS",

@@ -16,9 +16,18 @@ from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
-METHODS = ("hf", "hf-lookup", "ar", "medusa", "medusa-dynamic", "llama.cpp", *sorted(set(DRAFTERS) - {"medusa"}))
+METHODS = (
+    "hf",
+    "hf-lookup",
+    "hf-assisted",
+    "ar",
+    "medusa",
+    "medusa-dynamic",
+    "llama.cpp",
+    *sorted(set(DRAFTERS) - {"medusa"}),
+)
 # What decodes one sequence a time alone.
-ALONE = ("hf-lookup", "llama.cpp")
+ALONE = ("hf-lookup", "hf-assisted", "llama.cpp")
 
 
 class Method(Protocol):
@@ -69,15 +78,18 @@ def build_methods(
     sampling: Sampling,
     gguf: Path | None = None,
     batch_size: int = 1,
+    assistant: Any = None,
 ) -> dict[str, Method]:
-    """The named methods; `plain` is the unmodified transformers model that "hf" and "hf-lookup" run.
+    """The named methods; `plain` is the unmodified transformers model that "hf" and its kin run.
 
-    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads.
+    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads; assistant:
+    the smaller transformers model that drafts for "hf-assisted".
     """
     methods: dict[str, Method] = {}
     for name in names:
         if name.startswith("hf"):
-            methods[name] = Transformers(plain, backbone, sampling, lookup=name == "hf-lookup")
+            drafting = assistant if name == "hf-assisted" else None
+            methods[name] = Transformers(plain, backbone, sampling, name == "hf-lookup", drafting)
         elif name == "llama.cpp":
             assert gguf is not None
             methods[name] = LlamaCpp(gguf, backbone)

@@ -15,12 +15,19 @@ LOOKUP_TOKENS = 10
 
 
 class Transformers:
-    """transformers' generate on the unmodified model, with its prompt lookup on request; many prompts padded left."""
+    """transformers' generate on the unmodified model; many prompts padded left.
 
-    def __init__(self, model: Any, backbone: Backbone, sampling: Sampling, lookup: bool = False) -> None:
+    lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts for it.
+    """
+
+    def __init__(
+        self, model: Any, backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None
+    ) -> None:
         self._model = model
         self._ends = sorted(backbone.eos_ids)
         self._options: dict[str, Any] = {"eos_token_id": self._ends, "pad_token_id": self._ends[0] if self._ends else 0}
+        if assistant is not None:
+            self._options["assistant_model"] = assistant
         if lookup:
             self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         if sampling.greedy:

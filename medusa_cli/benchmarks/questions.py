@@ -1,49 +1,19 @@
-"""Question sets in FastChat's form: MT-Bench, or any file of question_id, category and turns."""
+"""A benchmark's questions, and which of them are asked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.reading import parse_json
+from medusa_cli.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: its id, its category, and the user's turns in order."""
+    """One question: its id, its category, the user's turns in order, and answers to judge by where the set has them."""
 
     id: str
     category: str
     turns: tuple[str, ...]
-
-
-def read_questions(path: Path) -> tuple[list[Question], int]:
-    """The questions of a JSONL file and how many lines were skipped; UserError if none can be used."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"--questions {str(path)!r} does not exist", "give a JSONL file in FastChat's form")
-    questions: list[Question] = []
-    skipped = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-            turns = record["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-                raise ValueError("turns")
-            name, category = record.get("question_id", number), record.get("category", "all")
-            if not isinstance(name, str | int) or not isinstance(category, str):
-                raise ValueError("names")
-            questions.append(Question(str(name), category, tuple(turns)))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            skipped += 1
-    if not questions:
-        raise UserError(
-            f"--questions {str(path)!r} holds no usable question ({skipped} lines skipped)",
-            'each line needs {"question_id", "category", "turns": ["..."]}',
-        )
-    return questions, skipped
+    reference: tuple[str, ...] = ()
 
 
 def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:

@@ -21,8 +21,12 @@ def bench(
         bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
     ] = False,
     questions: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Other questions, JSONL in FastChat's form."),
+        str | None,
+        typer.Option(
+            metavar="FILE|ID",
+            help="Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, "
+            "HumanEval, GSM8K, or any prompts), or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]].",
+        ),
     ] = None,
     category: Annotated[
         str | None, typer.Option(metavar="LIST", help="Questions of these categories alone, such as math,coding.")
@@ -34,12 +38,17 @@ def bench(
         str,
         typer.Option(
             metavar="LIST",
-            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), ar (our plain loop), medusa (the "
+            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), "
+            "hf-assisted (its assisted generation, with --draft-model), ar (our plain loop), medusa (the "
             "drafter, over --tree), medusa-dynamic (over dynamic trees), llama.cpp (if llama-cpp-python is "
             "installed), and drafters side by side: hydra, amphista and so on, of the runs by that name inside the "
             "run, or the run's own; with commas between.",
         ),
     ] = "hf,ar,medusa",
+    draft_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FOLDER|ID", help="The smaller model of the same vocabulary for hf-assisted."),
+    ] = None,
     gguf: Annotated[
         Path | None,
         typer.Option(
@@ -104,7 +113,8 @@ def bench(
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
-    from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
+    from medusa_cli.benchmarks.questions import of_categories, spread
+    from medusa_cli.benchmarks.sets import read_questions
     from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.beside import beside
     from medusa_cli.commands.measuring import run_bench, save, show
@@ -125,7 +135,12 @@ def bench(
         check_llama(choice.model, gguf, rule)
     elif gguf is not None:
         raise UsageError(f"--gguf {gguf} says nothing to --methods {methods}", "leave it out, or add llama.cpp")
-    source = questions
+    if "hf-assisted" in names and draft_model is None:
+        raise UsageError("--methods hf-assisted needs a model that drafts", "give --draft-model NAME")
+    if draft_model is not None and "hf-assisted" not in names:
+        says = f"--draft-model {draft_model} says nothing to --methods {methods}"
+        raise UsageError(says, "leave it out, or add hf-assisted")
+    source: str | Path | None = questions
     if source is None:
         from medusa_cli.assets import mt_bench_path
 
@@ -133,8 +148,8 @@ def bench(
     found, skipped = read_questions(source)
     chosen = spread(of_categories(found, category), limit)
     if skipped:
-        console.warn(f"{source}: {skipped} lines are no questions and were skipped")
-    title = "MT-Bench" if questions is None else questions.name
+        console.warn(f"{source}: {skipped} records are no questions and were skipped")
+    title = "MT-Bench" if questions is None else Path(questions).name if Path(questions).is_file() else questions
     tokens = max_new_tokens or MAX_NEW_TOKENS
     console.info(
         f"{len(chosen)} of {len(found)} questions of {title}, up to {tokens} new tokens a turn, {', '.join(names)}; "
@@ -150,6 +165,7 @@ def bench(
         title,
         gguf,
         batch_size,
+        draft_model,
         more=lambda backbone, results: beside(backbone, results, rule, report),
         **follow_choice(choice, place),
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.commands.loading import load
+from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_atomic, write_json
 from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.made import describe_drafter
@@ -32,6 +33,7 @@ def run_bench(
     title: str,
     gguf: Path | None = None,
     batch_size: int = 1,
+    draft_model: str | None = None,
     more: "Callable[[Backbone, list[Result]], dict[str, Any]]" = lambda backbone, results: {},
     **place: Any,
 ) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def run_bench(
     plain = plain_model(choice, place, backbone) if any(name.startswith("hf") for name in names) else None
     drafted, drafting = _drafted(names, choice, heads, shape, rivals, backbone)
     file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
-    ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size)
+    assistant = assistant_model(draft_model, backbone, place) if draft_model is not None else None
+    ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size, assistant)
     turns = sum(len(question.turns) for question in chosen) * len(names)
     results = []
     with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
@@ -64,6 +67,7 @@ def run_bench(
         f"{choice.model}, {kind} on {backbone.device}, {backbone.engine.title}, {len(chosen)} questions, "
         f"up to {tokens} new tokens a turn, {rule.mode if not rule.greedy else 'greedy'} decoding.",
         *(f"{name}: {_words(one, drafted[name][1])}." for name, one in drafting.items()),
+        *([f"hf-assisted: transformers' assisted generation, {draft_model} drafts."] if draft_model else []),
     ]
     moved = drift(backbone, plain, results) if "hf" in names and backbone.engine.kernel.name in BITS else None
     if moved is not None:
@@ -153,6 +157,19 @@ def plain_model(choice: Choice, place: dict[str, Any], backbone: "Backbone") -> 
         quantised = bool(place.get("load_in_4bit") or place.get("load_in_8bit"))
         network = adapter.merge(network, choice.adapter, beside=quantised)
     return network
+
+
+def assistant_model(name: str, backbone: "Backbone", place: dict[str, Any]) -> Any:
+    """The model that drafts for hf-assisted; UserError for one of another vocabulary."""
+    from medusa_cli.backbone.load import load_network
+
+    network, tokenizer = load_network(name, **{key: value for key, value in place.items() if key != "engine"})[:2]
+    if tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
+        raise UserError(
+            f"--draft-model {name!r} does not write in the model's tokens",
+            "give a smaller model of the same family, one that shares its tokenizer",
+        )
+    return network.eval()
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:
