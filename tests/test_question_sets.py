@@ -50,7 +50,7 @@ def test_speed_benchs_rows_are_read_and_withheld_ones_skipped(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("record", "turns", "reference"),
     [
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": " return 1"}, ("def f():",), (" return 1",)),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  1"}, ("def f():",), ("  1",)),
         ({"question": "2 + 2?", "answer": "#### 4"}, ("2 + 2?",), ("#### 4",)),
         ({"instruction": "Translate.", "input": "Hallo"}, ("Translate.\n\nHallo",), ()),
         ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, ("u",), ()),

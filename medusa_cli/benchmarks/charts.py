@@ -55,7 +55,7 @@ def bars(
             axes.axvline(line, color=SOFT, linewidth=0.8, linestyle=":")
         axes.set_yticks(*zip(*ticks, strict=True))
         axes.invert_yaxis()
-        axes.margins(x=0.14)
+        axes.margins(x=0.14, y=0.5 / count)
         axes.set(xlabel=unit, title=_wrapped(title))
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
