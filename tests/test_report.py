@@ -131,7 +131,7 @@ def test_a_bench_of_an_earlier_version_says_what_it_does_not_hold(place: Path, t
     done = medusa("report", str(tmp_path / "old.json"))
     assert done.exit_code == 0, done.stderr
     text = (tmp_path / "old.md").read_text()
-    assert "Nothing is drawn for medusa, medusa-dynamic: they left no record of what each step accepted." in text
+    assert "Nothing is drawn for medusa, medusa-dynamic: no record of what each step accepted." in text
     assert " to " not in text.split("| medusa |")[1].splitlines()[0]  # no interval without questions
 
 

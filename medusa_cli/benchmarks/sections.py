@@ -136,7 +136,7 @@ def depths(sources: Sequence[Measured]) -> Section:
         order = names_of(sources)
         chart = lines(curves, "k, position of the draft", "share of steps", title, order=order, whole=True)
         section.charts.append(Chart(chart))
-    return _silent(section, silent, "they left no record of what each step accepted")
+    return _silent(section, silent, "no record of what each step accepted")
 
 
 def trees(sources: Sequence[Measured]) -> Section:
@@ -153,7 +153,7 @@ def trees(sources: Sequence[Measured]) -> Section:
         section.charts.append(Chart(tree_hits(Tree.from_json(shape), hits, title), wide=True))
     if section.charts:
         section.words = "Numbers in the nodes are ranks of the guess; a node that is hardly ever accepted costs a row."
-    return _silent(section, silent, "they drafted over no static tree, or left no record of its nodes")
+    return _silent(section, silent, "no static tree, or no record of its nodes")
 
 
 def parting(sources: Sequence[Measured]) -> Section | None:

@@ -67,6 +67,18 @@ def bench(
             "--report", help="Leave an HTML page with charts as well, and time passes by rows for it (`medusa report`)."
         ),
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS",
+            help="One bench a value of nodes, epsilon, temperature, heads, batch or context; goes on where it was "
+            "killed. Of --methods it takes ar,medusa where none are given.",
+        ),
+    ] = None,
+    values: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="With --sweep: its values, such as 4,16,64. [default: usual ones]"),
+    ] = None,
     max_new_tokens: options.MaxNewTokens = None,
     batch_size: options.BatchSize = 1,
     run: options.RunOrShipped = None,
@@ -110,6 +122,8 @@ def bench(
         return
     if "context" in given:
         raise UsageError(f"--context {context} says nothing without --steps", "leave it out, or give --steps")
+    if values is not None and sweep is None:
+        raise UsageError(f"--values {values} says nothing without --sweep", "leave it out, or give --sweep AXIS")
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
@@ -120,6 +134,15 @@ def bench(
     from medusa_cli.commands.measuring import run_bench, save, show
     from medusa_cli.commands.rounding import follow_choice
 
+    if sweep is not None:
+        from medusa_cli.benchmarks.sweep import parse_values
+        from medusa_cli.commands.sweeping import OWN, Sweep, methods_of, show_sweep
+
+        swept = parse_values(sweep, values)
+        for name in sorted(OWN[sweep] & given):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is what --sweep {sweep} says itself", "leave it out")
+        methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
     check_names(methods, names, rivals)
@@ -149,12 +172,21 @@ def bench(
     chosen = spread(of_categories(found, category), limit)
     if skipped:
         console.warn(f"{source}: {skipped} records are no questions and were skipped")
+    folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
     title = "MT-Bench" if questions is None else Path(questions).name if Path(questions).is_file() else questions
     tokens = max_new_tokens or MAX_NEW_TOKENS
     console.info(
         f"{len(chosen)} of {len(found)} questions of {title}, up to {tokens} new tokens a turn, {', '.join(names)}; "
         "--limit N takes fewer, --max-new-tokens N makes them shorter"
     )
+    if sweep is not None:
+        document = Sweep(sweep, swept, choice, names, chosen, tokens, rule, title, batch_size, folder, place).run()
+        if json:
+            console.emit_json(document)
+        else:
+            show_sweep(document)
+            console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
+        return
     document = run_bench(
         choice,
         rivals,
@@ -174,7 +206,7 @@ def bench(
     else:
         show(document)
     # Last of all: a folder that cannot be written must not cost what was measured.
-    saved = save(document, (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir)
+    saved = save(document, folder)
     console.result(f"report: {saved}")
     if report:
         from medusa_cli.commands.reporting import measured, write_report
