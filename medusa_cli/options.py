@@ -199,6 +199,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback when something fails.")]
 
+Judge = Annotated[
+    str | None,
+    typer.Option(
+        "--judge",
+        metavar="URL",
+        help="Let a model behind an OpenAI-compatible server grade the answers, and compare them in pairs, both "
+        "orders. A key in MEDUSA_API_KEY goes along.",
+    ),
+]
+JudgeModel = Annotated[str | None, typer.Option("--judge-model", metavar="NAME", help="The model that judges.")]
+
 SamplingMode = Annotated[
     str | None,
     typer.Option(

@@ -79,6 +79,8 @@ def bench(
         str | None,
         typer.Option(metavar="LIST", help="With --sweep: its values, such as 4,16,64. [default: usual ones]"),
     ] = None,
+    judge: options.Judge = None,
+    judge_model: options.JudgeModel = None,
     max_new_tokens: options.MaxNewTokens = None,
     batch_size: options.BatchSize = 1,
     run: options.RunOrShipped = None,
@@ -126,12 +128,15 @@ def bench(
         raise UsageError(f"--values {values} says nothing without --sweep", "leave it out, or give --sweep AXIS")
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
+    from medusa_cli.benchmarks.answers import write_answers
     from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, spread
     from medusa_cli.benchmarks.sets import read_questions
     from medusa_cli.benchmarks.side_by_side import find_rivals
-    from medusa_cli.commands.beside import beside
+    from medusa_cli.commands.beside import Beside
+    from medusa_cli.commands.judging import check_judge, folder_of, judge_bench, verdict_table
     from medusa_cli.commands.measuring import run_bench, save, show
+    from medusa_cli.commands.reporting import measured, write_report
     from medusa_cli.commands.rounding import follow_choice
 
     if sweep is not None:
@@ -143,6 +148,7 @@ def bench(
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} is what --sweep {sweep} says itself", "leave it out")
         methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
+    check_judge(judge, judge_model)
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
     check_names(methods, names, rivals)
@@ -187,6 +193,7 @@ def bench(
             show_sweep(document)
             console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         return
+    kept = Beside(rule, report)
     document = run_bench(
         choice,
         rivals,
@@ -198,21 +205,26 @@ def bench(
         gguf,
         batch_size,
         draft_model,
-        more=lambda backbone, results: beside(backbone, results, rule, report),
+        more=kept,
         **follow_choice(choice, place),
     )
-    if json:
-        console.emit_json(document)
-    else:
+    if not json:
         show(document)
-    # Last of all: a folder that cannot be written must not cost what was measured.
-    saved = save(document, folder)
-    console.result(f"report: {saved}")
-    if report:
-        from medusa_cli.commands.reporting import measured, write_report
-
-        page = measured(saved.parent.parent.name, document, saved.parent)
-        console.result(f"report: {write_report([page], saved.with_suffix('.html'))[0]}")
+    try:
+        saved = save(document, folder)
+        console.result(f"report: {saved}")
+        bench_file = saved.with_suffix(".json")
+        write_answers(folder_of(bench_file), document["backbone"]["id"], chosen, kept.texts)
+        if judge is not None and judge_model is not None:
+            document = judge_bench(bench_file, document, judge, judge_model)
+            console.result(verdict_table(document["judge"]))
+        if report:
+            page = measured(folder.parent.name, document, folder)
+            console.result(f"report: {write_report([page], saved.with_suffix('.html'))[0]}")
+    finally:
+        # A folder that cannot be written, or a judge that is silent, must not cost what was measured.
+        if json:
+            console.emit_json(document)
 
 
 def _given(asked: typer.Context) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a bench's document holds beside its figures: the environment, the quality of answers, and passes by rows."""
+"""What a bench holds beside its figures: environment, quality, passes by rows, and the answers' texts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,19 +8,31 @@ from medusa_cli import console
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
     from medusa_cli.benchmarks import Result
+    from medusa_cli.benchmarks.answers import Texts
     from medusa_cli.decoding import Sampling
 
 
-def beside(backbone: "Backbone", results: "Sequence[Result]", rule: "Sampling", rows: bool) -> dict[str, Any]:
-    """Entries for the document; `rows`: time passes by rows too. The quality is asked where answers may differ."""
-    from medusa_cli.benchmarks.ceilings import PASSES, measure_rows
-    from medusa_cli.benchmarks.environment import environment
-    from medusa_cli.benchmarks.quality import likelihood
+class Beside:
+    """Called with what a bench loaded and measured, gives further entries of its document; keeps the texts.
 
-    found: dict[str, Any] = {"environment": environment(backbone.device)}
-    if not rule.greedy:
-        found["quality"] = likelihood(backbone, results)
-    if rows:
-        with console.progress("timing passes", total=PASSES, unit="passes") as bar:
-            found["rows"] = measure_rows(backbone, bar.advance)
-    return found
+    rows: time passes by rows too. Quality is asked where the rule lets answers differ from plain decoding's.
+    """
+
+    def __init__(self, rule: "Sampling", rows: bool = False) -> None:
+        self._rule, self._rows = rule, rows
+        self.texts: Texts = {}
+
+    def __call__(self, backbone: "Backbone", results: "Sequence[Result]") -> dict[str, Any]:
+        from medusa_cli.benchmarks.answers import texts_of
+        from medusa_cli.benchmarks.ceilings import PASSES, measure_rows
+        from medusa_cli.benchmarks.environment import environment
+        from medusa_cli.benchmarks.quality import likelihood
+
+        self.texts = texts_of(backbone, results)
+        found: dict[str, Any] = {"environment": environment(backbone.device)}
+        if not self._rule.greedy:
+            found["quality"] = likelihood(backbone, results)
+        if self._rows:
+            with console.progress("timing passes", total=PASSES, unit="passes") as bar:
+                found["rows"] = measure_rows(backbone, bar.advance)
+        return found

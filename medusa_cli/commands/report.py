@@ -21,6 +21,8 @@ def report(
         Path | None,
         typer.Option(metavar="FILE.html", dir_okay=False, help="Where it goes. [default: beside the first bench]"),
     ] = None,
+    judge: options.Judge = None,
+    judge_model: options.JudgeModel = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -32,9 +34,15 @@ def report(
     and sweeps as far as the runs hold them, and the environment.
     """
     console.configure(quiet=quiet, json=json)
-    from medusa_cli.commands.reporting import gather, place_of, write_report
+    from medusa_cli.commands.judging import check_judge, judge_bench
+    from medusa_cli.commands.reporting import bench_of, gather, place_of, read_bench, write_report
 
-    written = write_report(gather(runs), place_of(runs, output))
+    check_judge(judge, judge_model)
+    target = place_of(runs, output)
+    if judge is not None and judge_model is not None:
+        for path in dict.fromkeys(bench_of(name) for name in runs):
+            judge_bench(path, read_bench(path), judge, judge_model)
+    written = write_report(gather(runs), target)
     if json:
         console.emit_json({"written": [str(path) for path in written]})
         return

@@ -20,7 +20,7 @@ def gather(names: Sequence[str]) -> "list[Measured]":
 
     UserError for a run without a bench, and for a file that is none.
     """
-    paths = [_newest(name) for name in names]
+    paths = [bench_of(name) for name in names]
     documents = [read_bench(path) for path in paths]
     labels = [_label(path) for path in paths]
     # Two benches of one run go by their time as well.
@@ -75,11 +75,11 @@ def place_of(names: Sequence[str], output: Path | None) -> Path:
         if output.suffix.lower() not in (".html", ".htm"):
             raise UserError(f"--output {output} is no name for a page", "give one that ends in .html")
         return output
-    first = _newest(names[0])
+    first = bench_of(names[0])
     return first.with_suffix(".html") if len(names) == 1 else first.with_name("report.html")
 
 
-def _newest(name: str) -> Path:
+def bench_of(name: str) -> Path:
     """The file of a bench: the one that is named, or the last of a run's."""
     path = Path(name)
     if path.suffix == ".json":

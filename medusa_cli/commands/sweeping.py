@@ -177,14 +177,14 @@ class Sweep:
 
     def bench(self, point: "Place") -> dict[str, Any]:
         """The document of the bench that a point is."""
-        from medusa_cli.commands.beside import beside
+        from medusa_cli.commands.beside import Beside
         from medusa_cli.commands.measuring import run_bench
 
         choice, rule, together = self._at(point)
         asked = list(self.questions)
         if (context := point.setting.get("context")) is not None:
             asked = self._filled(asked, context)
-        more: Any = {"more": lambda backbone, results: beside(backbone, results, rule, False)}
+        more: Any = {"more": Beside(rule)}
         more |= {"batch_size": together, **self.place}
         return run_bench(choice, {}, self.names, asked, self.tokens, rule, self.title, **more)
 
