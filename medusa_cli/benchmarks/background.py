@@ -8,7 +8,7 @@ from medusa_cli.benchmarks.pieces import Chart, Measured, Section, Table
 
 
 def step_costs(sources: Sequence[Measured]) -> Section | None:
-    """Milliseconds of a pass by rows, under the ceilings of memory and arithmetic, and of whole steps by nodes."""
+    """Milliseconds of a pass by rows, above the ceilings of memory and arithmetic; None where none were timed."""
     section = Section("What a step costs")
     for source in sources:
         rows = source.document.get("rows")
@@ -20,9 +20,7 @@ def step_costs(sources: Sequence[Measured]) -> Section | None:
                 [f"{count}", f"{ms:.1f}", f"{ms / times[1]:.2f}", *(f"{c:.1f}" for c in ceilings(rows, count))]
                 for count, ms in sorted(times.items())
             ]
-            section.tables.append(Table(head, cells, f"{source.name}: {rows['engine']} engine"))
-        if source.costs:
-            section.charts.append(Chart(_steps(source.name, source.costs)))
+            section.tables.append(Table(head, cells, f"{source.name}: {rows['engine']}"))
     if not section.charts:
         return None
     section.words = (
@@ -40,7 +38,7 @@ def ceilings(rows: dict[str, Any], count: int) -> tuple[float, float]:
 
 def _passes(name: str, rows: dict[str, Any]) -> str:
     times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
-    found = {f"{rows['engine']} engine": [Point(count, ms) for count, ms in times]}
+    found = {rows["engine"]: [Point(count, ms) for count, ms in times]}
     least = [(count, *ceilings(rows, count)) for count, _ in times]
     top = max(ms for _, ms in times)
     limits = {
@@ -49,18 +47,6 @@ def _passes(name: str, rows: dict[str, Any]) -> str:
     }
     title = f"{name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
     return lines(found, "rows (nodes of the tree)", "ms a pass", title, ceilings=limits, log=True)
-
-
-def _steps(name: str, costs: dict[str, Any]) -> str:
-    heads = sorted({one["heads"] for one in costs["costs"]})
-    found = {
-        f"{k} head{'s' if k > 1 else ''}": sorted(
-            Point(one["nodes"], 1e3 * one["seconds"]) for one in costs["costs"] if one["heads"] == k
-        )
-        for k in heads
-    }
-    title = f"{name}: a whole drafted step, {costs.get('context', '?')} tokens in the cache, medians"
-    return lines(found, "nodes of the tree, root included", "ms a step", title, log=True)
 
 
 def heads(sources: Sequence[Measured]) -> Section | None:

@@ -35,14 +35,14 @@ def operations_rate(device: torch.device, dtype: torch.dtype) -> float:
 def measure_rows(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> dict[str, Any]:
     """Median milliseconds of a pass by rows on the backbone's engine, and what the ceilings are computed from."""
     context = min(CONTEXT, backbone.max_positions - 3)
-    timed = time_rows({backbone.engine: backbone}, context=context, on_progress=on_progress)[backbone.engine]
+    timed = time_rows({"own": backbone}, context=context, on_progress=on_progress)["own"]
     return {
-        "engine": backbone.engine,
+        "engine": backbone.engine.title,
         "context": context,
         "rounds": ROUNDS,
         "step_ms": {str(count): 1e3 * seconds for count, seconds in timed.seconds.items()},
-        "weight_bytes": backbone.weight_bytes,
-        "weights": backbone.weight_bytes / backbone.dtype.itemsize,
+        "weight_bytes": backbone.engine.weight_bytes,
+        "weights": backbone.engine.weight_bytes / backbone.dtype.itemsize,
         "copy_bytes_per_s": copy_bandwidth(backbone.device),
         "operations_per_s": operations_rate(backbone.device, backbone.dtype),
     }

@@ -136,9 +136,8 @@ class Judge:
                 raise UserError(f"--judge {self.address} answered {reply.status_code}: {said}", remedy)
             return str(reply.json()["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError, requests.exceptions.JSONDecodeError) as reason:
-            raise UserError(
-                f"--judge {self.address} gave no chat completion", "give an OpenAI-compatible server"
-            ) from (reason)
+            what = f"--judge {self.address} gave no chat completion"
+            raise UserError(what, "give an OpenAI-compatible server") from reason
         except (requests.RequestException, ValueError) as reason:
             raise UserError(
                 f"--judge {self.address} does not answer ({type(reason).__name__})", "start it, or mend the address"

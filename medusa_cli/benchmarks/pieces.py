@@ -18,7 +18,6 @@ class Measured:
     document: dict[str, Any]
     accuracies: Sequence[Sequence[float]] = ()
     training: Sequence[dict[str, Any]] = ()
-    costs: dict[str, Any] | None = None
     sweeps: Sequence[dict[str, Any]] = ()
 
     @property

@@ -7,6 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.measure import Result
+from medusa_cli.engines import Plan
 
 
 @torch.inference_mode()
@@ -25,8 +26,7 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
                 continue
             prompt = backbone.encode_chat([{"role": "user", "content": result.question.turns[0]}])
             ids = torch.tensor([*prompt, *answer], device=backbone.device)
-            logits = backbone.forward(ids, backbone.new_cache(len(ids))).logits
-            assert logits is not None
+            logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
             scores = logits[len(prompt) - 1 : -1].float().log_softmax(-1)  # [T, V], the rows that emit the answer
             emitted = ids[len(prompt) :]
             nll -= float(scores.gather(1, emitted[:, None]).sum())

@@ -121,7 +121,7 @@ def _drafted(
 def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace") -> dict[str, Any]:
     """What drafts and when it was made, and over which trees; tree: the file it is from, None where it was searched."""
     from medusa_cli.decoding.pace import Pace
-    from medusa_cli.tree import Growth
+    from medusa_cli.tree import Growth, Tree
 
     assert choice.drafter is not None
     made = describe_drafter(choice.drafter).provenance
@@ -134,7 +134,7 @@ def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace")
         "dynamic": isinstance(shape, Growth),
         "auto": isinstance(shape, Pace),
         "nodes": shape.size,
-        "shape": None if isinstance(shape, Growth) else shape.to_json(),
+        "shape": shape.to_json() if isinstance(shape, Tree) else None,
     }
 
 

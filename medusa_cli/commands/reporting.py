@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
-from medusa_cli.commands.budget import COSTS
 from medusa_cli.commands.heads import outdated, read_calibration
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import read_object, write_atomic
@@ -38,8 +37,7 @@ def read_bench(path: Path) -> dict[str, Any]:
 
 
 def measured(name: str, document: dict[str, Any], folder: Path) -> "Measured":
-    """A bench with the accuracies, the training and the step costs that lie beside its first drafter, and the sweeps
-    that lie beside the bench."""
+    """A bench with the accuracies and the training beside its first drafter, and the sweeps beside the bench."""
     from medusa_cli.benchmarks.pieces import Measured
     from medusa_cli.training.log import NAME, read_log
 
@@ -51,8 +49,6 @@ def measured(name: str, document: dict[str, Any], folder: Path) -> "Measured":
             heads = read_calibration(run.calibration_path)
             if not outdated(heads.drafter, drafter):
                 found["accuracies"] = heads.accuracies
-        if (run.path / COSTS).is_file():
-            found["costs"] = read_object(run.path / COSTS, "the step times")
         found["training"] = read_log(run.path / NAME)
         break
     return Measured(name, document, **found)
