@@ -27,10 +27,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     model = save_model(folder / "model")
     save_questions(folder / "q.jsonl", 6)
+    methods = ["--methods", "hf,ar,medusa,medusa-dynamic"]
     for name, words in (("mine", ["--report"]), ("other", [])):
         save_run(folder / name, model, calibrated=True)
         common = ["--questions", str(folder / "q.jsonl"), "--run", str(folder / name), "--dtype", "fp32"]
-        done = medusa("bench", *common, "--max-new-tokens", "16", "--methods", "hf,ar,medusa,medusa-dynamic", *words)
+        done = medusa("bench", *common, "--max-new-tokens", "16", "--tree", "static", *methods, *words)
         assert done.exit_code == 0, done.stderr
     return folder
 

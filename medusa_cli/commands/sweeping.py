@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import __version__, console
-from medusa_cli.commands.heads import read_calibration, stamp_of
-from medusa_cli.commands.loading import Choice, static_tree
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.heads import read_calibration, stamp_of
+from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from medusa_cli.benchmarks.sweep import Place
     from medusa_cli.decoding import Sampling
 
+# The tree of a sweep over heads, where the run has none of its own.
+USUAL_NODES = 16
 METHODS = ("hf", "hf-lookup", "ar", "medusa")
 # The flags that say what a sweep of the axis says itself.
 OWN = {
@@ -114,15 +116,16 @@ class Sweep:
 
     def _heads(self) -> "Iterator[Place]":
         """Trees of as many nodes as the drafter's own, over its first heads alone."""
+        from medusa_cli.assembly import static_tree
         from medusa_cli.benchmarks.sweep import Place
         from medusa_cli.tree.search import largest, search
 
         accuracies, own = self._accuracies(), static_tree(self.choice)
-        assert own is not None
+        size = own.size if own is not None else USUAL_NODES
         for heads in [int(value) for value in self.values] or range(1, len(accuracies) + 1):
             if heads > len(accuracies):
                 raise UsageError(f"--values {heads}: the drafter has {len(accuracies)} heads", "use no more")
-            tree = search(accuracies[:heads], min(max(own.size, 2), largest(accuracies[:heads])))
+            tree = search(accuracies[:heads], min(max(size, 2), largest(accuracies[:heads])))
             yield Place("", heads, {"tree": self._saved(tree, f"{heads}-heads")})
 
     def _accuracies(self) -> list[list[float]]:
@@ -142,8 +145,8 @@ class Sweep:
     def _at(self, point: "Place") -> "tuple[Choice, Sampling, int]":
         """The drafting, the rule and the batch of a point."""
         setting = point.setting
-        shape = {key: setting[key] for key in ("static", "dynamic", "tree") if key in setting}
-        choice = replace(self.choice, **{"static": None, "dynamic": None, "tree": None, **shape})
+        shape: dict[str, Any] = {key: setting[key] for key in ("static", "dynamic", "tree") if key in setting}
+        choice = replace(self.choice, **{"static": None, "dynamic": None, "tree": None, "auto": False, **shape})
         used = choice if shape else self.choice
         return used, setting.get("rule", self.rule), setting.get("batch_size", self.batch_size)
 
@@ -165,7 +168,7 @@ class Sweep:
             "model": choice.model,
             "adapter": choice.adapter and adapter.digest(choice.adapter),
             "drafter": choice.drafter and stamp_of(choice.drafter),
-            "trees": [tree, choice.static, choice.dynamic],
+            "trees": [tree, choice.static, choice.dynamic, choice.auto],
             "context": point.setting.get("context"),
             "methods": self.names,
             "questions": digest(self.questions),
