@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -85,6 +85,9 @@ bench-joint: $(READY) ## train heads and model together by the recipes and "dire
 
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
 	$(BIN)/medusa bench-firp
+
+docs: $(READY) ## the documentation as pages, in build/docs
+	$(BIN)/mkdocs build --strict
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info
