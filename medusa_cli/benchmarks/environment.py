@@ -3,9 +3,10 @@
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 
 import torch
+
+from medusa_cli.engines.machine import processor
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
 
@@ -14,7 +15,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
     """Operating system, processor, cores, threads, memory, accelerator, and versions of what computes."""
     found: dict[str, str | int] = {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -31,16 +32,6 @@ def environment(device: torch.device) -> dict[str, str | int]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _processor() -> str:
-    """The processor's name; the platform's word for it where the system keeps no list."""
-    listed = Path("/proc/cpuinfo")
-    if listed.is_file():
-        for line in listed.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory() -> int | None:

@@ -193,7 +193,11 @@ def setting(sources: Sequence[Measured]) -> Section:
         one = source.document
         model = one["backbone"]["id"] if isinstance(one["backbone"], dict) else str(one["backbone"])
         facts = {"measured": one["created"], "medusa": one["version"], "model": model}
-        facts |= {key: one[key] for key in ("dtype", "engine", "device", "max_new_tokens", "batch_size") if key in one}
+        facts |= {
+            key: one[key]
+            for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")
+            if key in one
+        }
         facts |= {f"sampling {key}": value for key, value in (one.get("sampling") or {}).items()}
         columns[source.name] = facts | (one.get("environment") or {})
     keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
