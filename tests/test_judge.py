@@ -68,7 +68,7 @@ def newest(place: Path) -> Path:
     return max((place / "mine/bench").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
-SAMPLED = ["--methods", "ar,medusa", "--sampling", "typical", "--temperature", "0.9"]
+SAMPLED = ["--methods", "ar,medusa", "--tree", "static", "--sampling", "typical", "--temperature", "0.9"]
 
 
 def test_answers_lie_beside_the_bench_in_fastchats_form(place: Path) -> None:
