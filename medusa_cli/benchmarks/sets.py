@@ -1,6 +1,5 @@
 """Question sets in the forms that are about: FastChat's, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, plain prompts."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from medusa_cli import assets
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import parse_json
 
 FORMS = (".jsonl", ".json", ".parquet", ".txt")
 # The keys under which sets keep the user's words, their own id, and an answer to judge by; the first that is there.
@@ -69,9 +69,9 @@ def _of_file(path: Path) -> Iterator[Any]:
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".json" or (path.suffix != ".txt" and text.lstrip().startswith("[{")):
         try:
-            found = json.loads(text)
-        except json.JSONDecodeError as reason:
-            raise UserError(f"--questions {str(path)!r} is no JSON: {reason.msg}", "give an array of records") from None
+            found = parse_json(text)
+        except ValueError as reason:
+            raise UserError(f"--questions {str(path)!r} is no JSON: {reason}", "give an array of records") from reason
         yield from found if isinstance(found, list) else [found]
         return
     for line in text.split("\n"):  # a question may hold any other line break
@@ -81,8 +81,8 @@ def _of_file(path: Path) -> Iterator[Any]:
 
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        return parse_json(line)
+    except ValueError:
         return None
 
 
@@ -115,10 +115,13 @@ def _question(record: Any, number: int) -> Question | None:
         return None
     if key == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
         turns = (f"{turns[0]}\n\n{record['input']}",)
-    name = next((str(record[one]) for one in NAMES if record.get(one) is not None), str(number))
+    name = next((record[one] for one in NAMES if record.get(one) is not None), number)
+    category = record.get("category") or "all"
+    if not isinstance(name, str | int) or not isinstance(category, str):
+        return None
     answer = next((record[one] for one in ANSWERS if record.get(one)), ())
     reference = tuple(map(str, answer)) if isinstance(answer, list) else (str(answer),) if answer else ()
-    return Question(name, str(record.get("category") or "all"), turns, reference)
+    return Question(str(name), category, turns, reference)
 
 
 def _turns(words: Any) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 from medusa_cli.benchmarks.pieces import Measured
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_object
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import Accuracies, expected_length
 

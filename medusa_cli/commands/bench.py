@@ -185,8 +185,9 @@ def bench(
         f"{len(chosen)} of {len(found)} questions of {title}, up to {tokens} new tokens a turn, {', '.join(names)}; "
         "--limit N takes fewer, --max-new-tokens N makes them shorter"
     )
+    how = follow_choice(choice, place)
     if sweep is not None:
-        document = Sweep(sweep, swept, choice, names, chosen, tokens, rule, title, batch_size, folder, place).run()
+        document = Sweep(sweep, swept, choice, names, chosen, tokens, rule, title, batch_size, folder, how).run()
         if json:
             console.emit_json(document)
         else:
@@ -206,7 +207,7 @@ def bench(
         batch_size,
         draft_model,
         more=kept,
-        **follow_choice(choice, place),
+        **how,
     )
     if not json:
         show(document)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import __version__, console
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
 from medusa_cli.runs.heads import read_calibration, stamp_of
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
