@@ -13,7 +13,8 @@ from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.load import load_network
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import Run, check_backbone
 from tests.runs import save_model
 from tests.tiny import tiny_model, tiny_tokenizer
