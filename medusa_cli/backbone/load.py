@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli import assets
+from medusa_cli import assets, extras
 from medusa_cli.backbone import blank
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
@@ -38,6 +38,8 @@ def load_network(
     logging.disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
     place = resolve_device(device)
     kind = resolve_dtype(dtype, model, place, trust_remote_code)
+    if load_in_4bit or load_in_8bit:
+        extras.need("quant", "--load-in-4bit" if load_in_4bit else "--load-in-8bit")
     if load_in_4bit and load_in_8bit:
         raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
     options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_cli import console
+from medusa_cli import console, extras
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.rounding import follow
 from medusa_cli.errors import UserError
@@ -76,7 +76,8 @@ def find_budget(
     if target is not None:
         from medusa_cli.benchmarks.step_cost import draw_costs
 
-        draw_costs(costs, shown, chosen, target.path / "step_cost.png")
+        if extras.has("matplotlib"):
+            draw_costs(costs, shown, chosen, target.path / "step_cost.png")
     return Found(chosen, beside, break_even(chosen, costs))
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import console, extras, options
 from medusa_cli.errors import UserError
 from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -123,9 +123,11 @@ def calibrate(
         return
     picture = output.with_suffix(".png")
     write_json(output, document)
-    draw_heat_map(found.accuracies, picture, f"{target.name}: how often guess i is right")
+    if extras.has("matplotlib"):
+        draw_heat_map(found.accuracies, picture, f"{target.name}: how often guess i is right")
     following = f"--run {run}" if output == target.calibration_path else f"--calibration {output}"
-    console.result(f"{output} and {picture}. Next: medusa tree {following} --budget 64")
+    written = f"{output} and {picture}" if extras.has("matplotlib") else f"{output}"
+    console.result(f"{written}. Next: medusa tree {following} --budget 64")
 
 
 def _first(answers: list[Any], samples: int | None) -> list[Any]:

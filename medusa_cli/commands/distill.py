@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -96,6 +96,7 @@ def distill(
 
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
+    extras.need("train", "`medusa distill`")
     if endpoint is not None and self_talk:
         raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
     if endpoint is not None and processes > 1:

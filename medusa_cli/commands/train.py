@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import console, extras, options
 from medusa_cli.errors import INTERRUPTED
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -94,6 +94,7 @@ def train(
 
     rank = int(os.environ.get("RANK", "0"))
     console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
+    extras.need("train", "`medusa train`")
     ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
     if len(ways) > 1:
         raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")

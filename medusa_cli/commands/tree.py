@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import console, extras, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.heads import STAMP, Heads, check_current, find_heads
 from medusa_cli.runs.lock import sole_writer
@@ -75,6 +75,8 @@ def tree(
     if picture is not None and picture.suffix.lower() not in PICTURES:
         raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
     widths = _widths(shape) if shape is not None else None
+    if picture is not None:
+        extras.need("plot", "--picture")
     target, known, said = find_heads(run, calibration)
     if target is not None and output is None:
         asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
@@ -103,7 +105,7 @@ def tree(
     expected = expected_length(made, used.accuracies) if used.accuracies else None
     source = str(known.source) if known.source else None
     output = output or (target.tree_path if target else None)
-    picture = picture or (output.with_suffix(".png") if output else None)
+    picture = picture or (output.with_suffix(".png") if output and extras.has("matplotlib") else None)
     if output is not None:
         facts = {"calibration": source, "expected_acceptance_length": expected, **recipe}
         searched = widths is None and choices is None
