@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from medusa_cli import __version__
+from medusa_cli import __version__, extras
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, explain_os
 
 # Each is the function of its name in the file of its name in commands/, which is imported when the command is typed;
@@ -24,6 +24,8 @@ COMMANDS = {
     "report": "what was measured as one page, charts and tables",
     "compare": "several trainings side by side",
     "machine": "what this machine is fast at, and what auto takes",
+    "export": "write a drafter for transformers, vLLM and others",
+    "import": "take in a drafter that was trained elsewhere",
     "assets": "fetch the default model and the data",
     "demo": "plain and drafted decoding side by side",
 }
@@ -122,6 +124,8 @@ def explain(reason: Exception) -> tuple[str, int]:
             return "aborted", 1
         case OSError():
             return explain_os(reason), 1
+        case ModuleNotFoundError() if said := extras.named(reason.name):
+            return said, 1
         case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
             return "no disk space left; free some space or choose another --run, then run again", 1
         case _ if isinstance(reason, MemoryError) or "DefaultCPUAllocator" in str(reason):  # so torch says it

@@ -71,6 +71,20 @@ RunOrDefault = Annotated[
     str | None,
     typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: {DEFAULT_RUN}, else what ships]", show_default=False),
 ]
+# For `import`: the run and the model of a checkpoint.
+RunOrNew = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run to write. [default: named after PATH|ID]", show_default=False),
+]
+ModelOrSaid = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME|FOLDER|ID",
+        help="The backbone that the drafter is for. [default: the one that its config names]",
+        show_default=False,
+    ),
+]
 Drafter = Annotated[
     Path | None,
     typer.Option(

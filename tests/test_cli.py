@@ -25,7 +25,20 @@ from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import DistillRecipe
 
-NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "machine", "assets", "demo"]
+NAMES = [
+    "distill",
+    "train",
+    "calibrate",
+    "tree",
+    "chat",
+    "bench",
+    "compare",
+    "machine",
+    "export",
+    "import",
+    "assets",
+    "demo",
+]
 runner = CliRunner()
 
 
@@ -90,7 +103,7 @@ def flags(option: Any) -> list[str]:
 SHARED = {
     flag: option
     for name, option in vars(options).items()
-    if typing.get_origin(option) is typing.Annotated and not name.startswith("RunOr")
+    if typing.get_origin(option) is typing.Annotated and not name.startswith(("RunOr", "ModelOr"))
     for flag in flags(option)
 }
 
@@ -100,11 +113,13 @@ SHARED = {
 )
 def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) -> None:
     """A flag named like a shared option must be that option (or the --run that may be absent)."""
-    runs = {options.Run, options.RunOrShipped, options.RunOrDefault}
+    runs = {options.Run, options.RunOrShipped, options.RunOrDefault, options.RunOrNew}
     for name, parameter in inspect.signature(function).parameters.items():
         flag = f"--{name.replace('_', '-')}"
         if flag == "--run":
             assert parameter.annotation in runs
+        elif flag == "--model":
+            assert parameter.annotation in {options.Model, options.ModelOrSaid}
         elif flag in SHARED:
             assert parameter.annotation == SHARED[flag], f"{function.__name__} {flag} is its own"
 

@@ -24,7 +24,8 @@ from medusa_cli.tree import Growing, Growth, Tree
 class HydraConfig(HeadsConfig):
     """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++.
 
-    taps: after how many of the backbone's layers states are read too, beside the final ones.
+    taps: after how many of the backbone's layers states are read too, beside the final ones. raw: embeddings as the
+    model has them, and a bias beside the linear path of each head's input, as the authors' code trains them.
     """
 
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
@@ -38,9 +39,9 @@ class HydraConfig(HeadsConfig):
 class HydraHead(nn.Module):
     """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks; a fresh head gives h back."""
 
-    def __init__(self, hidden_size: int, tokens: int, layers: int) -> None:
+    def __init__(self, hidden_size: int, tokens: int, layers: int, raw: bool = False) -> None:
         super().__init__()
-        self.skip = nn.Linear((tokens + 1) * hidden_size, hidden_size, bias=False)
+        self.skip = nn.Linear((tokens + 1) * hidden_size, hidden_size, bias=raw)
         self.mix = nn.Linear((tokens + 1) * hidden_size, hidden_size)
         self.stack = Stack(hidden_size, layers - 1)
         nn.init.zeros_(self.skip.weight)
@@ -71,7 +72,9 @@ class HydraHeads(HeadDrafter):
         self.taps = beside_final(config.taps)
         self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
-        self.blocks = nn.ModuleList(HydraHead(size, k, config.num_layers) for k in range(1, config.num_heads + 1))
+        self.blocks = nn.ModuleList(
+            HydraHead(size, k, config.num_layers, config.raw) for k in range(1, config.num_heads + 1)
+        )
         self.truncate(0)
 
     @classmethod
@@ -82,6 +85,9 @@ class HydraHeads(HeadDrafter):
                 f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
                 "give the drafter's own --model",
             )
+
+    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        return backbone.embedding(tokens).to(self.dtype) if self.config.raw else super().embed(backbone, tokens)
 
     def truncate(self, length: int) -> None:
         # Its layers know the answer alone, and every prompt begins another one.

@@ -1,0 +1,54 @@
+"""`medusa export`: a drafter, or the model with it, in the layout of another program."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.errors import UsageError
+
+FORMATS = ("hf", "eagle3", "medusa")
+
+
+def export(
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write; it must be new or empty.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="hf: model and drafter for transformers' generate, nothing else installed; eagle3: a drafter of that "
+            "kind for vLLM, SGLang and llama.cpp; medusa: heads for vLLM up to 0.32 and TGI.",
+        ),
+    ] = "hf",
+    run: options.RunOrShipped = None,
+    model: options.Model = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in that folder.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write a drafter so that another program decodes with it, and say how that one is started.
+
+    Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
+    that --to hf writes, in the number type it is stored in; every folder has the checksums of its files.
+    """
+    console.configure(quiet=quiet, json=json)
+    if to not in FORMATS:
+        raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
+    from medusa_cli.exporting import export_as
+    from medusa_cli.exporting.source import find_source
+
+    source = find_source(run, model)
+    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {source.model} to {output}")
+    done = export_as(to, source, output, overwrite=overwrite)
+    for note in done.notes:
+        console.warn(note)
+    if json:
+        console.emit_json(
+            {"output": str(done.folder), "format": to, "launch": list(done.launch), "notes": list(done.notes)}
+        )
+        return
+    console.result(f"{done.folder} is written. To use it:")
+    for line in done.launch:
+        console.result(f"  {line}")

@@ -1,0 +1,175 @@
+"""Several tokens a step from `model.generate`, and the same tokens as without.
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
+
+A small drafter guesses a tree of tokens, one pass of the model judges them all, and those stand that the model chooses
+itself. transformers copies this file away from the weights: they are found by the folder or hub id that the model was
+loaded from, or by `drafter=FOLDER`.
+"""
+
+import json
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import cached_file
+
+from .drafters import KINDS
+
+FILES = ("config", "tree")
+
+
+def generate(inputs=None, *, model, drafter=None, streamer=None, **kwargs):
+    """What `model.generate` gives for one prompt, in fewer passes; drafter: the folder or hub id of the guesser."""
+    for key in ("custom_generate", "trust_remote_code"):  # given again where `model.generate` is this function already
+        kwargs.pop(key, None)
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError("a tree needs a mask of its own: load the model with attn_implementation='sdpa'")
+    guesser = load_drafter(drafter or model.name_or_path, model)
+
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        if len(input_ids) != 1 or generation_config.num_beams != 1:
+            raise ValueError("drafts are for one prompt at a time and without beams: leave custom_generate out")
+        padding = model_kwargs.get("attention_mask")
+        prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
+        answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        cache = run(model, guesser, prompt, answer)
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return answer.ids
+        scores = tuple(answer.scores) if generation_config.output_scores else None
+        return GenerateDecoderOnlyOutput(sequences=answer.ids, scores=scores, past_key_values=cache)
+
+    # The class's own `generate` prepares prompt, processors and criteria as ever, without gradients.
+    return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def run(model, guesser, prompt, answer):
+    """Draft, verify, accept, keep, until the answer ends; the cache of what the model has read."""
+    tree = guesser.tree
+    # Without a config every layer keeps all rows, so that the rejected ones can be taken out again.
+    cache = DynamicCache()
+    guesser.reset()
+    out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
+    confirmed, states = prompt[0], guesser.states(out.hidden_states)  # [n], [n, H * taps]
+    root = answer.choose(out.logits[0, -1])
+    depths = torch.tensor(tree.depths, device=prompt.device)
+    while not answer.done:
+        start = cache.get_seq_length()
+        tokens = guesser.draft(confirmed, states, root)  # [N]
+        out = model(
+            torch.tensor([tokens], device=prompt.device),
+            attention_mask=masks(model, tree.mask, start, depths),
+            position_ids=(start + depths)[None],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        path, root = accept(out.logits[0], tokens, tree, answer)
+        rows = torch.tensor(path, device=prompt.device)
+        keep(cache, start, rows)
+        confirmed = torch.tensor([tokens[node] for node in path], device=prompt.device)
+        states = guesser.states(out.hidden_states)[rows]
+    return cache
+
+
+def accept(logits, tokens, tree, answer):
+    """Walk down the tree for as long as a child holds what the model chooses [N, V]; the path, and the token after."""
+    path = [0]
+    while True:
+        token = answer.choose(logits[path[-1]])
+        child = next((node for node in tree.children[path[-1]] if tokens[node] == token), None)
+        if child is None or answer.done:
+            return path, token
+        path.append(child)
+
+
+def masks(model, tree_mask, start, depths):
+    """Who sees whom, 0 or the lowest number: each node all cached rows [start], its ancestors and itself."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        kinds = {"sliding_attention" if window and getattr(config, "use_sliding_window", True) else "full_attention"}
+    visible = torch.cat([tree_mask.new_ones(len(depths), start), tree_mask], dim=1).to(depths.device)
+    columns = torch.cat([torch.arange(start, device=depths.device), start + depths])
+    near = start + depths[:, None] - columns < (window or 1 << 60)  # a window counts positions, not rows
+    found = {}
+    for kind in kinds:
+        hidden = ~visible if kind == "full_attention" else ~(visible & near)
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=depths.device)
+        found[kind] = mask.masked_fill(hidden, torch.finfo(model.dtype).min)[None, None]
+    return found if len(found) > 1 else found.popitem()[1]
+
+
+def keep(cache, start, rows):
+    """Of the rows from `start` on, leave the accepted ones."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            every = getattr(layer, name)
+            every[:, :, start : start + len(rows)] = every[:, :, start + rows]
+            setattr(layer, name, every[:, :, : start + len(rows)])
+
+
+class Answer:
+    """The tokens so far, and how each is chosen and the end found: as `generate` does, one token after another."""
+
+    def __init__(self, ids, processors, criteria, config, streamer):
+        self.ids, self.done, self.scores = ids, False, []
+        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._sample, self._keep_scores = config.do_sample, config.output_scores
+
+    def choose(self, logits):
+        """The next token for logits [V]: the best one, or a draw from the distribution asked for."""
+        scores = self._processors(self.ids, logits[None].float())
+        token = torch.multinomial(scores.softmax(-1), 1) if self._sample else scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        if self._keep_scores:
+            self.scores.append(scores)
+        if self._streamer is not None:
+            self._streamer.put(token[0].cpu())
+        self.done = bool(self._criteria(self.ids, scores).all())
+        return token.item()
+
+
+class Tree:
+    """N guesses by their parents and ranks: node 0 is the root, a node of rank r its parent's r-th best follower."""
+
+    def __init__(self, parents, ranks):
+        self.parents, self.ranks, size = parents, ranks, len(parents)
+        self.depths, self.mask = [0] * size, torch.eye(size, dtype=torch.bool)
+        self.children = [[] for _ in parents]
+        for node in range(1, size):
+            self.depths[node] = self.depths[parents[node]] + 1
+            self.mask[node] |= self.mask[parents[node]]
+            self.children[parents[node]].append(node)
+        self.levels = [[i for i in range(size) if self.depths[i] == d] for d in range(1, max(self.depths) + 1)]
+        self.paths = [self.mask[node].nonzero()[:, 0].tolist() for node in range(size)]  # from the root to each
+
+
+# The drafter of each model in use, and where it came from.
+_loaded = WeakKeyDictionary()
+
+
+def load_drafter(source, model):
+    """The drafter of a folder or hub id with its tree, in the model's number type and on its device; read once."""
+    known, guesser = _loaded.get(model, (None, None))
+    if known == (source, model.dtype, model.device):
+        return guesser
+    try:
+        config, tree = (json.loads(Path(cached_file(source, f"drafter/{name}.json")).read_text()) for name in FILES)
+    except OSError as reason:
+        raise ValueError(
+            f"{source!r} holds no drafter/: load the model from the exported folder, or name it with drafter=FOLDER"
+        ) from reason
+    kind = KINDS[config["drafter"]]
+    weights = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
+    weights = {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in weights.items()}
+    guesser = kind(config, weights, Tree(tree["parents"], tree["ranks"]), model)
+    _loaded[model] = ((source, model.dtype, model.device), guesser)
+    return guesser

@@ -1,0 +1,62 @@
+"""A model that anyone loads with transformers alone, whose `generate` then decodes with our drafter and tree."""
+
+import shutil
+from pathlib import Path
+
+from medusa_cli.backbone import adapter
+from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, load_network
+from medusa_cli.errors import UserError
+from medusa_cli.exporting.card import model_card
+from medusa_cli.exporting.folder import Exported, exporting
+from medusa_cli.exporting.source import Source
+from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.tree import Tree
+
+CODE = Path(__file__).parent / "custom_generate"
+# Kinds that draft from what an unmodified model's pass gives; FIRP's rows ride inside its layers.
+KINDS = ("medusa", "hydra", "amphista", "eagle")
+
+
+def export_hf(source: Source, output: Path, *, overwrite: bool = False) -> Exported:
+    """Write the model (an adapter merged), the drafter, tree and calibration, the code that decodes with them, a card.
+    UserError for a kind that has no place in `generate`, or where there is no tree.
+    """
+    if source.kind not in KINDS:
+        raise UserError(
+            f"{source.run.drafter_dir} is a {source.kind} drafter, which cannot decode in transformers' generate",
+            f"use one of {', '.join(KINDS)}",
+        )
+    tree = _tree(source)
+    stored = next(name for name, kind in DTYPES.items() if kind == checkpoint_dtype(source.model))
+    network, tokenizer = load_network(source.model, device="cpu", dtype=stored, chat_template=source.run.chat_template)
+    if source.adapter is not None:
+        network = adapter.merge(network, source.adapter)
+    notes = () if source.adapter is None else (f"the adapter {source.adapter} is merged into the model",)
+    with exporting(output, overwrite) as part:
+        network.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        shutil.copytree(source.run.drafter_dir, part / "drafter")
+        shutil.copyfile(source.run.tree_path, part / "drafter" / "tree.json")
+        if source.calibration is not None:
+            shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")
+        (part / CODE.name).mkdir()
+        for code in sorted(CODE.glob("*.py")):
+            shutil.copyfile(code, part / CODE.name / code.name)
+        (part / CODE.name / "requirements.txt").write_text("transformers>=5.20\nsafetensors\n", encoding="utf-8")
+        (part / "README.md").write_text(model_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
+    call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
+    return Exported(output, (f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call), notes)
+
+
+def _tree(source: Source) -> Tree:
+    """The run's tree; UserError where there is none, or it asks for more heads than the drafter has."""
+    path = source.run.tree_path
+    if not path.is_file():
+        raise UserError(f"{source.run.path} has no tree", "run `medusa calibrate` and `medusa tree` first")
+    tree = load_tree(path)
+    heads = source.config.get("num_heads") or source.config.get("medusa_num_heads")
+    if not isinstance(heads, int) or tree.max_depth > heads:
+        raise UserError(
+            f"the tree {path} is {tree.max_depth} deep, the drafter has {heads} heads", "run `medusa tree` again"
+        )
+    return tree

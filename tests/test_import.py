@@ -1,0 +1,299 @@
+"""Drafters of other tools into runs: bit for bit, strictly, and without executing anything."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from medusa_cli.cli import app
+from medusa_cli.drafters import DRAFTERS, load_drafter
+from medusa_cli.drafters.base import Confirmed
+from medusa_cli.engines import load_backbone
+from medusa_cli.errors import UserError
+from medusa_cli.exporting.incoming import import_drafter
+from medusa_cli.exporting.tensors import read_tensors
+from medusa_cli.tree import Tree
+from tests.checkpoints import EAGLE, H, V, eagle3, hydra_heads, medusa_heads, vllm_names, write
+from tests.runs import save_model
+
+TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), layers=5)
+
+
+def drafted(run: Path, model: str) -> tuple[list[int], torch.Tensor, int]:
+    """What the run's drafter drafts after some states, those states, and the root."""
+    backbone = load_backbone(model, dtype="fp32", engine="eager")
+    drafter = load_drafter(run / "drafter", backbone)
+    torch.manual_seed(8)
+    hidden, root = torch.randn(1, backbone.hidden_size), 11
+    [draft] = drafter.draft(backbone, [drafter], [Confirmed(torch.tensor([5]), hidden, root, 0)], TREE)
+    return draft.tokens.tolist(), hidden, root
+
+
+def by_hand(tensors: dict, hidden: torch.Tensor, root: int, lm_head: torch.Tensor | None = None) -> list[int]:
+    """The tokens of TREE from FasterDecoding's heads, computed from their state dict."""
+    ranked = []
+    for k in range(3):
+        x = hidden
+        for layer in range(2):
+            name = f"{k}.{layer}.linear"
+            x = x + torch.nn.functional.silu(x @ tensors[f"{name}.weight"].float().T + tensors[f"{name}.bias"].float())
+        matrix = lm_head if lm_head is not None else tensors[f"{k}.2.weight"].float()
+        ranked.append((x @ matrix.T)[0].argsort(descending=True).tolist())
+    return [root, *(ranked[len(path) - 1][path[-1]] for path in TREE.choices)]
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors", "pytorch_model.bin"])
+def test_fasterdecoding_heads_draft_what_their_own_code_would(tmp_path: Path, model: str, file: str) -> None:
+    tensors = medusa_heads()
+    write(tmp_path / "theirs", file, tensors, {"medusa_num_heads": 3, "medusa_num_layers": 2})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    tokens, hidden, root = drafted(done.run.path, model)
+    assert tokens == by_hand(tensors, hidden, root)
+    kept = load_file(done.run.drafter_dir / "medusa_lm_head.safetensors")
+    assert all(torch.equal(kept[name], tensors[name]) and kept[name].dtype == torch.float16 for name in tensors)
+
+
+def test_the_second_form_reads_the_models_own_lm_head(tmp_path: Path, model: str) -> None:
+    tensors = medusa_heads(vocabulary=None)
+    write(tmp_path / "theirs", "medusa_lm_head.safetensors", tensors, {"base_model_name_or_path": model})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run")
+    tokens, hidden, root = drafted(done.run.path, model)
+    lm_head = load_backbone(model, dtype="fp32", engine="eager").lm_head_weight
+    assert tokens == by_hand(tensors, hidden, root, lm_head)
+
+
+def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str) -> None:
+    tensors = medusa_heads(vocabulary=20)
+    ids = torch.randperm(V)[:20]
+    bare = {name: one for name, one in vllm_names(tensors).items() if "bias" not in name}
+    write(tmp_path / "theirs", "model.safetensors", {**bare, "token_map": ids}, {"num_heads": 3, "vocab_size": V})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    assert done.notes == ("its layers have no biases",)
+    kept = load_file(done.run.drafter_dir / "medusa_lm_head.safetensors")
+    assert torch.equal(kept["1.2.weight"], tensors["1.2.weight"])
+    assert not kept["2.1.linear.bias"].any()
+    flat = {name: torch.zeros_like(one) if "bias" in name else one for name, one in tensors.items()}
+    tokens, hidden, root = drafted(done.run.path, model)
+    expected = by_hand(flat, hidden, root)
+    assert tokens == [root, *ids[torch.tensor(expected[1:])].tolist()]
+
+
+def test_more_heads_than_the_config_counts_are_taken(tmp_path: Path, model: str) -> None:
+    write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads(), {"medusa_num_heads": 2})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    assert done.heads == 3
+    assert done.notes == ("config.json counts 2 heads, the file holds 3: all of them are taken",)
+    write(tmp_path / "more", "medusa_lm_head.pt", medusa_heads(), {"medusa_num_heads": 4})
+    with pytest.raises(UserError, match="counts 4 heads, the file holds 3"):
+        import_drafter(str(tmp_path / "more"), f"{tmp_path}/other", model)
+
+
+def test_hydra_heads_draft_what_their_own_code_would(tmp_path: Path, model: str) -> None:
+    tensors = hydra_heads()
+    write(tmp_path / "theirs", "hydra_lm_head.pt", tensors, {"hydra_num_heads": 3, "grounded_heads": True})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    tokens, hidden, root = drafted(done.run.path, model)
+    embedding = load_backbone(model, dtype="fp32", engine="eager").embedding.weight
+
+    def best(path: list[int], rank: int) -> int:
+        k = len(path) - 1
+        x = torch.cat([hidden[0], *(embedding[token] for token in path)])
+        y = x @ tensors[f"hydra_mlp.{k}.0.linear.weight"].T + tensors[f"hydra_mlp.{k}.0.linear.bias"]
+        r = x @ tensors[f"hydra_mlp.{k}.0.res_connection.weight"].T + tensors[f"hydra_mlp.{k}.0.res_connection.bias"]
+        x = r + torch.nn.functional.silu(y)
+        y = x @ tensors[f"hydra_mlp.{k}.1.linear.weight"].T + tensors[f"hydra_mlp.{k}.1.linear.bias"]
+        x = x + torch.nn.functional.silu(y)
+        return int((tensors[f"hydra_lm_head.{k}.weight"] @ x).argsort(descending=True)[rank])
+
+    for node in range(1, TREE.size):
+        above = [tokens[one] for one in TREE.path(node)[:-1]]
+        assert tokens[node] == best(above, TREE.ranks[node])
+
+
+def test_hydra_biases_that_are_left_out_are_said(tmp_path: Path, model: str) -> None:
+    tensors = hydra_heads()
+    tensors["hydra_lm_head.1.bias"][3] = -0.25
+    write(tmp_path / "theirs", "hydra_lm_head.pt", tensors, {"grounded_heads": True})
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    assert done.notes == ("the biases of the vocabulary matrices, at most 0.25, are left out",)
+    prefixed = {**tensors, "prefix_embeding_layer.layers.0.mlp.up_proj.weight": torch.zeros(2)}
+    write(tmp_path / "prefix", "hydra_lm_head.pt", prefixed, {"hydra_head_arch": "prefix-mlp"})
+    with pytest.raises(UserError, match="prefix-mlp"):
+        import_drafter(str(tmp_path / "prefix"), f"{tmp_path}/other", model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one.pop("1.0.linear.bias"), "missing 1.0.linear.bias"),
+        (lambda one: one.update({"0.0.extra": torch.zeros(3)}), "unknown 0.0.extra"),
+        (lambda one: one.update({"2.2.weight": torch.zeros(V + 1, H)}), "2.2.weight is 65x32 where 64x32 is wanted"),
+        (lambda one: one.update({"0.0.linear.weight": torch.zeros(16, 16)}), "0.0.linear.weight is 16x16 where 32x32"),
+        (lambda one: one["0.0.linear.weight"].fill_(float("nan")), "not finite in 0.0.linear.weight"),
+    ],
+    ids=["missing", "extra", "vocabulary", "width", "nan"],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, model: str, change, words: str) -> None:
+    tensors = medusa_heads()
+    change(tensors)
+    write(tmp_path / "theirs", "medusa_lm_head.pt", tensors, {"medusa_fc_bias": True})
+    with pytest.raises(UserError, match=words):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    assert not (tmp_path / "run").exists()
+
+
+class Hostile:
+    """What a pickle may hold: a call, made on reading."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return (Path.touch, (self.target,))
+
+
+@pytest.mark.parametrize("way", ["torch", "legacy", "plain pickle"])
+def test_no_pickle_is_executed(tmp_path: Path, model: str, way: str) -> None:
+    folder, touched = tmp_path / "theirs", tmp_path / "touched"
+    folder.mkdir()
+    hostile = {**medusa_heads(), "0.0.linear.weight": Hostile(touched)}
+    path = folder / "medusa_lm_head.pt"
+    if way == "plain pickle":
+        path.write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, path, _use_new_zipfile_serialization=way == "torch")
+    done = CliRunner().invoke(app, ["import", str(folder), "--run", f"{tmp_path}/run", "--model", model])
+    assert done.exit_code == 1
+    assert "holds more than tensors" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not touched.exists()
+    # The file is what it says: read as pickles are by default elsewhere, it does its work.
+    torch.load(path, weights_only=False) if way != "plain pickle" else pickle.loads(path.read_bytes())
+    assert touched.exists()
+
+
+def test_files_that_are_cut_off_or_are_no_tensors(tmp_path: Path) -> None:
+    write(tmp_path, "heads.pt", medusa_heads())
+    write(tmp_path, "heads.safetensors", medusa_heads())
+    for name in ("heads.pt", "heads.safetensors"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / f"cut-{name}").write_bytes(data[: len(data) // 2])
+        with pytest.raises(UserError, match="no whole"):
+            read_tensors(tmp_path / f"cut-{name}")
+    torch.save({"a": [1, 2]}, tmp_path / "list.pt")
+    with pytest.raises(UserError, match="no table of named tensors"):
+        read_tensors(tmp_path / "list.pt")
+
+
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, model: str) -> None:
+    folder = write(tmp_path / "theirs", "part.safetensors", medusa_heads(), {})
+    save_file(medusa_heads(), tmp_path / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"0.0.linear.weight": name}}))
+        with pytest.raises(UserError, match="lies outside"):
+            import_drafter(str(folder), f"{tmp_path}/run", model)
+    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index.write_text(json.dumps({"weight_map": {"0.0.linear.weight": "link.safetensors"}}))
+    with pytest.raises(UserError, match="lies outside"):
+        import_drafter(str(folder), f"{tmp_path}/run", model)
+    index.write_text(json.dumps({"weight_map": {"0.0.linear.weight": "part.safetensors"}}))
+    assert import_drafter(str(folder), f"{tmp_path}/run", model).heads == 3
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path, model: str) -> None:
+    write(tmp_path / "theirs", "model.safetensors", {"transformer.weight": torch.zeros(2)}, {})
+    with pytest.raises(UserError, match=r"no known layout \(its tensors are transformer.weight"):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="which model"):
+        import_drafter(str(tmp_path / "empty"), f"{tmp_path}/run")
+    with pytest.raises(UserError, match="holds no weights"):
+        import_drafter(str(tmp_path / "empty"), f"{tmp_path}/run", model)
+    with pytest.raises(UserError, match="does not exist"):
+        import_drafter(str(tmp_path / "nowhere"), f"{tmp_path}/run", model)
+    with pytest.raises(UserError, match="--model"):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", str(tmp_path / "empty"))
+
+
+def test_a_run_that_has_a_drafter_is_not_written_over(tmp_path: Path, model: str) -> None:
+    write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads())
+    import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    with pytest.raises(UserError, match="has a drafter already"):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+
+
+def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(tmp_path: Path, model: str) -> None:
+    write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads())
+    run = f"{tmp_path}/run"
+
+    def medusa(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--dtype", "fp32"] if words[0] not in ("import", "tree") else [*words])
+        assert done.exit_code == 0, (words, done.output)
+        return done.stdout
+
+    medusa("import", str(tmp_path / "theirs"), "--run", run, "--model", model)
+    talks = tmp_path / "talks.jsonl"
+    turns = [{"from": "human", "value": "w1 w2 w3"}, {"from": "gpt", "value": " ".join(f"w{i}" for i in range(30))}]
+    talks.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(3)) + "\n")
+    medusa("calibrate", "--run", run, "--data", str(talks), "--top", "4")
+    medusa("tree", "--run", run, "--budget", "6")
+    said = json.loads(medusa("chat", "--run", run, "--prompt", "w1 w2", "--max-new-tokens", "12", "--json"))
+    assert said["tokens"] == 12
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["w1 w2"]}) + "\n")
+    words = ("--questions", str(questions), "--methods", "ar,medusa", "--max-new-tokens", "12")
+    found = json.loads(medusa("bench", "--run", run, *words, "--json"))
+    assert found["methods"]["medusa"]["identical"] == 1
+
+
+needs_eagle = pytest.mark.skipif("eagle" not in DRAFTERS, reason="no drafter of the kind eagle yet")
+
+
+@needs_eagle
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_eagle3_folders_become_the_kind_eagle(tmp_path: Path, model: str, file: str) -> None:
+    write(tmp_path / "theirs", file, eagle3(), EAGLE)
+    done = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    assert (done.kind, done.format) == ("eagle", "eagle3")
+    drafted(done.run.path, model)
+
+
+def test_eagle3_variants_that_cannot_be_run_are_refused(tmp_path: Path, model: str) -> None:
+    faults = {
+        "norm_before_residual": {"norm_before_residual": True},
+        "speculators": {"speculators_model_type": "eagle3"},
+        "fc_norm": {"fc_norm": True},
+        "layers": {"num_hidden_layers": 2},
+    }
+    for name, change in faults.items():
+        write(tmp_path / name, "model.safetensors", eagle3(), {**EAGLE, **change})
+        with pytest.raises(UserError, match="of another kind"):
+            import_drafter(str(tmp_path / name), f"{tmp_path}/run", model)
+    wrong = eagle3()
+    wrong["d2t"][3] += 1
+    write(tmp_path / "maps", "model.safetensors", wrong, EAGLE)
+    with pytest.raises(UserError, match="contradict"):
+        import_drafter(str(tmp_path / "maps"), f"{tmp_path}/run", model)
+    write(tmp_path / "taps", "model.safetensors", eagle3(), {**EAGLE, "eagle_aux_hidden_state_layer_ids": [1, 2, 9]})
+    with pytest.raises(UserError, match="the model has 5"):
+        import_drafter(str(tmp_path / "taps"), f"{tmp_path}/run", model)
+
+
+def test_shared_keys_and_values_get_a_copy_for_every_query_head() -> None:
+    from medusa_cli.exporting.eagle3 import import_eagle3
+    from medusa_cli.exporting.imported import Base
+
+    theirs = eagle3()
+    found = import_eagle3(theirs, EAGLE, Base("model", "llama", H, V, 5), {})
+    each = found.tensors["midlayer.self_attn.k_proj.weight"].unflatten(0, (4, 8))
+    shared = theirs["midlayer.self_attn.k_proj.weight"].unflatten(0, (2, 8))
+    assert torch.equal(each[0], each[1]) and torch.equal(each[0], shared[0]) and torch.equal(each[3], shared[1])
