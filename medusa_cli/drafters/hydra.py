@@ -30,6 +30,7 @@ class HydraConfig(HeadsConfig):
 
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
     taps: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)] = ()
+    raw: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
