@@ -13,7 +13,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting import eagle3, hydra, medusa
 from medusa_cli.exporting.imported import Base, Imported
 from medusa_cli.exporting.tensors import check_tensors, inside, read_tensors
-from medusa_cli.runs.files import read_object, replacing_folder, write_json
+from medusa_cli.runs.files import replacing_folder, write_json
+from medusa_cli.runs.reading import convert, read_object
 from medusa_cli.runs.run import Run, check_backbone, provenance
 
 # Where the layouts keep their weights, the safe form of each first.
@@ -79,7 +80,7 @@ def check_config(found: Imported) -> None:
         raise UserError(f"this version has no drafter of the kind {found.kind}", f"known are {', '.join(DRAFTERS)}")
     kind = DRAFTERS[found.kind]
     with torch.device("meta"):
-        drafter = kind(kind.read_config(found.config))
+        drafter = kind(convert(kind.read_config(found.config), kind.config_class, f"the {found.kind} drafter's config"))
     wanted = {name: tuple(weight.shape) for name, weight in drafter.named_weights().items()}
     weights = {name: one for name, one in found.tensors.items() if name not in MAPS}
     check_tensors(weights, wanted, f"the {found.kind} drafter")

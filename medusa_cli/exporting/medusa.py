@@ -14,7 +14,8 @@ from medusa_cli.exporting.folder import Exported, exporting
 from medusa_cli.exporting.imported import Base, Imported, count_said
 from medusa_cli.exporting.source import Source
 from medusa_cli.exporting.tensors import check_tensors
-from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import convert, read_object
 
 WEIGHTS = "medusa_lm_head.safetensors"
 # What the layout has no place for lies beside it, so that an import finds all of it again.
@@ -39,7 +40,7 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> E
             "layout has no place for that",
             "use --to hf, which takes it",
         )
-    config = MedusaHeads.read_config(source.config)
+    config = convert(MedusaHeads.read_config(source.config), MedusaHeads.config_class, "the drafter's config")
     heads, layers = config.num_heads, config.num_layers
     tensors = {name: one for name, one in source.tensors.items() if ".linear." in name}
     notes = []
