@@ -28,6 +28,7 @@ def open_dataset(
     taps: Sequence[int],
     recipe: Any,
     *,
+    prompts: bool,
     data: Path | None,
     fraction: float,
     together: Any = None,
@@ -36,7 +37,8 @@ def open_dataset(
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
     They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
-    layers whose states it reads. together: the processes that share a prefill, or, sharded, the backbone.
+    layers whose states it reads; prompts: whether its layers see those of prompts. together: the processes that share a
+    prefill, or, sharded, the backbone.
     """
     from medusa_cli.training import load_dataset
     from medusa_cli.training.setup import whole_conversations
@@ -47,7 +49,8 @@ def open_dataset(
     with ExitStack() as stack:
 
         def begin(total: int) -> None:
-            console.info(f"computing the hidden states of {total:,} tokens, once")
+            which = "prompts and answers" if prompts else "answers"
+            console.info(f"computing the hidden states of {which}, once: {total:,} tokens to run")
             bars.append(stack.enter_context(console.progress("hidden states", total=total, unit="tokens")))
 
         return load_dataset(
@@ -56,6 +59,7 @@ def open_dataset(
             data=data,
             fraction=fraction,
             taps=taps,
+            prompts=prompts,
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
             together=together,

@@ -32,10 +32,9 @@ def frozen(
         lambda: load_backbone(plan.model, **place, shard=shard, chat_template=template), target, world, shard
     )
     fraction = plan.train.validation_fraction
-    taps = taps_of(plan.drafter, backbone)
-    dataset = open_dataset(
-        target, backbone, kind, taps, plan, data=data, fraction=fraction, together=world, sharded=shard
-    )
+    taps, prompts = taps_of(plan.drafter, backbone), kind.sees_prompt(plan.drafter)
+    which: Any = {"data": data, "fraction": fraction, "prompts": prompts}
+    dataset = open_dataset(target, backbone, kind, taps, plan, **which, together=world, sharded=shard)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:

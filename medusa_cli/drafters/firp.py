@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses, roots_of
-from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.drafters.config import HeadsConfig
+from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.parallel import drafts_of
 from medusa_cli.engines.pseudo import Pseudo
 from medusa_cli.engines.trace import ahead as states_ahead

@@ -3,7 +3,7 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses
+from medusa_cli.drafters.config import MATRICES, VOCABULARIES, HeadsConfig
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
@@ -25,27 +26,8 @@ from medusa_cli.tree import Growth
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-VOCABULARIES = ("draft", "own", "shared")
-MATRICES = ("each", "one")
 # Turns (head, rows of the batch [n]) into the states [n, H] that the head's vocabulary matrix reads.
 Encoded = Callable[[int, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
-    """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all.
-
-    rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones.
-    """
-
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    vocabulary: str = "draft"
-    draft_vocab_size: int | None = None
-    matrices: str = "each"
-    rank: int | None = None
 
 
 class HeadDrafter(Drafter):
@@ -201,11 +183,11 @@ class HeadDrafter(Drafter):
         teacher = self._teacher(backbone, batch) if soft else None
         per_head, apart, correct, counted = [], [], [], []
         for k in range(1, self.num_heads + 1):
-            rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1) if len(batch.next) > k else None
-            targets = place[batch.next[rows + k]] if rows is not None else none[None][:0]
+            rows = batch.targets(k)
+            targets = place[batch.next[rows + k]]
             counted.append(none + len(targets))
             known = targets >= 0
-            if rows is None or not known.any():
+            if not known.any():
                 # Zero by way of the head's states: a pass back through a split model must be made all the same.
                 per_head.append(states_of(k - 1, none[None][:0]).sum() * 0.0)
                 correct.append(none)
@@ -256,6 +238,15 @@ class HeadDrafter(Drafter):
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""
         return dict(self.named_parameters())
 
+    def vocabulary_tensors(self) -> dict[str, Tensor]:
+        """What the file says of the vocabulary, where it is a draft one."""
+        return {"draft_ids": self.draft_ids.to("cpu", torch.int32)} if self.config.vocabulary == "draft" else {}
+
+    @staticmethod
+    def draft_ids_of(tensors: dict[str, Tensor]) -> Tensor:
+        """The draft vocabulary [M] that a file's tensors name."""
+        return tensors["draft_ids"]
+
     def config_json(self) -> dict[str, Any]:
         """What config.json says of the architecture."""
         return asdict(self.config)
@@ -274,8 +265,7 @@ class HeadDrafter(Drafter):
             name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
             for name, tensor in self.named_weights().items()
         }
-        if self.config.vocabulary == "draft":
-            tensors["draft_ids"] = self.draft_ids.to("cpu", torch.int32)
+        tensors |= self.vocabulary_tensors()
         save_file(tensors, folder / self.weights_file)
         (folder / self.weights_file).chmod(0o644)  # as readable as what lies beside it
         owner = provenance.get("backbone", {})
@@ -294,7 +284,7 @@ class HeadDrafter(Drafter):
                 for name, tensor in drafter.named_weights().items():
                     tensor.copy_(tensors[name])
                 if drafter.config.vocabulary == "draft":
-                    drafter.draft_ids.copy_(tensors["draft_ids"])
+                    drafter.draft_ids.copy_(cls.draft_ids_of(tensors))
         except (KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError) as reason:
             raise UserError(
                 f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
 from medusa_cli.drafters.blocks import Stack
-from medusa_cli.drafters.heads import Encoded, HeadDrafter, HeadsConfig
+from medusa_cli.drafters.config import HeadsConfig
+from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.parallel import drafts_of
 from medusa_cli.tree import Growth, Tree
 

@@ -25,9 +25,10 @@ class DrafterRecipe:
     vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
-    prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++); taps: after which of
-    the model's layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers
-    over its heads (1; 2 is its alpha variant). layers: after which of the model's layers the pseudo state of each of
+    prefix_layers: Hydra's decoder layers before its heads (0: Hydra, 1: Hydra++); taps: after which of the model's
+    layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers over its heads
+    (1; 2 is its alpha variant). context: what the prefix and adaptation layers of these two see, the whole conversation
+    or the answer alone. layers: after which of the model's layers the pseudo state of each of
     FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
     """
 
@@ -41,6 +42,7 @@ class DrafterRecipe:
     prefix_layers: int = _setting(0, least=0, most=4)
     taps: tuple[int, ...] = ()
     attention_layers: int = _setting(1, least=0, most=4)
+    context: str = _setting("conversation", among=("conversation", "answer"))
     layers: tuple[int, ...] | None = None
     masked: bool = False
 

@@ -28,8 +28,7 @@ def check_drafter(recipe: Recipe) -> None:
     kind, train = drafter_class(recipe.drafter.name), recipe.train
     if train.regress and not kind.told:
         raise UsageError(
-            f"train.regress={train.regress:g} says nothing to {kind.name}: its heads are not told the tokens "
-            "before their guesses",
+            f"train.regress={train.regress:g} says nothing to {kind.name}: its states are not held to the model's",
             "leave it out, or use drafter=hydra or drafter=amphista",
         )
     if train.heads_in_turn and not kind.whole_sequences:
@@ -50,7 +49,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     kind = drafter_class(recipe.name)
     if "taps" not in kind.settings:
         return kind.taps
-    depth, taps = backbone.num_layers, list(recipe.taps)
+    depth, taps = backbone.num_layers, list(recipe.taps or kind.default_taps(backbone.num_layers))
     if taps != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
         raise UsageError(
             f"drafter.taps={taps} does not fit this model's {depth} layers",

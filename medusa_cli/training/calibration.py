@@ -71,7 +71,7 @@ def calibrate(
     for batch in _batches(backbone, dataset, chosen):
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
-            rows = torch.nonzero(batch.segment[ahead:] == batch.segment[:-ahead]).squeeze(-1)
+            rows = batch.targets(ahead)
             if not len(rows):
                 continue
             scores, targets = scores[rows], batch.next[rows + ahead]
@@ -80,8 +80,8 @@ def calibrate(
             counted[head] += len(rows)
             if positions < FIT_POSITIONS:
                 log_loss[head] += _log_losses(scores, places[targets])
-        positions += len(batch.next)
-        on_progress(len(batch.next))
+        positions += len(batch.learnt)
+        on_progress(len(batch.learnt))
     if not counted.all():
         raise UserError(
             f"the held-out answers are too short to calibrate {heads} heads", "distil longer or more answers"

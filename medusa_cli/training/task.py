@@ -72,7 +72,7 @@ class _Stage1:
 
     def _found(self, batch: Batch) -> Found:
         found = head_losses(self.backbone, self.drafter, batch, self.train)
-        return Found(found.total, found, len(batch.next), {})
+        return Found(found.total, found, len(batch.learnt), {})
 
     def evaluating(self) -> AbstractContextManager[Any]:
         return nullcontext()
