@@ -52,7 +52,7 @@ class Amphista(HeadDrafter):
     regress = 100.0
     told = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
     config_class = AmphistaConfig
-    settings = ("attention_layers", "context")
+    settings = ("attention_layers", "context", "conditional")
     config: AmphistaConfig
 
     def __init__(self, config: AmphistaConfig) -> None:

@@ -10,7 +10,8 @@ MATRICES = ("each", "one")
 class HeadsConfig:
     """K heads of L layers; which vocabulary they score, of how many tokens, with a matrix each or one for all.
 
-    rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones.
+    rank: the vocabulary matrices are products [M, r] [r, H] of this inner size; None for whole ones. conditional: the
+    rank of the bias that the token drafted before gives a head's scores; None for none.
     """
 
     num_heads: int
@@ -21,3 +22,4 @@ class HeadsConfig:
     draft_vocab_size: int | None = None
     matrices: str = "each"
     rank: int | None = None
+    conditional: int | None = None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses
+from medusa_cli.drafters.conditional import Conditional
 from medusa_cli.drafters.config import MATRICES, VOCABULARIES, HeadsConfig
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
@@ -58,6 +59,8 @@ class HeadDrafter(Drafter):
         )
         ids = torch.arange(config.vocab_size) if config.vocabulary != "draft" else torch.zeros(rows, dtype=torch.long)
         self.register_buffer("draft_ids", ids, persistent=False)
+        conditional = config.conditional
+        self.conditional = Conditional(config.vocab_size, len(ids), conditional) if conditional else None
         self._forget_fast()
 
     @classmethod
@@ -148,6 +151,11 @@ class HeadDrafter(Drafter):
         """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
         return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
 
+    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """What a head's scores are the product of, [n, ..] and [M, ..], for states [n, H] and the tokens before [n]."""
+        read, matrix = self.inner(head, states), self.matrix(backbone, head)
+        return (read, matrix) if self.conditional is None else self.conditional.joined(read, matrix, before)
+
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
         states = self.inner(head, states)
@@ -198,8 +206,8 @@ class HeadDrafter(Drafter):
             if regress and k <= self.told:
                 goals = batch.hidden[rows + k, -self.config.hidden_size :].detach().float()
                 apart.append(decay**k * F.smooth_l1_loss(states.float(), goals))
-            read = self.inner(k - 1, states)
-            loss, hits = linear_cross_entropy(read, self.matrix(backbone, k - 1), targets[known], aim, soft)
+            read, matrix = self.product(backbone, k - 1, states, batch.next[rows + k - 1])
+            loss, hits = linear_cross_entropy(read, matrix, targets[known], aim, soft)
             per_head.append(loss)
             correct.append(hits)
         total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
@@ -232,7 +240,9 @@ class HeadDrafter(Drafter):
         states_of = self.encode(backbone, batch)
         every = torch.arange(len(batch.next), device=batch.next.device)
         for head in range(self.num_heads):
-            yield F.linear(self.inner(head, states_of(head, every)), self.matrix(backbone, head).to(self.dtype)).float()
+            before = batch.next[(every + head).clamp(max=len(every) - 1)]
+            read, matrix = self.product(backbone, head, states_of(head, every), before)
+            yield F.linear(read, matrix.to(read.dtype)).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""

@@ -28,7 +28,8 @@ class DrafterRecipe:
     prefix_layers: Hydra's decoder layers before its heads (0: Hydra, 1: Hydra++); taps: after which of the model's
     layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers over its heads
     (1; 2 is its alpha variant). context: what the prefix and adaptation layers of these two see, the whole conversation
-    or the answer alone. layers: after which of the model's layers the pseudo state of each of
+    or the answer alone. conditional: the rank of a bias that the token drafted before gives the scores of heads that
+    draft at once (Medusa's, Amphista's, FIRP's), null for none. layers: after which of the model's layers the pseudo state of each of
     FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
     """
 
@@ -43,6 +44,7 @@ class DrafterRecipe:
     taps: tuple[int, ...] = ()
     attention_layers: int = _setting(1, least=0, most=4)
     context: str = _setting("conversation", among=("conversation", "answer"))
+    conditional: int | None = _setting(None, least=1)
     layers: tuple[int, ...] | None = None
     masked: bool = False
 
