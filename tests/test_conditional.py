@@ -80,8 +80,7 @@ def test_each_node_holds_the_guess_that_follows_its_parent(kind: str, shape: Tre
     backbone = tiny_backbone(layers=4)
     drafter = conditioned(backbone, kind)
     confirmed = Confirmed(torch.tensor([8]), torch.randn(1, backbone.hidden_size), 11, 0)
-    drafter.reset()
-    draft = drafter.draft(backbone, backbone.new_cache(), confirmed, shape)
+    (draft,) = drafter.draft(backbone, [drafter], [confirmed], shape)
     assert draft.tree.size > 9 and draft.tree.max_depth == 3
     parents = {parent for parent in draft.tree.parents if parent > 0}
     assert len({int(draft.tokens[one]) for one in parents}) > 1
