@@ -11,7 +11,7 @@ from medusa_cli import console
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
-from medusa_cli.decoding import generate
+from medusa_cli.decoding import Decoder, answer, generate
 from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.runs.recipe import load_recipe
@@ -149,6 +149,32 @@ def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> 
     assert torch.equal(again, drafted(drafter, backbone, Confirmed(tokens, hidden, 11, 0), TREE))
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_its_own(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    rules = {"max_new_tokens": 12, "stop_ids": ()}
+
+    def begin() -> tuple[Decoder, list[list[int]]]:
+        drafter, drawn = trained(backbone, name), []
+
+        def watched(*words: object) -> list:
+            drafts = type(drafter).draft(drafter, *words)
+            drawn.extend(one.tokens.tolist() for one in drafts)
+            return drafts
+
+        drafter.draft = watched
+        return Decoder(backbone, drafter, TREE), drawn
+
+    (decoder, drawn), prompt = begin(), [5, 9, 20, 11]
+    said = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
+    for bridge in ([30, 31, 7], []):  # the next turn, and the same one with its last words put in another way
+        again = [*prompt, *(said if bridge else said[:-3]), *bridge, 6]
+        fresh, expected = begin()
+        drawn.clear()
+        ours, theirs = ([s.tokens for s in answer(one, again, **rules)] for one in (decoder, fresh))
+        assert ours == theirs and drawn == expected
+
+
 @pytest.mark.parametrize("name", ["hydra", "amphista"])
 def test_files_of_earlier_versions_see_the_answer_alone(name: str, tmp_path: Path) -> None:
     backbone = tiny_backbone(layers=4)
@@ -255,6 +281,23 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     assert torch.equal(batch.hidden[batch.learnt], answers.hidden)
     assert torch.equal(batch.sequence, torch.arange(4).repeat_interleave(len(batch.next) // 4))
     assert len(task._final(batch)) == len(answers.next)
+
+
+def test_a_run_of_an_earlier_version_is_compared_as_it_was_trained(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", layers=4)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n) for n in range(20)])
+    words = ["drafter=amphista", "drafter.context=answer", *SETTINGS, "--model", model, "--dtype", "fp32"]
+    assert CliRunner().invoke(app, ["train", *words, "--run", str(run.path)]).exit_code == 0
+    recipe, path = run.recipe_path.read_text(), run.drafter_dir / "config.json"
+    assert recipe.count("  context: answer\n") == 1
+    run.recipe_path.write_text(recipe.replace("  context: answer\n", ""))
+    config = json.loads(path.read_text())
+    assert config.pop("context") == "answer"
+    path.write_text(json.dumps(config))
+    shown = CliRunner().invoke(app, ["compare", str(run.path), "--data", str(run.distill_path), "--json", "--quiet"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)[0]["run"] == str(run.path)
 
 
 def test_the_commands_say_what_they_compute_again_and_train_on_it(tmp_path: Path) -> None:

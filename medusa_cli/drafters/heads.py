@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses
 from medusa_cli.drafters.conditional import Conditional
-from medusa_cli.drafters.config import MATRICES, VOCABULARIES, HeadsConfig
+from medusa_cli.drafters.config import VOCABULARIES, HeadsConfig, check_vocabulary
 from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
@@ -79,20 +79,10 @@ class HeadDrafter(Drafter):
 
         Matrices of low rank start as the best approximation of that rank.
         """
-        if vocabulary not in cls.vocabularies:
-            known = "unknown" if vocabulary not in VOCABULARIES else f"none that {cls.name} can score"
-            raise UserError(f"the vocabulary {vocabulary!r} is {known}", f"use one of {', '.join(cls.vocabularies)}")
-        if matrices not in MATRICES:
-            raise UserError(f"the matrices {matrices!r} are unknown", f"use one of {', '.join(MATRICES)}")
-        if vocabulary == "draft" and (draft_ids is None or not len(draft_ids)):
-            raise UserError("a draft vocabulary needs its token ids", "give draft_ids")
+        asked = (vocabulary, draft_ids, matrices, rank, backbone.hidden_size)
+        check_vocabulary(cls.name, cls.vocabularies, *asked)
         size = len(draft_ids) if vocabulary == "draft" and draft_ids is not None else None
         sizes = (num_heads, num_layers, backbone.hidden_size, backbone.vocab_size)
-        if rank is not None and (vocabulary == "shared" or not 1 <= rank < backbone.hidden_size):
-            raise UserError(
-                f"vocabulary matrices of rank {rank} cannot be",
-                f"use a rank below {backbone.hidden_size}, and the vocabulary draft or own",
-            )
         drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, rank, **own))
         if vocabulary == "draft" and draft_ids is not None:
             drafter.draft_ids.copy_(draft_ids)
