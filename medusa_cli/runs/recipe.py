@@ -26,11 +26,12 @@ class DrafterRecipe:
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
     prefix_layers: Hydra's decoder layers before its heads (0: Hydra, 1: Hydra++); taps: after which of the model's
-    layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers over its heads
-    (1; 2 is its alpha variant). context: what the prefix and adaptation layers of these two see, the whole conversation
-    or the answer alone. conditional: the rank of a bias that the token drafted before gives the scores of heads that
-    draft at once (Medusa's, Amphista's, FIRP's), null for none. layers: after which of the model's layers the pseudo state of each of
-    FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
+    layers it and EAGLE read states too, beside the final ones (EAGLE, where none is named: a low, a middle and a high
+    one). attention_layers: Amphista's self-attention layers over its heads (1; 2 is its alpha variant). context: what
+    Hydra's prefix and Amphista's adaptation layers see, the whole conversation or the answer alone. conditional: the
+    rank of a bias that the token drafted before gives the scores of heads that draft at once (Medusa's, Amphista's,
+    FIRP's), null for none. layers: after which of the model's layers the pseudo state of each of FIRP's heads enters,
+    null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
     """
 
     name: str = "medusa"
