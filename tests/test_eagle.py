@@ -57,7 +57,7 @@ def test_what_drafting_draws_is_what_training_reads(vocabulary: str, shape: Tree
             segment = torch.full((len(tokens),), -1)
             segment[len(following) - 1 :] = 0
             truth = Batch(states, tokens, segment, sequence=torch.zeros(len(tokens), dtype=torch.long))
-            found = guesses(drafter, backbone, truth, len(drafter.draft_ids))[len(following) - 1]
+            found = guesses(drafter, backbone, truth, len(drafter.draft_ids))[0]
             for head, node in enumerate(path):
                 assert draft.tokens[node] == found[head, draft.tree.ranks[node]], (number, node)
 
@@ -182,6 +182,7 @@ def test_the_file_is_laid_out_as_serving_engines_read_it(vocabulary: str, tmp_pa
     assert torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), ids) and torch.equal(ids, drafter.draft_ids)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and drafter.taps == (1, 3, 4, -1)
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == rows
+    assert config["max_position_embeddings"] == backbone.max_positions
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 4, 8)
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, Eagle) and loaded.config == drafter.config

@@ -18,6 +18,7 @@ from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.states import StateStore
 from medusa_cli.training import build_drafter, load_dataset
+from medusa_cli.training.calibration import calibrate
 from medusa_cli.training.conversations import batch_of, split_conversations
 from medusa_cli.training.data import Answer, pack, parts_of, segments
 from medusa_cli.training.joint import Joint
@@ -86,7 +87,7 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
             begun, k = end + 1, 0
             # As far as the guesses are the true tokens, and one further, training must have made the same.
             while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
-                assert draft[k + 1] == found[first + end, k, 0], (item.id, end, k)
+                assert draft[k + 1] == found[batch.numbers[first + end], k, 0], (item.id, end, k)
                 checked, k = checked + 1, k + 1
         first += len(item.tokens)
     assert checked > 20
@@ -245,6 +246,20 @@ def test_kept_states_serve_both_views_and_those_of_answers_alone_are_computed_ag
     assert computed == [sum(len(line["tokens"]) for line in lines)]
     made = again.batch(again.train, backbone.device, torch.float32)
     assert torch.allclose(made.hidden, other.hidden, atol=0.02, rtol=0.02) and torch.equal(made.segment, other.segment)
+
+
+def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=2) for n in range(12)])
+    torch.manual_seed(0)
+    heads = DRAFTERS["medusa"].create(backbone, 3, 1, "own")
+    both = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
+    narrow, wide = (calibrate(backbone, heads, dataset, top=3) for dataset in both)
+    assert narrow.counted == wide.counted and narrow.positions == wide.positions
+    assert narrow.accuracies == wide.accuracies and narrow.temperatures == wide.temperatures
+    losses = [heads.loss(backbone, one.batch(one.train, backbone.device, torch.float32)) for one in both]
+    assert torch.equal(losses[0].total, losses[1].total) and torch.equal(losses[0].counted, losses[1].counted)
 
 
 def test_rows_of_neither_kind_are_refused(tmp_path: Path) -> None:

@@ -121,5 +121,5 @@ class Amphista(HeadDrafter):
             x = stage(x, embedded)
             adapted.append(x.flatten(0, 1)[places[learnt]])
         states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of those that are learnt
-        number = torch.zeros_like(places).index_copy(0, learnt, torch.arange(len(learnt), device=learnt.device))
+        number = batch.numbers
         return lambda head, rows: states[number[rows], head].to(batch.hidden.dtype)

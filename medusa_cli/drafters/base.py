@@ -82,6 +82,11 @@ class Batch:
         """The positions [n] that are learnt."""
         return torch.nonzero(self.segment >= 0).squeeze(-1)
 
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each position [P] among those that are learnt; of the others it says nothing."""
+        return (self.segment >= 0).cumsum(0) - 1
+
     def targets(self, ahead: int) -> Tensor:
         """The positions [n] that have a target so many places on."""
         here = self.segment[:-ahead]
@@ -169,7 +174,10 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
+        """Each head's fp32 logits [n, M] over its vocabulary in turn, the true tokens before its target known.
+
+        Of the n positions that are learnt.
+        """
 
     @abstractmethod
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ class EagleConfig(HeadsConfig):
     intermediate_size: int = 64
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
@@ -85,6 +86,7 @@ class Eagle(HeadDrafter):
             "num_attention_heads": heads,
             "head_dim": getattr(config, "head_dim", None) or size // heads,
             "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,
+            "max_position_embeddings": backbone.max_positions,
         }
         # In rising order, as engines keep a draft vocabulary.
         ids = None if draft_ids is None else draft_ids.sort().values
@@ -221,9 +223,12 @@ class Eagle(HeadDrafter):
         return hidden[..., : -self.config.hidden_size]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        fused, learnt = self.fc(self._lower(batch.hidden)), batch.learnt
-        steps = Unrolled(self.midlayer, fused, self._embedded(backbone, batch.next), batch.views, learnt)
-        number = torch.zeros_like(batch.next).index_copy(0, learnt, torch.arange(len(learnt), device=learnt.device))
+        fused, embedded, number = (
+            self.fc(self._lower(batch.hidden)),
+            self._embedded(backbone, batch.next),
+            batch.numbers,
+        )
+        steps = Unrolled(self.midlayer, fused, embedded, batch.views, batch.learnt)
         return lambda head, rows: normed(self.norm, steps.step(head)[number[rows]]).to(batch.hidden.dtype)
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -247,7 +252,9 @@ class Eagle(HeadDrafter):
             "num_hidden_layers": 1,
             "num_key_value_heads": self.config.num_attention_heads,
             "draft_vocab_size": len(self.draft_ids),
+            "hidden_act": "silu",
             "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
             "eagle_aux_hidden_state_layer_ids": list(self.config.taps),
         }
 

@@ -225,13 +225,13 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
+        """Each head's fp32 logits [n, M] at the positions that are learnt, the true tokens before its target known."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         states_of = self.encode(backbone, batch)
-        every = torch.arange(len(batch.next), device=batch.next.device)
+        rows, last = batch.learnt, len(batch.next) - 1
         for head in range(self.num_heads):
-            before = batch.next[(every + head).clamp(max=len(every) - 1)]
-            read, matrix = self.product(backbone, head, states_of(head, every), before)
+            before = batch.next[(rows + head).clamp(max=last)]
+            read, matrix = self.product(backbone, head, states_of(head, rows), before)
             yield F.linear(read, matrix.to(read.dtype)).float()
 
     def named_weights(self) -> dict[str, Tensor]:

@@ -74,7 +74,7 @@ def calibrate(
             rows = batch.targets(ahead)
             if not len(rows):
                 continue
-            scores, targets = scores[rows], batch.next[rows + ahead]
+            scores, targets = scores[batch.numbers[rows]], batch.next[rows + ahead]
             right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
             hits[head] += right.sum(0).cpu()
             counted[head] += len(rows)
