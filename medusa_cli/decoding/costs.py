@@ -46,7 +46,8 @@ def measure_costs(
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
     decoder = Decoder(backbone, drafter, Tree.root_only())
     depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
-    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes}
+    widest = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no drafter has more guesses than words
+    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes if nodes <= widest}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
 

@@ -8,6 +8,7 @@ import torch
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.files import read_json
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
@@ -69,6 +70,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
     network.train()
+    attach(backbone)  # heads that are loaded ask how it multiplies
     return backbone
 
 
