@@ -17,12 +17,14 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.states import StateStore
-from medusa_cli.training import build_drafter, load_dataset
+from medusa_cli.training import Trainer, build_drafter, load_dataset
+from medusa_cli.training.build import runs_model, taps_of
 from medusa_cli.training.calibration import calibrate
 from medusa_cli.training.conversations import batch_of, split_conversations
 from medusa_cli.training.data import Answer, pack, parts_of, segments
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.records import Record, read_records
+from medusa_cli.training.setup import whole_conversations
 from medusa_cli.tree import Growth, Tree
 from tests.runs import save_model
 from tests.test_training import SETTINGS, conversation, write_lines
@@ -296,6 +298,28 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     assert torch.equal(batch.hidden[batch.learnt], answers.hidden)
     assert torch.equal(batch.sequence, torch.arange(4).repeat_interleave(len(batch.next) // 4))
     assert len(task._final(batch)) == len(answers.next)
+
+
+@pytest.mark.parametrize("name", [*VIEWS, "medusa"])
+def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=4)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=2) for n in range(10)])
+    words = [f"drafter={name}", "train.states=fresh", *(["drafter.prefix_layers=1"] if name == "hydra" else [])]
+    recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
+    kind, taps = DRAFTERS[name], taps_of(recipe.drafter, backbone)
+    assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
+    fresh = whole_conversations(run, backbone, recipe, None, 0.2)
+    torch.manual_seed(0)
+    drafter, _ = build_drafter(backbone, recipe.drafter, fresh)
+    made = Trainer(backbone, drafter, fresh, recipe, run).task.losses(fresh.train, 0.0)
+    assert not (run.path / "cache").exists()
+    kept = load_dataset(run, backbone, fraction=0.2, taps=taps, prompts=kind.sees_prompt(recipe.drafter))
+    expected = Trainer(backbone, drafter, kept, recipe, run).task.losses(kept.train, 0.0)
+    assert made.positions == expected.positions
+    assert float(made.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
+    ours, theirs = (calibrate(backbone, drafter, one, top=2) for one in (fresh, kept))
+    assert ours.counted == theirs.counted and ours.positions == theirs.positions
 
 
 def test_a_run_of_an_earlier_version_is_compared_as_it_was_trained(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def calibrate(
         name,
         device=device,
         dtype=dtype,
-        engine=engine_for(drafter_kind(folder), engine),
+        engine=engine_for(drafter_kind(folder), recipe.train, engine),
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
         adapter=target.adapter if own else None,

@@ -9,9 +9,11 @@ from medusa_cli import console
 from medusa_cli.errors import UsageError
 
 
-def engine_for(kind: Any, engine: str) -> str:
-    """The engine to load the backbone with; UsageError for --engine fast where pseudo rows need its own layers."""
-    if not kind.whole_sequences:
+def engine_for(kind: Any, train: Any, engine: str) -> str:
+    """The engine to load the backbone with; UsageError for --engine fast where whole conversations run through it."""
+    from medusa_cli.training.build import runs_model
+
+    if not runs_model(kind, train):
         return engine
     if engine not in ("auto", "eager"):
         raise UsageError(
@@ -41,9 +43,10 @@ def open_dataset(
     prefill, or, sharded, the backbone.
     """
     from medusa_cli.training import load_dataset
+    from medusa_cli.training.build import runs_model
     from medusa_cli.training.setup import whole_conversations
 
-    if kind.whole_sequences:
+    if runs_model(kind, recipe.train):
         return whole_conversations(run, backbone, recipe, data, fraction)
     bars: list[console.Bar] = []
     with ExitStack() as stack:

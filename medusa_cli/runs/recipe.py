@@ -73,8 +73,10 @@ class TrainRecipe:
     the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
     the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there (null: what
     suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one after another, each for its share
-    of the steps, as in its section 3.3; else at once. shard: of several processes each holds a part of the backbone's
-    layers, and gathers a layer to run it.
+    of the steps, as in its section 3.3; else at once. states: the model's states that stage 1 learns from are
+    "kept" in the run, or made "fresh" in every step from whole conversations, which takes longer and no room on the
+    disk (max_length and batch_tokens are then as in stage 2). shard: of several processes each holds a part of the
+    backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -112,6 +114,7 @@ class TrainRecipe:
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
     heads_in_turn: bool = False
+    states: str = _setting("kept", among=("kept", "fresh"))
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

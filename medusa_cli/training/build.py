@@ -9,7 +9,7 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.base import beside_final
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import DrafterRecipe, Recipe
+from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
 
@@ -21,6 +21,11 @@ def drafter_class(name: str) -> type[HeadDrafter]:
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(DRAFTERS))}"
         raise UsageError(f"drafter.name={name!r} is unknown", hint)
     return DRAFTERS[name]
+
+
+def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
+    """Whether a drafter of a kind learns in stage 1 beside passes of the model over whole conversations."""
+    return kind.whole_sequences or train.states == "fresh"
 
 
 def check_drafter(recipe: Recipe) -> None:

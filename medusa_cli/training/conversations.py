@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.engines.trace import trace
 from medusa_cli.errors import UserError
 from medusa_cli.training.data import held_out_ids, parts_of, records_digest, segments
@@ -120,3 +120,13 @@ def batch_of(
     rows = rows.to(states.device)
     hidden = states[rows] if dtype is None else states[rows].to(dtype)
     return Batch(hidden, following, segment.to(states.device), made, rows, sequence)
+
+
+@torch.no_grad()
+def whole_batch(
+    backbone: Backbone, drafter: Drafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
+) -> Batch:
+    """What a drafter learns of whole conversations beside a frozen backbone, from a pass over them."""
+    if drafter.whole_sequences:
+        return batch_of(backbone, items, dtype, traced=True)
+    return batch_of(backbone, items, dtype, taps=drafter.taps, prompts=drafter.sees_prompt(drafter.config))
