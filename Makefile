@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow bench-decode bench-endpoint bench-joint bench-firp clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -47,6 +47,14 @@ test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU wi
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+
+crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once
+	$(BIN)/python -m tests.crash
+
+SECONDS_OF_FUZZ ?= 600
+
+fuzz: $(READY) ## change every file and flag at random for ten minutes; SEED=N does it again
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZ) $(if $(SEED),--seed $(SEED))
 
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps

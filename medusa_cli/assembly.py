@@ -12,12 +12,11 @@ from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_json
 from medusa_cli.runs.heads import STAMP, UNKNOWN, Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import budgets
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.files import load_tree, tree_made
 from medusa_cli.tree.search import largest, search
 
 MOST_PAYING = 32
@@ -55,6 +54,7 @@ def assemble(
     engine: str = "auto",
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
+    trust_remote_code: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Assembled:
     """Load what was chosen; UserError where drafter, tree and model do not fit.
@@ -69,6 +69,7 @@ def assemble(
         engine=engine,
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
+        trust_remote_code=trust_remote_code,
         adapter=choice.adapter,
         chat_template=choice.run.chat_template if choice.run else None,
     )
@@ -105,9 +106,7 @@ def static_tree(choice: Choice) -> Tree | None:
 
 def _made(tree: Path) -> dict[str, Any]:
     """What a tree's file says of its making."""
-    data = read_json(tree, "the tree")
-    made = data.get("provenance") if isinstance(data, dict) else None
-    return made if isinstance(made, dict) else {}
+    return vars(tree_made(tree))
 
 
 def _calibration(choice: Choice) -> Heads:

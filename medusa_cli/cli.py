@@ -1,22 +1,73 @@
 """The `medusa` program: its commands, and the one place where errors become a line and an exit code."""
 
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from medusa_cli import __version__, console
-from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, machine, train, tree
-from medusa_cli.errors import OUT_OF_MEMORY, UserError, explain_os
+from medusa_cli import __version__
+from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, explain_os
 
-INTERRUPTED = 130
+# Each is the function of its name in the file of its name in commands/, which is imported when the command is typed;
+# one that is a word of Python's has an underscore there.
+COMMANDS = {
+    "distill": "make training data in the model's own words",
+    "train": "train a drafter on it",
+    "calibrate": "measure how often its guesses are right",
+    "tree": "find the best tree of guesses",
+    "chat": "chat, several tokens a step",
+    "bench": "measure speedup, acceptance and overhead",
+    "compare": "several trainings side by side",
+    "machine": "what this machine is fast at, and what auto takes",
+    "assets": "fetch the default model and the data",
+    "demo": "plain and drafted decoding side by side",
+}
+# A measurement of one drafter's design: `make bench-firp` runs it.
+HIDDEN = ("bench-firp",)
+
+
+def function_of(name: str) -> Any:
+    """The function behind a command's name."""
+    word = name.replace("-", "_") + ("_" if iskeyword(name) else "")
+    return getattr(import_module(f"medusa_cli.commands.{word}"), word)
+
+
+class _Commands(Mapping[str, Any]):
+    """All commands by name, each made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS and name not in HIDDEN:
+            raise KeyError(name)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        alone.command(name, short_help=COMMANDS.get(name), hidden=name in HIDDEN)(function_of(name))
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from COMMANDS
+        yield from HIDDEN
+
+    def __len__(self) -> int:
+        return len(COMMANDS) + len(HIDDEN)
 
 
 class Boundary(TyperGroup):
     """Runs a command; what it raises ends as one line on stderr, with the traceback only under --debug."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**{**attrs, "commands": _Commands()})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, without importing what is behind them."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the table of commands for --help, importing none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def main(
         self,
@@ -35,15 +86,24 @@ class Boundary(TyperGroup):
         except KeyboardInterrupt:
             code = INTERRUPTED
         except Exception as reason:
-            if "--debug" in words:
-                traceback.print_exc()
-            message, code = explain(reason)
-            if isinstance(reason, typer.TyperException):
-                message += f"; see `{self._asked(words)} --help`"
-            console.error(message)
+            code = self._fail(reason, words)
         if code == INTERRUPTED:
+            from medusa_cli import console
+
             console.err.print("interrupted", style="red")
         sys.exit(code or 0)
+
+    def _fail(self, reason: Exception, words: list[str]) -> int:
+        """Say what went wrong; the exit code."""
+        from medusa_cli import console
+
+        if "--debug" in words:
+            console.trace()
+        message, code = explain(reason)
+        if isinstance(reason, typer.TyperException):
+            message += f"; see `{self._asked(words)} --help`"
+        console.error(message)
+        return code
 
     def _asked(self, words: list[str]) -> str:
         """The command that was typed, as far as there is one of that name."""
@@ -101,24 +161,6 @@ def _root(
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-COMMANDS: dict[Any, str] = {
-    distill.distill: "make training data in the model's own words",
-    train.train: "train a drafter on it",
-    calibrate.calibrate: "measure how often its guesses are right",
-    tree.tree: "find the best tree of guesses",
-    chat.chat: "chat, several tokens a step",
-    bench.bench: "measure speedup, acceptance and overhead",
-    compare.compare: "several trainings side by side",
-    machine.machine: "what this machine is fast at, and what auto takes",
-    assets.assets: "fetch the default model and the data",
-    demo.demo: "plain and drafted decoding side by side",
-}
-for command, summary in COMMANDS.items():
-    app.command(short_help=summary)(command)
-# A measurement of one drafter's design: `make bench-firp` runs it.
-app.command(hidden=True)(bench_firp.bench_firp)
 
 
 def main() -> None:

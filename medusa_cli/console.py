@@ -1,19 +1,32 @@
-"""The only module that prints: results on stdout, what is said on the way on stderr, JSON under --json."""
+"""The only module that prints: results on stdout, what is said on the way on stderr, JSON under --json.
 
+Texts of models, files and names reach a terminal with their control characters made visible; a pipe gets them as
+they are, on stdout, where they are results.
+"""
+
+import io
 import json as jsonlib
 import logging
+import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-# Neither guesses at colours for numbers and paths; soft_wrap in print keeps one message one line in a pipe.
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+from medusa_cli.errors import TERMINATED
+from medusa_cli.screen import Screen, guard_libraries, visible
+
+# A message longer than this loses its middle: five lines of a terminal.
+LONGEST = 5 * 120
+
+# soft_wrap in print keeps one message one line in a pipe.
+out = Screen()
+err = Screen(stderr=True)
 
 
 @dataclass
@@ -28,6 +41,9 @@ _mode = _Mode()
 def configure(quiet: bool = False, json: bool = False) -> None:
     """Set what is shown: quiet drops info and progress, json replaces results by `emit_json`'s document."""
     _mode.quiet, _mode.json = quiet, json
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding has no letter for, as stderr does
+    guard_libraries()
     logger = logging.getLogger("medusa_cli")
     if not any(isinstance(one, _Spoken) for one in logger.handlers):
         logger.addHandler(_Spoken())
@@ -45,27 +61,54 @@ class _Spoken(logging.Handler):
 def info(message: str) -> None:
     """Say on stderr what is going on; silent when quiet."""
     if not _mode.quiet:
-        err.print(Text(message), soft_wrap=True)
+        err.print(Text(visible(message)), soft_wrap=True)
 
 
 def warn(message: str) -> None:
     """Say on stderr, in yellow, what may surprise."""
-    err.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+    err.print(Text(visible(f"warning: {_short(message)}"), style="yellow"), soft_wrap=True)
 
 
 def error(message: str) -> None:
     """Say on stderr, in red and in one line, what went wrong."""
-    err.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+    err.print(Text(visible(f"error: {_short(' '.join(message.split()))}"), style="red"), soft_wrap=True)
+
+
+def _short(message: str) -> str:
+    """A message of bearable length; its end says what to do, so that is kept."""
+    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 + 5 :]}"
 
 
 def result(renderable: RenderableType) -> None:
     """Print a result, plain text or any rich renderable, on stdout; nothing under --json."""
     if _mode.json:
         return
-    if isinstance(renderable, str):
-        out.print(Text(renderable), soft_wrap=True)
-    else:
+    if not isinstance(renderable, str):
         out.print(renderable)
+    elif out.is_terminal:
+        out.print(Text(visible(renderable)), soft_wrap=True)
+    else:
+        stream([(renderable + "\n", "")])
+
+
+def stream(pieces: Iterable[tuple[str, str]]) -> None:
+    """Write pieces of a text with a style each ("" for none) on stdout at once; a line ends only where they say."""
+    pieces = list(pieces)
+    plain = "".join(piece for piece, _ in pieces)
+    if not out.is_terminal:
+        out.file.write(plain)
+    elif not any(style for _, style in pieces):
+        out.file.write(visible(plain))  # not by rich, which would make blanks of tabs
+    else:
+        out.print(Text.assemble(*((visible(piece), style) for piece, style in pieces)), end="", soft_wrap=True)
+    out.file.flush()
+
+
+def trace() -> None:
+    """Write the traceback of the exception that is being handled on stderr."""
+    import traceback
+
+    err.file.write(visible(traceback.format_exc()))
 
 
 def emit_json(obj: Any) -> None:
@@ -106,8 +149,25 @@ def progress(description: str, total: float | None = None, unit: str = "tokens")
         return
     from medusa_cli.progress import show_bar
 
-    with show_bar(err, description, total, unit) as bar:
+    with terminated(), show_bar(err, description, total, unit) as bar:
         yield bar
+
+
+@contextmanager
+def terminated() -> Iterator[None]:
+    """Let SIGTERM end the program through every `finally`, which puts the terminal right, with the shell's code."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Footer:
@@ -121,21 +181,22 @@ class Footer:
         if self._live:
             rows, columns = err.height, err.width
             # Save the cursor, go to the last row, clear it, write dimmed, and come back.
-            err.file.write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{text[: columns - 1]}\x1b[0m\x1b8")
+            err.file.write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{visible(text)[: columns - 1]}\x1b[0m\x1b8")
             err.file.flush()
 
 
 @contextmanager
 def footer() -> Iterator[Footer]:
     """Hold the terminal's last row for a Footer; does nothing when quiet, under --json, or without a terminal."""
-    live = err.is_terminal and out.is_terminal and not _mode.quiet and not _mode.json
-    if live:
-        # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).
-        err.file.write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
-        err.file.flush()
-    try:
-        yield Footer(live)
-    finally:
-        if live:
+    if not (err.is_terminal and out.is_terminal) or _mode.quiet or _mode.json:
+        yield Footer(live=False)
+        return
+    with terminated():
+        try:
+            # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).
+            err.file.write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
+            err.file.flush()
+            yield Footer(live=True)
+        finally:
             err.file.write(f"\x1b7\x1b[r\x1b[{err.height};1H\x1b[2K\x1b8")
             err.file.flush()

@@ -1,8 +1,31 @@
 """Errors a user can act on: what was wrong, where, and what to do."""
 
 import errno
+import reprlib
+import signal
+from typing import Any
+
+# Exit codes: 1 for what could not be done, 2 for a command line that cannot be; these are the shell's own.
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or --load-in-4bit"
+
+
+# Characters of a message: five lines of 120, whatever values and paths it names.
+LONGEST = 600
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 80, 80, 40
+
+
+def shown(value: Any) -> str:
+    """A value as an error names it: its repr, cut where it is long."""
+    return _REPR.repr(value)
+
+
+def cut(text: str) -> str:
+    """A text of at most LONGEST characters, its middle left out where it is longer."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 class UserError(Exception):
@@ -11,6 +34,7 @@ class UserError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, remedy: str = "") -> None:
+        message = cut(message)
         super().__init__(f"{message}; {remedy}" if remedy else message)
         self.message = message
 

@@ -1,14 +1,17 @@
 """The words every command shares: one meaning, unit and help text each; the default is the command's."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.runs.run import DEFAULT_RUN
 
+# A temperature below this divides scores out of their numbers' range.
+COLDEST = 1e-3
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ENGINES = ("auto", "eager", "fast", "int8", "int4")
@@ -36,7 +39,14 @@ def _engine(value: str) -> str:
 def _temperature(value: float | None) -> float | None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"{value} is not a number of 0 or more; 0 is greedy")
+    if value is not None and 0 < value < COLDEST:
+        raise typer.BadParameter(f"{value} is too close to 0; 0 is greedy")
     return value
+
+
+def called(model: str, place: Mapping[str, Any]) -> str:
+    """A model's name for a greeting line, which says where its own code is let run."""
+    return f"{model}, its own code trusted (--trust-remote-code)" if place.get("trust_remote_code") else model
 
 
 Model = Annotated[
@@ -110,11 +120,26 @@ Engine = Annotated[
         "model (CPU).",
     ),
 ]
+_ROUNDED = "[default: as the drafter was trained, else whole]"
 LoadIn4bit = Annotated[
-    bool, typer.Option("--load-in-4bit", help="Load the backbone's weights in 4 bits (bitsandbytes NF4).")
+    bool | None,
+    typer.Option(
+        "--load-in-4bit/--no-load-in-4bit",
+        help=f"Load the backbone's weights in 4 bits (bitsandbytes NF4). {_ROUNDED}",
+        show_default=False,
+    ),
 ]
 LoadIn8bit = Annotated[
-    bool, typer.Option("--load-in-8bit", help="Load the backbone's weights in 8 bits (bitsandbytes).")
+    bool | None,
+    typer.Option(
+        "--load-in-8bit/--no-load-in-8bit",
+        help=f"Load the backbone's weights in 8 bits (bitsandbytes). {_ROUNDED}",
+        show_default=False,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python files that come with the model; without it none ever is."),
 ]
 Seed = Annotated[
     str | None,
@@ -132,6 +157,7 @@ RandomSeed = Annotated[
         "--random-seed",
         metavar="N",
         min=0,
+        max=2**62,
         help="Seed of the random generator. [default: 0]",
         show_default=False,
     ),

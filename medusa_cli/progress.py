@@ -9,6 +9,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
+from medusa_cli.screen import visible
+
 
 class _Rate(ProgressColumn):
     """Done of total, and units a second."""
@@ -49,7 +51,7 @@ class _Bar:
 
     def describe(self, text: str) -> None:
         """Replace the text before the bar."""
-        self._shown.update(self._task, description=text)
+        self._shown.update(self._task, description=visible(text))
 
     def show(self, cells: Mapping[str, str]) -> None:
         """Replace the table above the bar: column names and the cells of its row."""
@@ -66,4 +68,4 @@ def show_bar(console: Console, description: str, total: float | None, unit: str)
         TimeRemainingColumn(),
     )
     with _Shown(*columns, console=console) as shown:
-        yield _Bar(shown, shown.add_task(description, total=total))
+        yield _Bar(shown, shown.add_task(visible(description), total=total))

@@ -1,12 +1,28 @@
 """Hidden states on disk: raw bf16 rows, appended while text is generated and read at random while heads are trained."""
 
+import hashlib
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import check_regular
+
+
+def seal(id: str, tokens: Sequence[int], spans: Sequence[Sequence[int]], rows: Tensor) -> str:
+    """What ties state rows [n, H] to the conversation that they are of: a digest of both."""
+    digest = hashlib.blake2b(json.dumps([id, list(tokens), [list(span) for span in spans]]).encode(), digest_size=8)
+    digest.update(_raw(rows))
+    return digest.hexdigest()
+
+
+def _raw(rows: Tensor) -> bytes:
+    """The bytes of rows as they are on disk."""
+    return rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class StateStore:
@@ -15,6 +31,7 @@ class StateStore:
     def __init__(self, path: Path, hidden_size: int) -> None:
         self.path, self.hidden_size = path, hidden_size
         self._row_bytes = 2 * hidden_size
+        check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
         self._out.seek(0, 2)
@@ -27,8 +44,7 @@ class StateStore:
     def append(self, rows: Tensor) -> int:
         """Write rows [n, H] at the end and flush them; return the number of the first."""
         first = self._out.tell() // self._row_bytes
-        data = rows.detach().to("cpu", torch.bfloat16).contiguous()
-        self._out.write(data.view(torch.uint8).numpy().tobytes())
+        self._out.write(_raw(rows))
         self._out.flush()
         return first
 

@@ -6,13 +6,22 @@ import random
 import pytest
 import torch
 
-from medusa_cli.decoding import Sampling, accept
-from medusa_cli.decoding.sampling import target_probs
+from medusa_cli.decoding import Sampling, Verdict
+from medusa_cli.decoding import accept as accept_many
+from medusa_cli.decoding.sampling import Rule, target_probs
 from medusa_cli.drafters.base import Draft
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
 
 VOCAB = 7
+
+
+def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
+    """One draft alone, with the random numbers given."""
+    rule = Rule(sampling, logits.device)
+    rule.generator = generator
+    (verdict,) = accept_many(logits[None], [draft], [rule])
+    return verdict
 
 
 def random_tree(chance: random.Random, nodes: int) -> Tree:
@@ -140,6 +149,8 @@ def test_the_nucleus_and_top_k_cut_what_they_should() -> None:
         ({"top_p": 1.5}, "--top-p"),
         ({"top_k": -1}, "--top-k"),
         ({"epsilon": 0.0}, "epsilon"),
+        ({"mode": "typical", "temperature": 0.7, "top_p": 0.9}, "--top-p 0.9 says nothing to --sampling typical"),
+        ({"mode": "typical", "temperature": 0.7, "top_k": 5}, "--top-k 5 says nothing to --sampling typical"),
     ],
 )
 def test_impossible_sampling_is_named(changes: dict, flag: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, load_drafter
+from medusa_cli.drafters.base import Objective
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
@@ -129,7 +130,7 @@ def test_segments_do_not_see_one_another_and_every_weight_learns() -> None:
     found = guesses(heads, backbone, Batch(hidden, tokens, segment), 3)
     assert torch.equal(found[6:], guesses(heads, backbone, Batch(hidden[6:], tokens[6:], segment[6:]), 3))
     heads.train()
-    heads.loss(backbone, Batch(hidden, tokens, segment), soft=0.5).total.backward()
+    heads.loss(backbone, Batch(hidden, tokens, segment), Objective(soft=0.5)).total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters())
 
 

@@ -28,7 +28,7 @@ LAYERS = [
 LEAVES = {"runs", "assets", "errors"}
 # Storage of hidden states: a leaf too, but one of torch, so no command may start with it.
 TORCH_LEAVES = {"states"}
-SCREEN = {"console", "options", "progress"}
+SCREEN = {"console", "options", "progress", "screen"}
 HEAVY = {
     "torch",
     "transformers",
@@ -129,6 +129,14 @@ def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, medusa_cli.cli; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & HEAVY
+
+
+def test_help_imports_no_command_and_no_rich() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']; import medusa_cli.cli as cli\ntry: cli.main()\nfinally: "
+    code += "print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Commands:" in done.stdout
+    assert not [name for name in done.stderr.split() if name.startswith(("medusa_cli.commands", "rich"))]
 
 
 def test_every_module_says_what_it_is_for() -> None:

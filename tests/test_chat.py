@@ -59,7 +59,7 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
 def test_mistakes_cost_a_line_not_the_session(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\n/save {tmp_path}\nw1\n")
-    assert shown.exit_code == 0
+    assert shown.exit_code == 1  # a script must know
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 4 and shown.stdout.strip()
     assert errors[3] == f"error: {tmp_path}: is a directory; check the path"

@@ -25,7 +25,7 @@ from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import DistillRecipe
 
-NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "assets", "demo"]
+NAMES = ["distill", "train", "calibrate", "tree", "chat", "bench", "compare", "machine", "assets", "demo"]
 runner = CliRunner()
 
 
@@ -95,7 +95,9 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("function", list(cli.COMMANDS), ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [cli.function_of(name) for name in cli.COMMANDS], ids=lambda function: function.__name__
+)
 def test_shared_words_mean_the_same_everywhere(function: Callable[..., None]) -> None:
     """A flag named like a shared option must be that option (or the --run that may be absent)."""
     runs = {options.Run, options.RunOrShipped, options.RunOrDefault}
@@ -115,7 +117,7 @@ def test_what_help_says_of_defaults_is_so() -> None:
 
 
 def test_the_words_of_devices_and_engines_are_those_that_load() -> None:
-    from medusa_cli.backbone import load
+    from medusa_cli.engines import load
 
     assert options.ENGINES == load.ENGINES and set(options.DTYPES) == {"auto", *load.DTYPES}
 

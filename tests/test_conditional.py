@@ -124,13 +124,13 @@ def test_the_loss_is_the_cross_entropy_after_the_true_token_before(kind: str) ->
     hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (9,))
     segment = torch.tensor([0] * 4 + [1] * 5)
     batch = Batch(hidden, tokens, segment)
-    losses = drafter.loss(backbone, batch, 0.8)
+    losses = drafter.loss(backbone, batch)
     states, expected = drafter.encode(backbone, batch), torch.zeros(())
     for k in range(1, 4):
         rows = batch.targets(k)
         scores = drafter.inner(k - 1, states(k - 1, rows)) @ drafter.matrix(backbone, k - 1).T
         scores = scores + drafter.conditional.before[tokens[rows + k - 1]] @ drafter.conditional.after.T
-        expected = expected + 0.8**k * F.cross_entropy(scores, tokens[rows + k])
+        expected = expected + 0.8**k * len(rows) / 9 * F.cross_entropy(scores, tokens[rows + k])
     assert float(losses.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     learning = [drafter.conditional.before, drafter.conditional.after]
     ours, theirs = (torch.autograd.grad(one, learning, retain_graph=True) for one in (losses.total, expected))

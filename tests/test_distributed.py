@@ -51,7 +51,7 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
     [
         ["train.accumulation=1"],
         ["train.accumulation=3"],
-        ["--stage", "2", "--schedule", "sine", "train.lora_dropout=0"],
+        ["--stage", "2", "--schedule", "sine", "train.lora_dropout=0.3"],
     ],
     ids=["fewer", "uneven", "stage-2"],
 )

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_batch, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, Eagle, load_drafter
+from medusa_cli.drafters.base import Objective
 from medusa_cli.drafters.blocks import rotary, rotated
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.files import read_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import FAMILIES, guesses, tiny_backbone
@@ -154,13 +155,13 @@ def test_every_weight_learns_by_the_answers_alone() -> None:
     drafter = eagle(backbone).train()
     hidden, tokens = torch.randn(12, 4 * 32), DRAFT_IDS[torch.randint(0, 8, (12,))]
     segment, sequence = torch.tensor([-1] * 4 + [0] * 8), torch.zeros(12, dtype=torch.long)
-    found = drafter.loss(backbone, Batch(hidden, tokens, segment, sequence=sequence), soft=0.5)
+    found = drafter.loss(backbone, Batch(hidden, tokens, segment, sequence=sequence), Objective(soft=0.5))
     assert found.counted.tolist() == [7, 6, 5, 4]
     found.total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
     other = torch.where(torch.arange(12) < 4, DRAFT_IDS[torch.randint(0, 8, (12,))], tokens)
     # Other words in the prompt are seen (they move the loss), but the targets are as they were.
-    again = drafter.loss(backbone, Batch(hidden, other, segment, sequence=sequence), soft=0.5)
+    again = drafter.loss(backbone, Batch(hidden, other, segment, sequence=sequence), Objective(soft=0.5))
     assert not torch.equal(again.total, found.total) and again.counted.tolist() == found.counted.tolist()
 
 

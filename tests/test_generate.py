@@ -166,6 +166,19 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it() -> None:
         assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
 
 
+def test_a_stop_string_may_be_a_special_token_which_is_never_shown() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    marked = whole[6]
+    # Whatever the seventh token is, it is special now: `decode` leaves it out.
+    name = backbone.tokenizer.convert_ids_to_tokens(marked)
+    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    assert backbone.decode([marked]) == ""
+    rules = {"max_new_tokens": 60, "stop_ids": (), "stop_strings": [name]}
+    tokens = [t for step in generate_plain(backbone, PROMPT, **rules) for t in step.tokens]
+    assert tokens == whole[: whole.index(marked) + 1]
+
+
 @pytest.mark.parametrize("shape", TREES)
 def test_the_context_limit_ends_the_answer_without_leaving_it(shape: str) -> None:
     backbone = tiny_backbone(positions=32)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
+from medusa_cli.drafters.base import Objective
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from tests.passes import drafted
@@ -125,7 +126,7 @@ def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float,
     count = 7
     hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
     heads.train()
-    losses = heads.loss(backbone, Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)), 0.8, soft)
+    losses = heads.loss(backbone, Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)), Objective(0.8, soft))
     context = hidden[None]
     for layer in heads.prefix:
         context = layer(context)
@@ -139,7 +140,7 @@ def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float,
             place = DRAFT_IDS.tolist().index(int(tokens[p + k]))
             aim = (backbone.lm_head_weight[DRAFT_IDS] @ hidden[p + k]).softmax(-1)
             terms.append(-(1 - soft) * scores[place] - soft * (aim * scores).sum())
-        total = total + 0.8**k * sum(terms) / len(terms)
+        total = total + 0.8**k * sum(terms) / count
         assert float(losses.per_head[k - 1].detach()) == pytest.approx(
             float(sum(terms).detach()) / len(terms), rel=1e-4
         )

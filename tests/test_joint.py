@@ -92,7 +92,7 @@ def test_the_loss_is_the_language_models_plus_lambda_0_times_the_heads(objective
                             state = heads.blocks[k - 1](out.hidden[at - 1])
                             scores = heads.matrices[k - 1] @ state
                             terms[k - 1].append(F.cross_entropy(scores[None], one.tokens[at + k][None]))
-    expected = sum(model) / len(model) + 0.2 * sum(0.8 ** (k + 1) * sum(t) / len(t) for k, t in enumerate(terms))
+    expected = sum(model) / len(model) + 0.2 * sum(0.8 ** (k + 1) * sum(t) / len(model) for k, t in enumerate(terms))
     assert float(found.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     assert found.positions == sum(one.positions for one in items) and found.parts["lambda_0"] == 0.2
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, MedusaHeads, load_drafter
+from medusa_cli.drafters.base import Objective
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
@@ -86,7 +87,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_each_head(vocabulary: str) ->
     known = heads.draft_ids.tolist()
     following = torch.tensor([known[i % len(known)] if i % 3 else 60 for i in range(positions)])
     segment = torch.tensor([0] * 5 + [1] * 2 + [2] * 7)
-    losses = heads.loss(backbone, Batch(hidden, following, segment), decay=0.8)
+    losses = heads.loss(backbone, Batch(hidden, following, segment), Objective(0.8))
     total = torch.zeros(())
     for k in range(1, 4):
         terms, right, counted = [], 0, 0
@@ -103,7 +104,8 @@ def test_the_loss_is_the_weighted_cross_entropy_of_each_head(vocabulary: str) ->
                 right += int(scores.argmax()) == known.index(target)
         assert losses.per_head[k - 1].item() == pytest.approx(float(sum(terms) / len(terms)), rel=1e-4)
         assert (int(losses.correct[k - 1]), int(losses.counted[k - 1])) == (right, counted)
-        total = total + 0.8**k * sum(terms) / len(terms)
+        assert int(losses.learnt[k - 1]) == len(terms)
+        total = total + 0.8**k * sum(terms) / positions
     assert losses.total.item() == pytest.approx(float(total), rel=1e-4)
     losses.total.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in heads.parameters())
@@ -161,8 +163,8 @@ def test_states_of_told_heads_are_drawn_towards_the_backbones_own(kind: str, tol
     count = 9
     hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
     batch = Batch(hidden, tokens, torch.tensor([0] * 4 + [1] * 5))
-    plain = heads.loss(backbone, batch, 0.5, 0.5)
-    pulled = heads.loss(backbone, batch, 0.5, 0.5, regress=3.0)
+    plain = heads.loss(backbone, batch, Objective(0.5, 0.5))
+    pulled = heads.loss(backbone, batch, Objective(0.5, 0.5, regress=3.0))
     states, expected = heads.encode(backbone, batch), 0.0
     for k in told:
         rows = [p for p in range(count - k) if batch.segment[p] == batch.segment[p + k]]

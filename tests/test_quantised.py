@@ -11,6 +11,7 @@ from medusa_cli.backbone.load import load_network
 from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.engines import attach, load_backbone
+from medusa_cli.runs.run import rounding_in
 from tests.passes import run
 from tests.runs import save_model
 from tests.test_generate import SPARSE, medusa
@@ -79,15 +80,58 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     assert all(one.abs().sum() > 0 for one in before.values())
 
 
-def test_qlora_trains_and_its_adapter_decodes_over_quantised_and_whole_weights(place: tuple[str, str]) -> None:
-    _, folder = place
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every model loaded from now on, whether it is in 4 bits."""
+    found: list[bool] = []
+
+    def spy(*words, **place):
+        found.append(bool(place.get("load_in_4bit")))
+        return load_network(*words, **place)
+
+    monkeypatch.setattr("medusa_cli.engines.load.load_network", spy)
+    return found
+
+
+def test_what_follows_qlora_loads_the_model_in_4_bits_unless_told_not_to(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = place
     done = train(place, "--stage", "2", "--qlora", "train.optimizer=adamw8bit")
     assert done.exit_code == 0, done.output
-    assert (Path(folder) / "adapter" / "adapter_model.safetensors").is_file()
-    runner = CliRunner()
-    for words in (["calibrate", "--top", "3"], ["tree", "--budget", "4"]):
-        ran = runner.invoke(app, [words[0], "--run", folder, *words[1:]])
+    assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
+    runner, found = CliRunner(), loads(monkeypatch)
+    chat = ["chat", "--prompt", "w1", "--max-new-tokens", "8"]
+    for words in (["calibrate", "--top", "3"], ["tree", "--budget", "auto"], chat, [*chat, "--baseline"]):
+        ran = runner.invoke(app, [words[0], "--run", run, *words[1:]])
         assert ran.exit_code == 0, ran.output
-    for place_words in ([], ["--load-in-4bit"]):
-        said = runner.invoke(app, ["chat", "--run", folder, "--prompt", "w1", "--max-new-tokens", "8", *place_words])
-        assert said.exit_code == 0, said.output
+        assert "loading the model in 4bit, as" in ran.stderr and found == [True], words
+        found.clear()
+    told = runner.invoke(app, [*chat, "--run", run, "--load-in-4bit"])
+    assert told.exit_code == 0 and found == [True] and "loading the model" not in told.stderr, told.output
+    for words in (["--no-load-in-4bit"], ["--load-in-8bit"]):
+        found.clear()
+        other = runner.invoke(app, [*chat, "--run", run, *words])
+        assert other.exit_code == 0 and found == [False], other.output
+        assert other.stderr.count("was trained on the model in 4bit") == 1
+
+
+def test_heads_trained_on_4_bits_are_resumed_and_followed_alike(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, run = place
+    assert train(place, "--load-in-4bit").exit_code == 0
+    assert run_of(run) == "4bit"
+    whole = train(place, "--resume")
+    assert whole.exit_code == 2 and "give --load-in-4bit" in whole.stderr
+    assert train(place, "--resume", "--load-in-4bit").exit_code == 0
+    joint = train((model, f"{run}/joint"), "--stage", "2", "--from", run)
+    assert joint.exit_code == 0 and "was trained on the model in 4bit" in joint.stderr, joint.output
+    assert run_of(f"{run}/joint") is None  # its adapter is over whole weights
+    found = loads(monkeypatch)
+    for name in (run, f"{run}/joint"):
+        assert CliRunner().invoke(app, ["calibrate", "--run", name, "--top", "3"]).exit_code == 0
+    assert found == [True, False]
+
+
+def run_of(run: str) -> str | None:
+    return rounding_in(Path(run) / "drafter")

@@ -20,7 +20,7 @@ def test_there_are_recipes() -> None:
 def test_every_recipe_file_loads_and_can_be_distilled_with(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.drafter.num_heads >= 1
-    assert settings_of(recipe.distill, batch_size=64).capacity == recipe.distill.context
+    assert settings_of(recipe.distill).capacity == recipe.distill.context
 
 
 # Medusa, sections 2.3.2, 3.1 and 3.2: on the data the models were tuned on, or on their own answers.

@@ -80,7 +80,7 @@ def test_a_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> No
     network = tiny_model("llama").to(torch.bfloat16)
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear):
-            layer.weight.data = round_weight(layer.weight.data, 8 if name == "lm_head" else BITS[engine])[1]
+            layer.weight.data = round_weight(layer.weight.data, 8 if name == "lm_head" else BITS[engine])[2]
     expected = Backbone(network, tiny_tokenizer())
     attach(expected)
     backbone = Backbone(tiny_model("llama").to(torch.bfloat16), tiny_tokenizer())

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import replacing, replacing_folder, write_atomic
+from medusa_cli.runs.files import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.runs.run import Run
 
 
@@ -35,9 +35,7 @@ with replacing(pathlib.Path({str(path)!r})) as part:
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    others = [
-        tmp_path / name for name in (".checkpoint.pt.old", ".checkpoint.pt.abcdefgh.txt", ".other.pt.abcdefgh.pt")
-    ]
+    others = [tmp_path / name for name in (".checkpoint.pt.old", f"{TEMPORARY}notes.pt", ".other.abcdefgh.pt")]
     for one in others:
         one.touch()
     with replacing(path) as first:  # while another writes, its file stays
@@ -71,7 +69,7 @@ def test_a_folder_comes_back_when_the_second_move_fails(tmp_path: Path, monkeypa
     move = Path.rename
 
     def fail(self: Path, to: Path) -> Path:
-        if self.suffix == ".part":
+        if self.name.startswith(TEMPORARY):
             raise OSError("full")
         return move(self, to)
 
@@ -79,6 +77,24 @@ def test_a_folder_comes_back_when_the_second_move_fails(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="full"), replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
     assert (folder / "config.json").read_text() == "first" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_takes_its_place_though_a_reader_put_the_old_one_back(tmp_path: Path) -> None:
+    folder = drafter(tmp_path)
+    move, met = Path.rename, []
+
+    def meet(self: Path, to: Path) -> Path:
+        done = move(self, to)
+        if to.name == ".drafter.old" and not met:
+            met.append(to)
+            restore(folder)  # what every command does that opens the run
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", meet)
+        with replacing_folder(folder) as part:
+            (part / "config.json").write_text("second")
+    assert met and (folder / "config.json").read_text() == "second" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_folder_comes_back_after_a_kill_between_the_moves(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from medusa_cli.decoding import Decoder, answer, generate, generate_plain
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engines import attach
 from tests.passes import prefilled, run
-from tests.test_generate import PROMPT, SPARSE, plain
+from tests.test_generate import PROMPT, SPARSE, Oracle, plain
 from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
 
@@ -36,7 +36,7 @@ def test_the_fast_engine_and_a_drafter_with_state_are_lossless(family: str) -> N
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_what_a_step_settles_is_what_a_pass_by_itself_gives(engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
-    cache, decoder = prefilled(backbone, PROMPT), Decoder(backbone, with_state(backbone), SPARSE)
+    cache, decoder = prefilled(backbone, PROMPT), Decoder(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE)
     sequence, _ = decoder.admit(PROMPT, max_new_tokens=40, stop_ids=())
     accepted = 0
     while decoder.rows:
@@ -50,7 +50,7 @@ def test_what_a_step_settles_is_what_a_pass_by_itself_gives(engine: str) -> None
             assert sequence.tokens[before:] == settled.tokens.tolist() == path and settled.start == before
             assert torch.allclose(settled.hidden, out.hidden, atol=1e-4) and settled.root == step.tokens[-1]
         accepted += step.accepted
-    assert accepted > 3
+    assert accepted > 10
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])

@@ -12,6 +12,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
+from medusa_cli.drafters.base import Objective
 from medusa_cli.drafters.blocks import Fuse
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import load_recipe
@@ -96,7 +97,7 @@ def test_teacher_and_regress_are_of_the_final_states() -> None:
         hard = F.nll_loss(scores, following[rows + k])
         total += 0.8**k * (0.5 * hard - 0.5 * (aim[rows + k] * scores).sum(-1).mean())
         apart += 0.8**k * F.smooth_l1_loss(states, final[rows + k])
-    found = heads.loss(backbone, batch, 0.8, 0.5, 10.0)
+    found = heads.loss(backbone, batch, Objective(0.8, 0.5, 10.0))
     assert float(found.total.detach()) == pytest.approx(float((total + 10.0 * apart).detach()), rel=1e-4)
 
 

@@ -165,8 +165,8 @@ def test_the_largest_budgets_are_fine(folder: Path) -> None:
 
 def test_a_tree_too_large_to_verify_is_refused(folder: Path) -> None:
     calibrated(folder / "runs" / "wide", [[0.01] * 100] * 3)
-    assert "4,096" in refused("--run", "wide", "--budget", "5000", code=2)
-    assert "4,096" in refused("--shape", "100,100,100", code=2)
+    assert "1,024" in refused("--run", "wide", "--budget", "5000", code=2)
+    assert "1,024" in refused("--shape", "100,100,100", code=2)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,33 @@
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from msgspec import Meta
+from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing_folder
+from medusa_cli.runs.reading import read_as
+from medusa_cli.runs.weights import read_weights
 
 WEIGHTS = "adapter_model.safetensors"
+WHAT = "the adapter's weights"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What counts of a saved adapter's config, in peft's names: plain LoRA of one rank over the modules named."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Meta(ge=1, le=65_536)]
+    lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
+    target_modules: Annotated[list[str], Meta(min_length=1, max_length=256)]
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
@@ -62,13 +77,12 @@ def adapter_off(network: Any) -> Iterator[None]:
 
 def take_up(network: Any, folder: Path) -> None:
     """Copy a saved adapter into the attached one, to train it on; UserError where it is not of the same shape."""
-    from safetensors.torch import load_file
-
-    saved = load_file(folder / WEIGHTS)
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
-    if any(keys[name] not in saved or saved[keys[name]].shape != one.shape for name, one in weights.items()):
-        raise UserError(f"the adapter {folder} has other weights than the one to be trained", "keep train.lora_rank")
+    try:
+        saved = read_weights(folder / WEIGHTS, WHAT, {keys[name]: one.shape for name, one in weights.items()})
+    except UserError as reason:
+        raise UserError(f"{reason.message}: not as the one to be trained has it", "keep train.lora_rank") from reason
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved[keys[name]])
@@ -77,6 +91,20 @@ def take_up(network: Any, folder: Path) -> None:
 def original(layer: Any) -> Any:
     """A linear layer as it was before an adapter was attached to it."""
     return getattr(layer, "base_layer", layer)
+
+
+def weight_change(layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor | None:
+    """What the adapter on a linear layer adds to the rows [n, H] of its weight that `rows` picks of all [V, ..].
+
+    None where there is none, or it is switched off.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+        return None
+    parts = [(rows(layer.lora_B[one].weight), layer.lora_A[one].weight, layer.scaling[one])
+             for one in layer.active_adapters]  # fmt: skip
+    return torch.stack([scale * (up @ down) for up, down, scale in parts]).sum(0)
 
 
 def save(network: Any, folder: Path, backbone: str) -> None:
@@ -104,13 +132,27 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
         raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
     if not beside:
         untie(network)
+    known = read_as(folder / "adapter_config.json", AdapterConfig, "the adapter's config")
+    saved = read_weights(folder / WEIGHTS, WHAT)
     try:
         with _quiet():
-            from peft import PeftModel
+            from peft import LoraConfig, PeftModel
 
-            adapted = PeftModel.from_pretrained(network, str(folder))
+            # Of the file nothing counts but what was checked: other keys of it load models and import modules.
+            config = LoraConfig(
+                r=known.r, lora_alpha=known.lora_alpha, target_modules=known.target_modules, bias="none"
+            )
+            config.inference_mode = True
+            adapted = PeftModel.from_pretrained(network, str(folder), config=config)
+            lost = [
+                name
+                for name, _ in adapted.named_parameters()
+                if "lora_" in name and name.replace(".default.", ".") not in saved
+            ]
+            if lost:  # such a part would be as if it had learnt nothing
+                raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
             return network if beside else adapted.merge_and_unload()
-    except (RuntimeError, ValueError, KeyError) as reason:
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(
             f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
             "give the --model it was trained with",
@@ -138,6 +180,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             yield
     finally:

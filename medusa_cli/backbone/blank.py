@@ -63,4 +63,4 @@ def blank_network(name: str, place: str, kind: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device(place):
-        return AutoModelForCausalLM.from_config(blank_config(name), dtype=kind)
+        return AutoModelForCausalLM.from_config(blank_config(name), dtype=kind, trust_remote_code=False)

@@ -8,6 +8,7 @@ from medusa_cli import assets
 from medusa_cli.backbone import blank
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
+from medusa_cli.backbone.sound import check_complete, check_config, check_ends, check_finite
 from medusa_cli.errors import UsageError, UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -22,24 +23,25 @@ def load_network(
     load_in_8bit: bool = False,
     shard: bool = False,
     chat_template: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """The unmodified transformers model and its tokenizer, on the device.
 
     device "auto" takes CUDA where there is one; dtype "auto" is the checkpoint's own, but fp32 on a CPU that has no
     instructions for it. "random:SHAPE" is a model of random weights, for timing. shard: with the layers split over all
-    processes (see split_layers). chat_template takes the place of the tokenizer's own. Raises UserError for what cannot
-    be found or used.
+    processes (see split_layers). chat_template takes the place of the tokenizer's own. trust_remote_code lets Python
+    files of the model's run. Raises UserError for what cannot be found or used.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
     place = resolve_device(device)
-    kind = resolve_dtype(dtype, model, place)
+    kind = resolve_dtype(dtype, model, place, trust_remote_code)
     if load_in_4bit and load_in_8bit:
         raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
-    options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa"}
+    options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}
+    options["use_safetensors"] = True  # a pickle may hold any code
     if load_in_4bit or load_in_8bit:
         from transformers import BitsAndBytesConfig
 
@@ -55,17 +57,26 @@ def load_network(
             raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
         return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
     source = assets.model_dir(model)
+    check_config(source)
     try:
-        network = AutoModelForCausalLM.from_pretrained(source, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, SafetensorError) as reason:
+        network, info = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer.encode("a")  # some settings are read at the first text alone
+    except MemoryError:
+        raise
+    except Exception as reason:  # damaged files raise whatever the code that meets them does
         raise unloadable(model, reason) from reason
+    check_complete(info, model)
+    check_ends((network.generation_config, network.config, tokenizer), model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if load_in_4bit or load_in_8bit:
         _keep_gradients(network)
-        return network, tokenizer
-    return _placed(network, place, shard), tokenizer
+    else:
+        network = _placed(network, place, shard)
+    if not shard:  # what is split must be run by all processes at once
+        check_finite(network, model)
+    return network, tokenizer
 
 
 def _placed(network: Any, place: str, shard: bool) -> Any:
@@ -94,10 +105,10 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_dtype(dtype: str, model: str, place: str) -> torch.dtype:
+def resolve_dtype(dtype: str, model: str, place: str, trust_remote_code: bool = False) -> torch.dtype:
     """The torch dtype a --dtype value stands for; UsageError where it is unknown."""
     if dtype == "auto":
-        own = checkpoint_dtype(model)
+        own = checkpoint_dtype(model, trust_remote_code)
         slow = torch.device(place).type == "cpu" and (own == torch.float16 or not has_bf16())
         return torch.float32 if slow else own
     if dtype not in DTYPES:
@@ -105,21 +116,32 @@ def resolve_dtype(dtype: str, model: str, place: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def read_config(model: str) -> Any:
+def has_own_code(model: str) -> bool:
+    """Whether a model's config names Python files beside it."""
+    from transformers import PretrainedConfig
+
+    if model.startswith(blank.PREFIX):
+        return False
+    return "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
+
+
+def read_config(model: str, trust_remote_code: bool = False) -> Any:
     """A model's text config, without its weights; UserError where there is none."""
     from transformers import AutoConfig
 
     if model.startswith(blank.PREFIX):
         return blank.blank_config(model)
+    source = assets.model_dir(model)
+    check_config(source)
     try:
-        return AutoConfig.from_pretrained(assets.model_dir(model)).get_text_config()
-    except (OSError, ValueError, KeyError) as reason:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as reason:  # as above
         raise unloadable(model, reason) from reason
 
 
-def checkpoint_dtype(model: str) -> torch.dtype:
+def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
     """The type that a model's weights were saved in; bf16 where its config does not say."""
-    found = getattr(read_config(model), "dtype", None)
+    found = getattr(read_config(model, trust_remote_code), "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found, None)
     return next((kind for kind in DTYPES.values() if kind == found), torch.bfloat16)
@@ -127,6 +149,8 @@ def checkpoint_dtype(model: str) -> torch.dtype:
 
 def unloadable(model: str, reason: Exception) -> UserError:
     """What to tell of a model that transformers could not load."""
+    if "trust_remote_code" in str(reason):
+        return assets.untrusted(model)
     first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
     return UserError(
         f"--model {model!r} could not be loaded: {first}",

@@ -1,6 +1,5 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its lm_head, and what names it."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
 from medusa_cli.backbone.dialogue import Malformed, render
+from medusa_cli.backbone.identity import identity_of
 from medusa_cli.backbone.support import refuse_unsupported, usable_positions
 from medusa_cli.errors import UserError
 
@@ -28,13 +28,21 @@ class Runs(Protocol):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
+    weights: the digest of the files that the network is from, for its identity; None: it is read from the weights.
     Raises UserError for models whose attention a tree mask cannot express.
     """
 
     # Any: drafters and loops use what their engine offers beyond a pass, and this layer knows none of it.
     engine: Any
 
-    def __init__(self, model: Any, tokenizer: Any = None, id: str = "model", adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        id: str = "model",
+        adapter: str | None = None,
+        weights: str | None = None,
+    ) -> None:
         refuse_unsupported(model.config)
         attention.register()
         model.set_attn_implementation(attention.NAME)
@@ -53,6 +61,8 @@ class Backbone:
         head = model.get_output_embeddings()
         self.lm_head_weight: Tensor = head.weight.detach()
         self.lm_head_bias: Tensor | None = None if head.bias is None else head.bias.detach()
+        # Read before weights are packed, or learn.
+        self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,26 +83,6 @@ class Backbone:
             found = getattr(owner, "eos_token_id", None)
             ids.update(found if isinstance(found, list) else [] if found is None else [found])
         return frozenset(ids)
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What names this backbone in a run: id, architecture, widths, fingerprint of its weights, adapter.
-
-        The fingerprint hashes norm and embedding weights rounded to bf16, so that fp32, bf16 and 4-bit loads agree.
-        """
-        digest = hashlib.sha256()
-        norms = [p for name, p in self.model.named_parameters() if "norm" in name and p.dim() == 1]
-        for weight in (*norms[-3:], self.embedding.weight[:16]):
-            digest.update(weight.detach().to(torch.bfloat16).float().cpu().contiguous().numpy().tobytes())
-        return {
-            "id": self.id,
-            "architecture": self.config.model_type,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "layers": self.num_layers,
-            "fingerprint": digest.hexdigest()[:16],
-            **({"adapter": self.adapter} if self.adapter else {}),
-        }
 
     def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
         """Tapped states [B, L, H * taps] of rows of tokens [B, L], padded at their ends, for training.

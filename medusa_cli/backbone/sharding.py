@@ -26,7 +26,7 @@ def split_layers(network: Any, device: str) -> None:
     network.requires_grad_(False)
     for layer in layers:
         layer.to(device)
-        # Vectors weigh next to nothing, and the fingerprint of a backbone reads its norms.
+        # Vectors weigh next to nothing, and the identity of a backbone reads its norms.
         fully_shard(layer, mesh=mesh, ignored_params={one for one in layer.parameters() if one.dim() < 2})
     # It splits nothing more, but makes one pass of the layers' own: the next layer is gathered while one runs.
     kind = type(base)

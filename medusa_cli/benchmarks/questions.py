@@ -1,11 +1,11 @@
 """Question sets in FastChat's form: MT-Bench, or any file of question_id, category and turns."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.reading import parse_json
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ def read_questions(path: Path) -> tuple[list[Question], int]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             turns = record["turns"]
             if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
                 raise ValueError("turns")
-            name = str(record.get("question_id", number))
-            questions.append(Question(name, str(record.get("category", "all")), tuple(turns)))
+            name, category = record.get("question_id", number), record.get("category", "all")
+            if not isinstance(name, str | int) or not isinstance(category, str):
+                raise ValueError("names")
+            questions.append(Question(str(name), category, tuple(turns)))
         except (ValueError, KeyError, TypeError, AttributeError):
             skipped += 1
     if not questions:

@@ -8,7 +8,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import Growth, Tree
@@ -42,7 +42,7 @@ def find_rivals(names: list[str], model: str | None, run: str | None, tree: str 
 def _kind(folder: Path) -> str | None:
     """The kind of the drafter in a run, None where there is none."""
     config = Run(folder).drafter_dir / "config.json"
-    return read_object(config, "the drafter's config").get("drafter") if config.is_file() else None
+    return describe_drafter(config.parent).drafter if config.is_file() else None
 
 
 def load_rivals(rivals: dict[str, Choice], backbone: Backbone) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:

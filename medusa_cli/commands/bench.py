@@ -12,7 +12,7 @@ from medusa_cli.runs.run import RUNS, Run
 MAX_NEW_TOKENS = 256
 # What --steps listens to; it asks no questions and runs no drafter.
 WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "load_in_4bit", "load_in_8bit"}
-WITH_STEPS |= {"json", "quiet", "debug"}
+WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 
 
 def bench(
@@ -66,8 +66,9 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -82,7 +83,7 @@ def bench(
     from medusa_cli.runs.resolve import choose
 
     place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
-    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
     given = _given(asked)
     if steps:
         if given - WITH_STEPS:
@@ -100,6 +101,7 @@ def bench(
     from medusa_cli.benchmarks.questions import of_categories, read_questions, spread
     from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.measuring import run_bench, save, show
+    from medusa_cli.commands.rounding import follow_choice
 
     names = parse_methods(methods)
     rivals = find_rivals(names, model, run, tree)
@@ -141,7 +143,7 @@ def bench(
         title,
         gguf,
         batch_size,
-        **place,
+        **follow_choice(choice, place),
     )
     if json:
         console.emit_json(document)

@@ -29,6 +29,7 @@ def bench_firp(
     figure: Annotated[int | None, typer.Option(metavar="N", help="5, 6 or 7 alone. [default: all]")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -52,14 +53,16 @@ def bench_firp(
     check_drafter(plan)
     name = model or target.model or plan.model
     source = data or target.data_path
-    console.info(f"Trying FIRP's layers on {name} with {tokens:,} tokens of {source} each; --tokens N takes more")
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    whose = options.called(name, place)
+    console.info(f"Trying FIRP's layers on {whose} with {tokens:,} tokens of {source} each; --tokens N takes more")
 
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.setup import whole_conversations
     from medusa_cli.training.sweep import figures, try_layers
 
     template = target.chat_template
-    backbone = load_backbone(name, device=device, dtype=dtype, engine="eager", gradients=True, chat_template=template)
+    backbone = load_backbone(name, **place, engine="eager", gradients=True, chat_template=template)
     target.bind(backbone.identity)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     chosen = {key: one for key, one in figures(backbone.num_layers).items() if figure in (None, key)}

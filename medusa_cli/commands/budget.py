@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.rounding import follow
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.options import called
 from medusa_cli.runs.heads import Heads, check_current, stamp_of
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
@@ -84,9 +86,9 @@ def _costs(source: Run, again: bool, place: dict[str, Any]) -> Any:
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
 
-    config = read_object(source.drafter_dir / "config.json", "the drafter's config")
-    model = config.get("provenance", {}).get("backbone", {}).get("id", DEFAULT_MODEL)
-    backbone = load_backbone(model, **place, adapter=source.adapter)
+    model = str(describe_drafter(source.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
+    console.info(f"Timing steps of {called(model, place)}")
+    backbone = load_backbone(model, **follow(source.drafter_dir, place), adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)
     total = (ROUNDS + 1) * (len(SIZES) + drafter.num_heads)
     with console.progress("timing", total=total, unit="steps") as bar:

@@ -15,6 +15,7 @@ WHOLE = 100
 
 
 def calibrate(
+    asked: typer.Context,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     drafter: options.Drafter = None,
@@ -40,8 +41,9 @@ def calibrate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -54,6 +56,7 @@ def calibrate(
     """
     from medusa_cli.drafters import drafter_kind
     from medusa_cli.runs.files import write_json
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, provenance
 
@@ -68,26 +71,28 @@ def calibrate(
     # Where the run has no conversations of its own, others are all that its tree can be built on.
     aside = not own or (data is not None and target.data_path.is_file())
     output = output or (None if aside else target.calibration_path)
+    if output == target.calibration_path:
+        asked.with_resource(sole_writer(target.path, "medusa calibrate", console.warn))
     source = data or target.data_path
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
-    console.info(f"Calibrating {folder} for {name} on {part}{source}, top {top} guesses a head; {bound}")
+    whose = options.called(name, {"trust_remote_code": trust_remote_code})
+    console.info(f"Calibrating {folder} for {whose} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.commands.rounding import follow
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
+    place = {"device": device, "dtype": dtype, "engine": engine_for(drafter_kind(folder), recipe.train, engine)}
     backbone = load_backbone(
         name,
-        device=device,
-        dtype=dtype,
-        engine=engine_for(drafter_kind(folder), recipe.train, engine),
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
+        **follow(folder, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}),
+        trust_remote_code=trust_remote_code,
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
     )

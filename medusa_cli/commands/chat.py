@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.errors import UserError, explain_os
+from medusa_cli.commands.history import check_system, fit
+from medusa_cli.errors import INTERRUPTED, UserError, explain_os
 
 MAX_NEW_TOKENS = 512
 HELP = """/help          this list
@@ -43,8 +44,9 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -62,12 +64,15 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
     from medusa_cli.commands.loading import load
+    from medusa_cli.commands.rounding import follow_choice
     from medusa_cli.decoding.sampling import sampling_of
     from medusa_cli.runs.resolve import choose
 
     choice = choose(model, run, drafter, tree, need_drafter=not baseline)
     rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
-    made = load(choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
+    made = load(choice, **follow_choice(choice, place))
     session = Session(
         made.backbone,
         made.drafter,
@@ -78,13 +83,17 @@ def chat(
         show_accepted,
         system=system,
     )
+    if system:
+        check_system(made.backbone, system)
     session.clear()
-    if prompt is not None:
-        text, stats = session.answer(prompt, show=not json)
-        if json:
-            console.emit_json({"prompt": prompt, "answer": text, **figures(stats)})
-        return
-    session.converse()
+    if prompt is None:
+        failed = session.converse()
+        raise typer.Exit(1 if failed else 0)
+    text, stats = session.answer(prompt, show=not json)
+    if json:
+        console.emit_json({"prompt": prompt, "answer": text, **figures(stats)})
+    if session.stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 @dataclass
@@ -102,10 +111,16 @@ class Session:
     messages: list[dict[str, str]] = field(default_factory=list)
     total: Any = None
     decoder: Any = None
+    forgotten: int = 0  # of the messages, which the model is not told any more
+    stopped: bool = False  # whether the last answer was, by Ctrl-C
 
-    def converse(self) -> None:
-        """Read lines until the end of input or /exit, answering each; a mistake costs one line, not the session."""
+    def converse(self) -> bool:
+        """Read lines until the end of input or /exit, answering each; a mistake costs one line, not the session.
+
+        Whether a mistake was made that nobody was there to see.
+        """
         ask = sys.stdin.isatty()
+        failed = False
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
         if ask:
@@ -116,7 +131,7 @@ class Session:
             try:
                 line = input("> " if ask else "").strip()
             except EOFError:
-                return
+                return failed
             except KeyboardInterrupt:
                 console.err.print()
                 continue
@@ -125,13 +140,12 @@ class Session:
             try:
                 if line.startswith("/"):
                     if not self.command(line):
-                        return
+                        return failed
                 else:
                     self.answer(line)
-            except UserError as reason:
-                console.error(str(reason))
-            except OSError as reason:
-                console.error(explain_os(reason))
+            except (UserError, OSError) as reason:
+                console.error(explain_os(reason) if isinstance(reason, OSError) else str(reason))
+                failed = not ask
 
     def command(self, line: str) -> bool:
         """Obey a /command; False to leave."""
@@ -146,6 +160,8 @@ class Session:
                 self.clear()
                 console.info("the conversation is forgotten")
             case "/system":
+                if rest:
+                    check_system(self.backbone, rest)
                 self.system = rest or None
                 self.clear()
                 console.info("system prompt set; the conversation begins anew" if rest else "system prompt removed")
@@ -164,6 +180,20 @@ class Session:
 
     def clear(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.forgotten = 0
+
+    def prompt(self, question: dict[str, str]) -> list[int]:
+        """The token ids to answer, without the oldest turns where the context ends, which is said once for each."""
+        context, before = self.backbone.max_positions, self.forgotten
+        limits = {"context": context, "answer": self.max_new_tokens, "forgotten": before}
+        tokens, self.forgotten = fit(self.backbone.encode_chat, self.messages, question, **limits)
+        if self.forgotten > before:
+            turns = (self.forgotten - before) // 2
+            console.info(
+                f"the model's context of {context:,} tokens is full: it is not told the oldest {turns} turns any more "
+                "(/clear begins anew, /save still has all)"
+            )
+        return tokens
 
     def answer(self, text: str, show: bool = True) -> tuple[str, Any]:
         """Answer one line, streaming to stdout; Ctrl-C stops it, and what came so far stays in the history."""
@@ -171,7 +201,7 @@ class Session:
         from medusa_cli.decoding.text import TextStream
 
         question = {"role": "user", "content": text}
-        prompt = self.backbone.encode_chat([*self.messages, question])
+        prompt, self.stopped = self.prompt(question), False
         rules = {
             "max_new_tokens": self.max_new_tokens,
             "sampling": self.sampling,
@@ -191,6 +221,7 @@ class Session:
                         self._write(pieces)
                         footer.show(status(stats))
         except KeyboardInterrupt:
+            self.stopped = True
             console.err.print(" (stopped)", style="dim")
         rest = stream.rest()
         said += rest
@@ -203,16 +234,7 @@ class Session:
 
     def _write(self, pieces: list[tuple[str, bool]]) -> None:
         """Write pieces of text at once; accepted drafts in colour when asked for."""
-        from rich.text import Text
-
-        if not self.show_accepted:
-            sys.stdout.write("".join(piece for piece, _ in pieces))
-            sys.stdout.flush()
-            return
-        line = Text()
-        for piece, accepted in pieces:
-            line.append(piece, style="bold green" if accepted else "")
-        console.out.print(line, end="", soft_wrap=True)
+        console.stream((text, "bold green" if accepted and self.show_accepted else "") for text, accepted in pieces)
 
 
 def figures(stats: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def compare(
     max_samples: options.MaxSamples = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -47,8 +48,10 @@ def compare(
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         bound = f"the first {max_samples:,}" if max_samples else "all; --max-samples N takes fewer"
-        console.info(f"Comparing {len(rows)} runs on the conversations of {data}, {bound}")
-        _measure(rows, runs, data, max_samples, {"device": device, "dtype": dtype})
+        place = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        whose = options.called(f"{len(rows)} runs", place)
+        console.info(f"Comparing {whose} on the conversations of {data}, {bound}")
+        _measure(rows, runs, data, max_samples, place)
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
     if json:
@@ -78,7 +81,7 @@ def compare(
 
 def _row(name: str) -> dict[str, Any]:
     """One run's last validation and what training led to it; UserError where there is none."""
-    from medusa_cli.runs.files import read_object
+    from medusa_cli.runs.made import Made, describe_drafter
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run
     from medusa_cli.training.log import NAME, read_log
@@ -88,8 +91,8 @@ def _row(name: str) -> dict[str, Any]:
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
     last, train = checks[-1], load_recipe(run.recipe_path).train
-    config = run.drafter_dir / "config.json"
-    made = read_object(config, "the drafter's config").get("provenance", {}) if config.is_file() else {}
+    there = (run.drafter_dir / "config.json").is_file()
+    made = describe_drafter(run.drafter_dir).provenance if there else Made()
     joint = train.stage == 2
     return {
         "run": run.name,
@@ -101,7 +104,7 @@ def _row(name: str) -> dict[str, Any]:
         **(_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
         "accuracies": last["accuracies"],
         "measured": last["positions"],
-        "data": made.get("data", {}).get("digest"),
+        "data": made.data and made.data.digest,
     }
 
 
@@ -116,7 +119,6 @@ def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: i
     from medusa_cli.runs.run import Run
     from medusa_cli.training.evaluation import evaluate
 
-    place |= {"load_in_4bit": False, "load_in_8bit": False}
     with console.progress("comparing", total=len(rows), unit="runs") as bar:
         for row, name in zip(rows, runs, strict=True):
             found = evaluate(Run.open(name), data, place, samples)

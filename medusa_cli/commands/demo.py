@@ -1,5 +1,6 @@
 """`medusa demo`: the same questions decoded plain and with drafts, side by side."""
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ def demo(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -42,6 +44,7 @@ def demo(
     from medusa_cli.assets import mt_bench_path
     from medusa_cli.benchmarks import build_methods, measure, read_questions, spread, summarise
     from medusa_cli.commands.measuring import plain_model, show
+    from medusa_cli.commands.rounding import follow_choice
     from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.runs.run import provenance
 
@@ -50,7 +53,8 @@ def demo(
     console.info(
         f"{len(chosen)} MT-Bench questions, up to {tokens} new tokens a turn; --limit N, --max-new-tokens N take more"
     )
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine, "trust_remote_code": trust_remote_code}
+    place = follow_choice(choice, place)
     made = load(choice, **place)
     backbone, heads, shape = made.backbone, made.drafter, made.shape
     rule = Sampling()
@@ -90,6 +94,7 @@ class _Stage:
         self._new_stream = lambda: TextStream(backbone)
         self._show = show
         self._live: Any = None
+        self._guard = ExitStack()
         self._clear()
 
     def _clear(self) -> None:
@@ -100,6 +105,7 @@ class _Stage:
         if self._show and console.out.is_terminal:
             from rich.live import Live
 
+            self._guard.enter_context(console.terminated())
             self._live = Live(console=console.out, refresh_per_second=12, transient=True)
             self._live.start()
         return self
@@ -107,6 +113,7 @@ class _Stage:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+        self._guard.close()
 
     def tokens(self, name: str, new: list[int]) -> None:
         """Show new tokens of one of the two methods; [] ends an answer."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ BARE_SAMPLES = 800
 
 
 def distill(
+    asked: typer.Context,
     seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
@@ -48,7 +50,15 @@ def distill(
     context: Annotated[
         int | None, typer.Option(help="Positions a conversation may fill; longer prompts are skipped. [default: 512]")
     ] = None,
-    batch_size: options.BatchSize = 64,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Conversations that are decoded side by side. [default: as many as the memory holds, at most 64]",
+            show_default=False,
+        ),
+    ] = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -68,8 +78,9 @@ def distill(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -97,12 +108,13 @@ def distill(
         "temperature": temperature,
         "random_seed": random_seed,
         "context": context,
+        "batch_size": batch_size,
     }
     words = {f"distill.{key}": value for key, value in given.items()} | {"chat_template": chat_template}
     plan = load_recipe(recipe, [f"{key}={value}" for key, value in words.items() if value is not None])
     wanted = plan.distill
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
-    settings = settings_of(wanted, batch_size, self_talk)
+    settings = settings_of(wanted, self_talk)
 
     from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
@@ -112,6 +124,7 @@ def distill(
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.engines import load_backbone
     from medusa_cli.engines.kernels import BITS
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training import World
 
@@ -125,25 +138,31 @@ def distill(
     target = Run.open(run, create=not resume)
     if resume and not target.distill_path.is_file():
         raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
+    if world.first:  # the others write parts of their own
+        asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
     template = target.template_with(plan.chat_template)
+    whose = options.called(name, {"trust_remote_code": trust_remote_code})
     console.info(
-        f"{name} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
+        f"{whose} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
         "--max-samples N takes more"
     )
     console.info(str(report))
     backbone: Any = (
-        Tokenizer(name, template)
+        Tokenizer(name, template, trust_remote_code=trust_remote_code)
         if endpoint is not None
         else load_backbone(
             name,
             device=world.device(device),
             dtype=dtype,
             engine=engine,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
+            load_in_4bit=bool(load_in_4bit),
+            load_in_8bit=bool(load_in_8bit),
+            trust_remote_code=trust_remote_code,
             chat_template=template,
         )
     )
+    if endpoint is None and wanted.batch_size is None:
+        settings = replace(settings, batch_size=_side_by_side(backbone, settings, processes))
     rounded = {"4bit": load_in_4bit, "8bit": load_in_8bit, engine: engine in BITS} if endpoint is None else {}
     rounding = next((how for how, given in rounded.items() if given), None)  # answers of another model
     server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
@@ -199,16 +218,37 @@ def distill(
     )
 
 
-def settings_of(wanted: Any, batch_size: int, self_talk: bool = False) -> Any:
+def _side_by_side(backbone: Any, settings: Any, processes: int) -> int:
+    """The conversations at a time that the memory free now holds; says so where they are fewer than usual."""
+    from medusa_cli.backbone.memory import free_memory
+    from medusa_cli.distilling.room import MOST, fitting
+
+    shared = backbone.device.type != "cuda"  # by the processes of this machine, and with the states
+    free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
+    capacity = min(settings.capacity, backbone.max_positions)
+    count = fitting(backbone.config, backbone.dtype, capacity, free, states_there=shared)
+    if count < MOST:
+        console.info(
+            f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {capacity:,} positions each; "
+            "--batch-size N takes others"
+        )
+    return count
+
+
+def settings_of(wanted: Any, self_talk: bool = False) -> Any:
     """The engine's settings from a recipe's distill section; UsageError for numbers that cannot be."""
     from medusa_cli.distilling.engine import Settings
+    from medusa_cli.distilling.room import MOST
+    from medusa_cli.errors import UsageError
 
+    if 0 < wanted.temperature < options.COLDEST:
+        raise UsageError(f"distill.temperature={wanted.temperature} is too close to 0", "use 0 for greedy")
     return Settings(
         max_new_tokens=wanted.max_new_tokens,
         max_turns=wanted.max_turns,
         temperature=wanted.temperature,
         random_seed=wanted.random_seed,
-        batch_size=batch_size,
+        batch_size=wanted.batch_size or MOST,
         capacity=wanted.context,
         self_talk=self_talk,
     )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
+from medusa_cli.options import called
 from medusa_cli.runs.resolve import Choice
 
 if TYPE_CHECKING:
@@ -15,5 +16,5 @@ def load(choice: Choice, **place: Any) -> "Assembled":
 
     with console.progress("timing steps", unit="steps") as bar:
         found = assemble(choice, **place, on_progress=bar.advance)
-    console.info(found.words)
+    console.info(called(found.words, place))
     return found

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.commands.loading import load
-from medusa_cli.runs.files import read_object, write_atomic, write_json
+from medusa_cli.runs.files import write_atomic, write_json
 from medusa_cli.runs.heads import STAMP, stamp_of
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 
@@ -115,11 +116,11 @@ def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace")
     from medusa_cli.tree import Growth
 
     assert choice.drafter is not None
-    made = read_object(choice.drafter / "config.json", "the drafter's config").get("provenance", {})
+    made = describe_drafter(choice.drafter).provenance
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,
-        "created": made.get("created"),
+        "created": made.created,
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
         "dynamic": isinstance(shape, Growth),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import console
+from medusa_cli.commands.rounding import warn_of
 
 
 def frozen(
@@ -41,6 +42,7 @@ def frozen(
     if start is not None and not resume:
         if trained_heads(start, backbone, drafter):
             console.info(f"the heads start from {start.drafter_dir}")
+            warn_of(start.drafter_dir, backbone.identity.get("rounding"))
         else:
             console.info(f"the heads start fresh: {start.path} holds none of this kind and shape")
     return backbone, dataset, drafter, coverage
@@ -69,8 +71,10 @@ def joint(
     giver = start or target
     if trained_heads(giver, backbone, drafter):
         console.info(f"the heads start from {giver.drafter_dir}")
+        warn_of(giver.drafter_dir, backbone.identity.get("rounding"))
     elif start is not None and trained_heads(start, backbone, drafter, adapted=True):
         console.info(f"the heads and the adapter start from {start.path}")
+        warn_of(start.drafter_dir, backbone.identity.get("rounding"))
     elif start is not None:
         raise UserError(
             f"--from {start.path}: it holds no heads of this model and this shape",
@@ -127,7 +131,7 @@ def leave(trainer: Any, target: Any, source: Path, coverage: float, validation: 
 
 def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
     """A fully tuned model is another model: it goes into a run of its own, RUN/tuned."""
-    from medusa_cli.backbone import Backbone
+    from medusa_cli.backbone.identity import identity_of, weights_of
     from medusa_cli.runs.files import write_json
     from medusa_cli.runs.run import Run
     from medusa_cli.runs.run import provenance as made_by
@@ -137,7 +141,7 @@ def _tuned_run(backbone: Any, target: Any) -> tuple[Any, dict[str, Any]]:
     backbone.model.set_attn_implementation("sdpa")
     backbone.model.save_pretrained(folder)
     backbone.tokenizer.save_pretrained(folder)
-    identity = Backbone(backbone.model, id=str(folder)).identity
+    identity = identity_of(backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None)
     write_json(tuned.path / "run.json", made_by(identity))
     console.info(f"the tuned model is in {folder}, its run is {tuned.path}")
     return tuned, identity
@@ -151,4 +155,5 @@ def _copy_conversations(source: Path, target: Any) -> None:
     with replacing(target.distill_path) as part, part.open("w", encoding="utf-8") as out:
         for record in parse(source, ReadReport()):
             if isinstance(record, dict):  # what is none was not trained on either
-                out.write(json.dumps({key: value for key, value in record.items() if key != "state_rows"}) + "\n")
+                kept = {key: value for key, value in record.items() if key not in ("state_rows", "seal")}
+                out.write(json.dumps(kept) + "\n")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
+from medusa_cli.options import called
 
 if TYPE_CHECKING:
     from medusa_cli.benchmarks.rows import Timed
@@ -35,8 +36,8 @@ def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool)
     bandwidth = copy_bandwidth(first.device)
     ceiling = first.engine.weight_bytes / bandwidth
     console.info(
-        f"{model} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights at the "
-        f"{bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
+        f"{called(model, place)} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights "
+        f"at the {bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
     )
     found: dict[int, dict[str, Timed]] = {}
     peaks: dict[str, int] = {}

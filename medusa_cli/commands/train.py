@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.errors import INTERRUPTED
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Positions trained a second on two cores with the default model, from cached states and beside whole passes (a guess);
@@ -22,6 +23,7 @@ RATE, WHOLE_RATE = 1500, 250
 
 
 def train(
+    asked: typer.Context,
     recipe: Annotated[
         list[str] | None,
         typer.Argument(
@@ -72,8 +74,9 @@ def train(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
+    load_in_4bit: options.LoadIn4bit = None,
+    load_in_8bit: options.LoadIn8bit = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -86,6 +89,7 @@ def train(
     """
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.files import write_atomic
+    from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run
 
     rank = int(os.environ.get("RANK", "0"))
@@ -99,6 +103,8 @@ def train(
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
     if dtype in ("bf16", "fp32"):
         given["train.dtype"] = dtype
+    if rank == 0:  # it alone writes
+        asked.with_resource(sole_writer(target.path, "medusa train", console.warn))
     plan = _recipe(target, recipe or [], given, resume, start or target)
     target.keep_template(plan.chat_template)
     sources = {"--from": origin, "--data": data}
@@ -112,8 +118,9 @@ def train(
     whole = plan.train.stage == 2 or runs_model(kind, plan.train)
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
     length = f" or {bound:,} tokens, at most {minutes} min on two cores" if bound else ""
+    whose = options.called(plan.model, {"trust_remote_code": trust_remote_code})
     console.info(
-        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {plan.model} on {source}: "
+        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {whose} on {source}: "
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
@@ -125,7 +132,8 @@ def train(
 
     keep_freed_memory()
     world = World.join(device)
-    place = {"device": world.device(device), "dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+    rounded = {"load_in_4bit": bool(load_in_4bit), "load_in_8bit": bool(load_in_8bit)}
+    place = {"device": world.device(device), "dtype": dtype, "trust_remote_code": trust_remote_code, **rounded}
     check_shard(plan.train, place, world)
     backbone, dataset, drafter, coverage = (
         frozen(target, plan, data, {**place, "engine": engine}, world, resume, start)
@@ -150,9 +158,10 @@ def train(
         return
     if summary["stopped"]:
         words = ["medusa", "train", "--resume", "--run", run]
-        again = shlex.join(words + [str(word) for flag, one in sources.items() if one for word in (flag, one)])
+        words += [str(word) for flag, one in sources.items() if one for word in (flag, one)]
+        again = shlex.join(words + [f"--{key.replace('_', '-')}" for key, given in rounded.items() if given])
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     finish(trainer, target, source, coverage, summary, json, run)
 
 

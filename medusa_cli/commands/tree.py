@@ -8,16 +8,16 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.heads import STAMP, Heads, check_current, find_heads
+from medusa_cli.runs.lock import sole_writer
 from medusa_cli.runs.run import DEFAULT_RUN, provenance
 
 BUDGET = 64
-# A step runs all nodes at once, and the mask is a square of them: nothing gains from more anywhere.
-MOST_NODES = 4096
 DRAWN_NODES = 256
 PICTURES = (".png", ".svg")
 
 
 def tree(
+    asked: typer.Context,
     run: options.RunOrDefault = None,
     calibration: Annotated[
         Path | None,
@@ -56,6 +56,7 @@ def tree(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     engine: options.Engine = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
@@ -75,11 +76,13 @@ def tree(
         raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
     widths = _widths(shape) if shape is not None else None
     target, known, said = find_heads(run, calibration)
+    if target is not None and output is None:
+        asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
     used = known.first(heads)
     if budget == "auto":
         from medusa_cli.commands.budget import find_budget
 
-        place = {"device": device, "dtype": dtype, "engine": engine}
+        place = {"device": device, "dtype": dtype, "engine": engine, "trust_remote_code": trust_remote_code}
         found = find_budget(target, used, calibration, measure, place)
         made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
         recipe["break_even"] = round(found.break_even, 4)
@@ -148,6 +151,8 @@ def _nodes(budget: str | None) -> int | None:
 
 def _widths(shape: str) -> list[int]:
     """The numbers of --shape; UsageError unless all are whole, 1 or more, and make a bearable tree."""
+    from medusa_cli.tree.files import MOST_NODES
+
     try:
         widths = [int(part) for part in shape.split(",")]
     except ValueError as reason:
@@ -178,17 +183,14 @@ def _make(
             f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give --shape 4,3,2",
         )
 
-    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.files import MOST_NODES, load_tree
     from medusa_cli.tree.search import largest, search
     from medusa_cli.tree.tree import Tree
 
     if widths is not None:
         return Tree.dense(widths), {"shape": widths}
     if choices is not None:
-        made = load_tree(choices)
-        if made.size > MOST_NODES:
-            raise UserError(f"--choices {choices} has {made.size:,} nodes", f"use {MOST_NODES:,} at most")
-        return made, {"choices": str(choices)}
+        return load_tree(choices), {"choices": str(choices)}
     check_current(used)
     possible = largest(used.accuracies)
     nodes = min(BUDGET, possible) if budget is None else budget

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engines.machine import machine_key
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import convert, read_object
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.tree import Tree
 
@@ -26,6 +28,23 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not worth the time it takes to time them.
 HOPELESS = 6.0
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The times that are kept for a drafter: seconds by the nodes of a tree, and by the levels of a draft."""
+
+    verify: dict[str, float]
+    draft: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if "1" not in self.verify or not all(0 < one < 1e4 for one in (*self.verify.values(), *self.draft.values())):
+            raise ValueError("a time is none")
+        if not all(0 < int(size) <= SIZES[-1] for size in (*self.verify, *self.draft)):
+            raise ValueError("a size is none")
+
+    def costs(self) -> Costs:
+        return Costs(*({int(size): one for size, one in part.items()} for part in (self.verify, self.draft)))
 
 
 def measure_costs(
@@ -42,17 +61,21 @@ def measure_costs(
     Whatever else a machine does only ever adds, so the least time is the step's own. Tokens are arbitrary: a step's
     time does not depend on them.
     """
-    context = max(1, min(context, backbone.max_positions - 2 * (drafter.num_heads + 1) * len(sizes)))
+    rides = drafter.pseudo(1) is not None  # drafts come with the pass before their own
+    steps = (1 + rides) * (len(sizes) + drafter.num_heads)
+    context = max(1, min(context, backbone.max_positions - (drafter.num_heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
     decoder = Decoder(backbone, drafter, Tree.root_only())
     depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
-    widest = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no drafter has more guesses than words
-    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes if nodes <= widest}
+    known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
+    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes if nodes <= known}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
 
     def step(tree: Tree) -> Step:
         decoder.draft_over(tree)
+        if rides:
+            decoder.step()
         found = decoder.step()[0][1]
         on_progress(1)
         return found
@@ -94,8 +117,8 @@ def costs_for(
         try:
             kept = read_object(path, "the step times")
             if not again and key in kept and stamp is not None:
-                return Costs(*({int(n): float(s) for n, s in kept[key][part].items()} for part in ("verify", "draft")))
-        except (UserError, KeyError, TypeError, ValueError, AttributeError) as reason:
+                return convert(kept[key], Kept, f"the step times {path}").costs()
+        except UserError as reason:
             log.warning("%s cannot be used; steps are timed anew (%s)", path, str(reason).split(";")[0])
             kept = {}
     log.info("timing decoding steps on this machine, once for this drafter")

@@ -57,8 +57,10 @@ class Decoder:
         return self.slots.count - len(self.rows)
 
     def draft_over(self, shape: Tree | Growth) -> None:
-        """Let the steps from the next one on draft this."""
-        self.shape = self._next = shape
+        """Let steps from the next one on draft this; where drafts ride in the pass before, from the one after it."""
+        self.shape = shape
+        if self.drafter is None or self.drafter.pseudo(1) is None:
+            self._next = shape
 
     @torch.inference_mode()
     def admit(

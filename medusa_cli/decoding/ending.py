@@ -32,7 +32,7 @@ class Ending:
             )
         self._stop_ids = backbone.eos_ids if stop_ids is None else frozenset(stop_ids)
         self._strings = [text for text in stop_strings if text]
-        self._decode = backbone.decode
+        self._tokenizer = backbone.tokenizer
         self._emitted: list[int] = []
         self._left = min(max_new_tokens, backbone.max_positions - len(prompt))
         self.room = len(prompt) + self._left
@@ -54,8 +54,10 @@ class Ending:
         if not self._strings:
             return False
         # A string of n characters ends within its last n tokens or so; special tokens add none, hence the margin.
-        tail = self._decode(self._emitted[-(max(map(len, self._strings)) + 8) :])
-        return any(text in tail for text in self._strings)
+        tail = self._emitted[-(max(map(len, self._strings)) + 8) :]
+        # Special tokens are no part of what is shown, but a stop string may be one of them, or end in one.
+        tails = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
+        return any(text in one for text in self._strings for one in tails)
 
 
 def fitting(tree: Tree | Growth, positions: int) -> Tree | Growth:

@@ -31,6 +31,13 @@ class Sampling:
             raise UsageError(f"--top-p {self.top_p} cannot be", "use a number above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"--top-k {self.top_k} cannot be", "use 0 for no cut, or a positive number")
+        cuts = {"--top-p": self.top_p if self.top_p < 1 else None, "--top-k": self.top_k or None}
+        for flag, value in cuts.items():
+            if self.mode == "typical" and value is not None:
+                raise UsageError(
+                    f"{flag} {value} says nothing to --sampling typical, whose own rule cuts off unlikely tokens",
+                    f"leave {flag} out, or use --sampling exact",
+                )
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
             raise UsageError(
                 f"epsilon {self.epsilon} and delta {self.delta} cannot be", "use 0 < epsilon <= 1 and delta > 0"

@@ -8,13 +8,18 @@ HALF = "\ufffd"
 
 
 class TextStream:
-    """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest."""
+    """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
+
+    What it gives is, put together, the text of all ids decoded at once.
+    """
 
     def __init__(self, backbone: Backbone) -> None:
         self._decode = backbone.decode
         self._ids: list[int] = []
-        self._start = 0  # tokens before this are settled: the text since then is decoded anew
-        self._shown = 0
+        # Tokens before `_start` are settled. Those up to `_line` are decoded again with what follows them: decoders of
+        # the Llama kind strip a blank from the beginning of whatever they decode, which must not be a line's own.
+        self._start = self._line = 0
+        self._shown = 0  # characters of the text since `_start`
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these ids add to what was shown."""
@@ -22,12 +27,11 @@ class TextStream:
         text = self._decode(self._ids[self._start :])
         if text.endswith(HALF):
             return ""
-        fresh = text[self._shown :]
-        if text.endswith("\n"):
+        fresh, self._shown = text[self._shown :], len(text)
+        if fresh.endswith("\n"):
             # A line's end is a safe place to begin anew, so that long answers are not decoded over and over.
-            self._start, self._shown = len(self._ids), 0
-        else:
-            self._shown = len(text)
+            self._start, self._line = self._line, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._start :]))
         return fresh
 
     def rest(self) -> str:

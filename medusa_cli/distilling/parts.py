@@ -9,6 +9,7 @@ import torch
 from medusa_cli.distilling.engine import Distilled
 from medusa_cli.distilling.records import RecordWriter, whole_lines
 from medusa_cli.runs.run import Run
+from medusa_cli.states import seal
 
 
 def part_of(run: Run, rank: int) -> Run:
@@ -31,6 +32,8 @@ def merge_parts(run: Run, writer: RecordWriter, hidden_size: int) -> int:
             rows = record.get("state_rows")
             states = part.states.read(*rows) if rows else torch.empty(0, 0)
             spans = [(start, end) for start, end in record["spans"]]
+            if rows and record.get("seal") not in (None, seal(record["id"], record["tokens"], spans, states)):
+                continue  # rows of something else: the conversation is asked again
             writer.write(Distilled(record["id"], record["messages"], record["tokens"], spans, states))
             moved += 1
         for id, tokens in part.dropped.items():

@@ -3,14 +3,17 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.distilling.engine import Distilled
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.line import Dropped, Line, as_line
+from medusa_cli.runs.reading import check_regular, convert, parse_json, read_lines, read_object
 from medusa_cli.runs.run import Run
-from medusa_cli.states import StateStore
+from medusa_cli.states import StateStore, seal
 
 DROPPED = "distill-dropped.jsonl"
 
@@ -28,10 +31,11 @@ class RecordWriter:
         self.path, self.header, self.least = run.distill_path, header, least
         self.done: set[str] = set()
         self.tokens = 0
+        self._dropped_path = self.path.with_name(DROPPED)
         rows = self._recover()
         header_path = header_of(run)
         if self.done and header_path.exists():
-            _check_header(read_json(header_path, "the distillation's header"), header, self.path)
+            _check_header(read_object(header_path, "the distillation's header"), header, self.path)
         write_json(header_path, header)
         self.states = StateStore(run.states_path, hidden_size)
         if self.states.rows < rows:
@@ -41,8 +45,8 @@ class RecordWriter:
             )
         self.states.truncate(rows)
         self.stream = self.path.open("a", encoding="utf-8")
-        self._dropped_path = self.path.with_name(DROPPED)
-        self.dropped: dict[str, int] = {one["id"]: one["tokens"] for one in whole_lines(self._dropped_path)}
+        left = [convert(one, Dropped, f"{self._dropped_path}") for one in whole_lines(self._dropped_path)]
+        self.dropped = {one.id: one.tokens for one in left}
 
     @property
     def answered(self) -> set[str]:
@@ -51,22 +55,24 @@ class RecordWriter:
 
     def _recover(self) -> int:
         """Cut off a last line that cannot be read, what a crash leaves; return how many state rows the lines name."""
+        for path in (self.path, self._dropped_path):
+            check_regular(path)
         if not self.path.exists():
             return 0
         rows = whole = 0
-        with self.path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                record = _parsed(line)
-                if record is None and not stream.peek(1):
-                    break
-                try:
-                    rows = max(rows, self._count(record, rows))
-                except (KeyError, TypeError, ValueError) as reason:
-                    raise UserError(
-                        f"{self.path} line {number} is no conversation of `medusa distill`",
-                        "mend or delete that line, or choose another --run",
-                    ) from reason
-                whole += len(line)
+        size = self.path.stat().st_size
+        for number, text in enumerate(read_lines(self.path), 1):
+            record = _parsed(text)
+            if record is None and whole + len(text) == size:
+                break
+            try:
+                rows = max(rows, self._count(as_line(record), rows))
+            except ValueError as reason:
+                raise UserError(
+                    f"{self.path} line {number} is no conversation of `medusa distill`",
+                    "mend or delete that line, or choose another --run",
+                ) from reason
+            whole += len(text)
         with self.path.open("r+b") as out:
             out.truncate(whole)
             out.seek(max(0, whole - 1))
@@ -74,12 +80,17 @@ class RecordWriter:
                 out.write(b"\n")
         return rows
 
-    def _count(self, record: Any, rows: int) -> int:
-        """Count a conversation that is there; return where its state rows end, or `rows` where it has none."""
-        self.tokens += sum(end - start for start, end in record["spans"])
-        first, count = record.get("state_rows") or (rows, 0)
-        self.done.add(record["id"])
-        return int(first + count)
+    def _count(self, line: Line, rows: int) -> int:
+        """Count a conversation that is there; return where its state rows end, or `rows` where it has none.
+
+        ValueError where it is none.
+        """
+        if not isinstance(line.id, str) or not line.spans or not all(start < end for start, end in line.spans):
+            raise ValueError("no conversation")
+        self.tokens += sum(end - start for start, end in line.spans)
+        first, count = line.state_rows or (rows, 0)
+        self.done.add(line.id)
+        return first + count
 
     def write(self, sample: Distilled) -> None:
         """Append one conversation, its states first, then its line; or drop it."""
@@ -87,15 +98,11 @@ class RecordWriter:
         if shortest < self.least:
             self.drop(sample.id, shortest)
             return
-        record: dict[str, Any] = {
-            "id": sample.id,
-            "messages": sample.messages,
-            "tokens": sample.tokens,
-            "spans": [list(span) for span in sample.spans],
-        }
+        line = Line(sample.id, sample.messages, sample.tokens, list(sample.spans))
         if len(sample.states):  # a server's answers come without
-            record["state_rows"] = [self.states.append(sample.states), len(sample.states)]
-        self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            kept = (self.states.append(sample.states), len(sample.states))
+            line = replace(line, state_rows=kept, seal=seal(sample.id, sample.tokens, sample.spans, sample.states))
+        self.stream.write(line.to_json() + "\n")
         self.stream.flush()
         self.done.add(sample.id)
         self.tokens += sum(end - start for start, end in sample.spans)
@@ -121,17 +128,16 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, if there is one; a line that was cut off is passed over."""
     if not path.is_file():
         return
-    with path.open("rb") as stream:
-        for line in stream:
-            record = _parsed(line)
-            if isinstance(record, dict):
-                yield record
+    for line in read_lines(path):
+        record = _parsed(line)
+        if isinstance(record, dict):
+            yield record
 
 
 def _parsed(line: bytes) -> Any:
     """What a line of JSON says; None where it is none."""
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:  # no JSON or no UTF-8
         return None
 

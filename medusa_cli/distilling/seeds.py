@@ -10,6 +10,7 @@ from typing import Any
 from medusa_cli import assets
 from medusa_cli.backbone.dialogue import HALF, is_whole
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import parse_json
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 NAMED = (assets.DEFAULT_SEED, *HUB)
@@ -103,7 +104,7 @@ def _json_array(path: Path, report: SeedReport) -> Iterator[Any]:
             yield from ijson.items(stream, "item")
         except ijson.IncompleteJSONError:
             report.cut_off = True
-        except ijson.JSONError as reason:
+        except (ijson.JSONError, ValueError) as reason:  # no JSON or no UTF-8
             raise UserError(f"--seed {str(path)!r} is no JSON: {reason}", "give a JSON array or JSONL") from reason
 
 
@@ -113,8 +114,8 @@ def _json_lines(path: Path, report: SeedReport) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                yield parse_json(line)
+            except ValueError:
                 report.skip("no JSON")
 
 
@@ -124,7 +125,7 @@ def _hub_rows(name: str) -> Iterator[Any]:
 
     assets.check_hub(name, kind="dataset", flag="--seed")
     try:
-        splits = load_dataset(name)
+        splits = load_dataset(name, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         raise UserError(
             f"--seed {name!r} could not be loaded from the hub: {str(reason).splitlines()[0]}",
@@ -168,7 +169,7 @@ def _seed(record: Any, report: SeedReport) -> Seed | None:
     if not turns:
         report.skip("no user turn")
         return None
-    name = record.get("id") or record.get("prompt_id")
+    name = next((one for key in ("id", "prompt_id") if isinstance(one := record.get(key), str | int) and one), None)
     content = json.dumps([system, turns], ensure_ascii=False)
     if not is_whole(f"{name}{content}"):
         report.skip(HALF)

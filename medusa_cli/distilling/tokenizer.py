@@ -10,18 +10,20 @@ from medusa_cli.errors import UserError
 class Tokenizer:
     """What lays out a model's conversations and tells its end tokens; UserError where it cannot be loaded.
 
-    chat_template takes the place of the tokenizer's own.
+    chat_template takes the place of the tokenizer's own. trust_remote_code lets Python files of the model's run.
     """
 
-    def __init__(self, model: str, chat_template: str | None = None) -> None:
+    def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         source = assets.model_dir(model)
         self.id = model
         try:
-            config = AutoConfig.from_pretrained(source).get_text_config()
-            self.tokenizer = AutoTokenizer.from_pretrained(source)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as reason:
+            if "trust_remote_code" in str(reason):
+                raise assets.untrusted(model) from reason
             raise UserError(
                 f"--model {model!r}: its tokenizer could not be loaded: {str(reason).splitlines()[0]}",
                 "give the folder or hub id of the model that the server serves",

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
@@ -24,8 +25,8 @@ class AmphistaConfig(HeadsConfig):
     alone, as drafters of earlier versions do.
     """
 
-    attention_layers: int = 1
-    context: str = "answer"
+    attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
+    context: Literal["conversation", "answer"] = "answer"
 
 
 class AdaptationLayer(nn.Module):

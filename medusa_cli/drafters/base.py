@@ -99,13 +99,36 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What heads learn: the loss of head k weighs decay^k (section 2.2.1); kind is one of `losses.KINDS`.
+
+    soft: the share of the backbone's own distribution in the targets of cross-entropy. regress: the weight of the
+    distance between the states of the heads that are `told` the tokens before their targets and the backbone's own.
+    """
+
+    decay: float = 0.8
+    soft: float = 0.0
+    regress: float = 0.0
+    kind: str = "ce"
+
+
+PLAIN = Objective()
+
+
+@dataclass(frozen=True)
 class Losses:
-    """total: what to minimise; per_head: each head's mean loss; correct, counted [K]: top-1 hits, targets."""
+    """What a batch of P positions came to: per_head, each head's mean loss over the targets it can learn (learnt [K]
+    of them), and its top-1 hits and targets (correct, counted [K]).
+
+    total: what to minimise, a mean over all P positions, where a head without a target there adds nothing: means of
+    several batches, weighed by their positions, are that of one batch of them all.
+    """
 
     total: Tensor
     per_head: list[Tensor]
     correct: Tensor
     counted: Tensor
+    learnt: Tensor
 
 
 class Drafter(nn.Module, ABC):
@@ -164,13 +187,8 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def loss(
-        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
-    ) -> Losses:
-        """Training loss, head k weighted decay^k; soft: the share of the backbone's distribution in the targets.
-
-        regress: the weight of the distance between the states of the heads that are `told` and the backbone's own.
-        """
+    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
+        """What the heads' guesses on a batch came to, by an objective."""
 
     @abstractmethod
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from torch import Tensor
 
 from medusa_cli.errors import UserError
@@ -19,23 +21,29 @@ class HeadsConfig:
     rank of the bias that the token drafted before gives a head's scores; None for none.
     """
 
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    vocabulary: str = "draft"
-    draft_vocab_size: int | None = None
-    matrices: str = "each"
-    rank: int | None = None
-    conditional: int | None = None
+    num_heads: Annotated[int, Meta(ge=1, le=64)]
+    num_layers: Annotated[int, Meta(ge=0, le=16)]
+    hidden_size: Annotated[int, Meta(ge=1)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+    vocabulary: Literal["draft", "own", "shared"] = "draft"
+    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
+    matrices: Literal["each", "one"] = "each"
+    rank: Annotated[int, Meta(ge=1)] | None = None
+    conditional: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.draft_vocab_size or 0) > self.vocab_size or (self.rank or 0) > self.hidden_size:
+            raise ValueError("a draft vocabulary or a rank is larger than what it is a part of")
+        if self.vocabulary == "draft" and self.draft_vocab_size is None:
+            raise ValueError("a draft vocabulary needs its draft_vocab_size")
 
 
 def check_vocabulary(
     name: str,
     known: Sequence[str],
-    vocabulary: str,
+    vocabulary: Any,
     draft_ids: Tensor | None,
-    matrices: str,
+    matrices: Any,
     rank: int | None,
     hidden_size: int,
 ) -> None:

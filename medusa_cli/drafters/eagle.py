@@ -16,7 +16,7 @@ from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.levels import levels
 from medusa_cli.drafters.midlayer import Midlayer, MidlayerShape
 from medusa_cli.drafters.unrolled import Unrolled
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Growing, Growth, Tree
 
 
@@ -34,6 +34,7 @@ class EagleConfig(HeadsConfig):
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
 
 
@@ -241,6 +242,10 @@ class Eagle(HeadDrafter):
         known = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
+    @classmethod
+    def id_shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
+        return {"d2t": (config.draft_vocab_size,)} if config.vocabulary == "draft" else {}
+
     @staticmethod
     def draft_ids_of(tensors: dict[str, Tensor]) -> Tensor:
         return tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -259,9 +264,17 @@ class Eagle(HeadDrafter):
         }
 
     @classmethod
-    def read_config(cls, data: dict[str, Any]) -> HeadsConfig:
-        whole = data.get("vocabulary") == "own"
-        return super().read_config(data | ({"draft_vocab_size": None} if whole else {}))
+    def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "draft_vocab_size": None} if data.get("vocabulary") == "own" else data
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        taps = config.taps
+        if not taps or list(taps) != sorted(set(taps)) or not all(1 <= one < backbone.num_layers for one in taps):
+            raise UserError(
+                f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
+                "give the drafter's own --model",
+            )
 
 
 class _Branch:

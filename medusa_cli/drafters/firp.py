@@ -1,14 +1,15 @@
 """FIRP: states of the next tokens, guessed in the backbone's middle layers, ride to its end in the verifying pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, Losses, roots_of
+from medusa_cli.drafters.base import PLAIN, Batch, Confirmed, Draft, Losses, Objective, roots_of
 from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.parallel import drafts_of
@@ -23,11 +24,12 @@ class FirpConfig(HeadsConfig):
     """layers: after how many of the backbone's layers each head's pseudo state enters; masked: whether it does not see
     those of the heads before (the ablation of Figure 7)."""
 
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     masked: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        super().__post_init__()
+        object.__setattr__(self, "layers", tuple(self.layers))  # whoever makes one may give a list
 
 
 class Firp(HeadDrafter):
@@ -81,6 +83,10 @@ class Firp(HeadDrafter):
         check_layers(layers, num_heads, backbone.num_layers)
         return super().create(backbone, num_heads, num_layers, vocabulary, draft_ids, layers=layers, **own)
 
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        check_layers(config.layers, config.num_heads, backbone.num_layers)
+
     def _forget_fast(self) -> None:
         super()._forget_fast()
         self._rows: Tensor | None = None
@@ -118,14 +124,16 @@ class Firp(HeadDrafter):
         if self.config.vocabulary == "shared":
             return backbone.lm_head_weight
         if self._rows is None:
-            self._rows = backbone.lm_head_weight[self.draft_ids.to(backbone.lm_head_weight.device)]
+            self._rows = self.of_vocabulary(backbone.lm_head_weight)
         return self._rows
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         if not self._scorers:
             shared = self.config.vocabulary == "shared"
             engine = backbone.engine
-            self._scorers = [engine.lm_head if shared else engine.kernel.pack(self.matrix(backbone, 0))]
+            self._scorers = [
+                engine.lm_head if shared else engine.kernel.pack(self.matrix(backbone, 0), self.bias(backbone))
+            ]
         return self._scorers[0](states.to(backbone.dtype)).float()
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
@@ -134,15 +142,13 @@ class Firp(HeadDrafter):
         states = states_ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
         return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
 
-    def loss(
-        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
-    ) -> Losses:
+    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
         """Sum over heads k of decay^k times the mean cross-entropy to the backbone's distribution k places on.
 
         That is the KL divergence of equation 4 up to the distribution's own entropy, which no weight changes; `soft`
         is not read. Over a draft vocabulary both distributions are those given that the token is in it.
         """
-        return super().loss(backbone, batch, decay, soft=1.0, regress=regress)
+        return super().loss(backbone, batch, replace(objective, soft=1.0))
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

@@ -3,25 +3,24 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Drafter, Losses
+from medusa_cli.drafters.base import PLAIN, Batch, Drafter, Losses, Objective
+from medusa_cli.drafters.checked import read_heads
 from medusa_cli.drafters.conditional import Conditional
 from medusa_cli.drafters.config import VOCABULARIES, HeadsConfig, check_vocabulary
-from medusa_cli.drafters.cross_entropy import ROWS, linear_cross_entropy
+from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
-from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, write_json
+from medusa_cli.runs.files import write_json
 from medusa_cli.tree import Growth
 
 if TYPE_CHECKING:
@@ -69,9 +68,9 @@ class HeadDrafter(Drafter):
         backbone: Backbone,
         num_heads: int = 5,
         num_layers: int = 1,
-        vocabulary: str = "draft",
+        vocabulary: Any = "draft",
         draft_ids: Tensor | None = None,
-        matrices: str = "each",
+        matrices: Any = "each",
         rank: int | None = None,
         **own: Any,
     ) -> "Self":
@@ -137,6 +136,15 @@ class HeadDrafter(Drafter):
             return backbone.lm_head_weight
         return self.matrices[head if len(self.matrices) > 1 else 0]
 
+    def bias(self, backbone: Backbone) -> Tensor | None:
+        """What the lm_head adds to the scores [M] of heads that have no matrices of their own; None where nothing."""
+        return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
+
+    def of_vocabulary(self, rows: Any) -> Any:
+        """Of rows for each token of the model [V, ..], those of the tokens that the heads score [M, ..]; None stays."""
+        whole = rows is None or self.config.vocabulary != "draft"
+        return rows if whole else rows[self.draft_ids.to(rows.device)]
+
     def inner(self, head: int, states: Tensor) -> Tensor:
         """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
         return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
@@ -150,7 +158,9 @@ class HeadDrafter(Drafter):
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
         states = self.inner(head, states)
         if self.config.vocabulary == "shared":
-            return F.linear(states, backbone.lm_head_weight.to(states.dtype)).float()
+            bias = self.bias(backbone)
+            bias = None if bias is None else bias.to(states.dtype)
+            return F.linear(states, backbone.lm_head_weight.to(states.dtype), bias).float()
         if not self._scorers:
             # Forks share this very list.
             self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
@@ -163,59 +173,9 @@ class HeadDrafter(Drafter):
         log_p = best.values - scaled.logsumexp(-1, keepdim=True)
         return log_p.tolist(), self.draft_ids[best.indices].tolist()
 
-    def loss(
-        self, backbone: Backbone, batch: Batch, decay: float = 0.8, soft: float = 0.0, regress: float = 0.0
-    ) -> Losses:
-        """Sum over heads k of decay^k times the mean cross-entropy to the token k places on (equation 1).
-
-        soft is the weight of the backbone's own distribution there in the target, the rest being the token itself.
-        A target outside the draft vocabulary can be neither learnt nor guessed: it is left out of the
-        cross-entropy and counts as a miss in the accuracy. regress weighs the mean smooth L1 distance between the
-        states of the heads that are `told` and those that the backbone had at the targets' places (as in EAGLE,
-        arXiv:2401.15077), which say more than a token. A head that is not told could but learn the mean of the states
-        that may come, which draws it away from any of their tokens. It is in the total alone.
-        """
-        place = self.places(batch.next.device)
-        none = torch.zeros((), dtype=torch.long, device=batch.next.device)
-        states_of = self.encode(backbone, batch)
-        teacher = self._teacher(backbone, batch) if soft else None
-        per_head, apart, correct, counted = [], [], [], []
-        for k in range(1, self.num_heads + 1):
-            rows = batch.targets(k)
-            targets = place[batch.next[rows + k]]
-            counted.append(none + len(targets))
-            known = targets >= 0
-            if not known.any():
-                # Zero by way of the head's states: a pass back through a split model must be made all the same.
-                per_head.append(states_of(k - 1, none[None][:0]).sum() * 0.0)
-                correct.append(none)
-                continue
-            rows = rows[known]
-            aim = None if teacher is None else teacher[rows + k]
-            states = states_of(k - 1, rows)
-            if regress and k <= self.told:
-                goals = batch.hidden[rows + k, -self.config.hidden_size :].detach().float()
-                apart.append(decay**k * F.smooth_l1_loss(states.float(), goals))
-            read, matrix = self.product(backbone, k - 1, states, batch.next[rows + k - 1])
-            loss, hits = linear_cross_entropy(read, matrix, targets[known], aim, soft)
-            per_head.append(loss)
-            correct.append(hits)
-        total = torch.stack([decay**k * loss for k, loss in enumerate(per_head, 1)]).sum()
-        if apart:
-            total = total + regress * torch.stack(apart).sum()
-        return Losses(total, per_head, torch.stack(correct), torch.stack(counted))
-
-    @torch.no_grad()
-    def _teacher(self, backbone: Backbone, batch: Batch) -> Tensor:
-        """The backbone's probabilities [P, M] over the heads' vocabulary at every position."""
-        final = batch.hidden[:, -self.config.hidden_size :]
-        rows = backbone.lm_head_weight
-        if self.config.vocabulary == "draft":
-            rows = rows[self.draft_ids.to(rows.device)]
-        probabilities = F.linear(final, rows.to(final.dtype))
-        for block in probabilities.split(ROWS):
-            block.copy_(block.float().softmax(-1))
-        return probabilities
+    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
+        """The sum of the heads' losses, as `losses.heads_loss` has it."""
+        return heads_loss(self, backbone, batch, objective)
 
     def places(self, device: torch.device) -> Tensor:
         """Token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
@@ -228,11 +188,12 @@ class HeadDrafter(Drafter):
         """Each head's fp32 logits [n, M] at the positions that are learnt, the true tokens before its target known."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         states_of = self.encode(backbone, batch)
-        rows, last = batch.learnt, len(batch.next) - 1
+        rows, last, bias = batch.learnt, len(batch.next) - 1, self.bias(backbone)
+        bias = None if bias is None else bias.to(self.dtype)
         for head in range(self.num_heads):
             before = batch.next[(rows + head).clamp(max=last)]
             read, matrix = self.product(backbone, head, states_of(head, rows), before)
-            yield F.linear(read, matrix.to(read.dtype)).float()
+            yield F.linear(read, matrix.to(read.dtype), bias).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""
@@ -241,6 +202,11 @@ class HeadDrafter(Drafter):
     def vocabulary_tensors(self) -> dict[str, Tensor]:
         """What the file says of the vocabulary, where it is a draft one."""
         return {"draft_ids": self.draft_ids.to("cpu", torch.int32)} if self.config.vocabulary == "draft" else {}
+
+    @classmethod
+    def id_shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
+        """The tensors of whole numbers that a file has, from which `draft_ids_of` reads a draft vocabulary."""
+        return {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
 
     @staticmethod
     def draft_ids_of(tensors: dict[str, Tensor]) -> Tensor:
@@ -252,11 +218,13 @@ class HeadDrafter(Drafter):
         return asdict(self.config)
 
     @classmethod
-    def read_config(cls, data: dict[str, Any]) -> HeadsConfig:
-        """The config that config_json wrote; KeyError where a size is missing."""
-        needed = ("num_heads", "num_layers", "hidden_size", "vocab_size")
-        known = {one.name for one in fields(cls.config_class)} - set(needed)
-        return cls.config_class(*(data[key] for key in needed), **{k: data[k] for k in known if k in data})
+    def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The fields of the config as config_json wrote them, by their names in it."""
+        return data
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        """UserError where a config asks for what the backbone has not."""
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write config.json and the weights in bf16."""
@@ -275,21 +243,8 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def load(cls, folder: Path, backbone: Backbone) -> "Self":
-        """Read a drafter in the backbone's dtype, ready to draft."""
-        data = read_json(folder / "config.json", "the drafter's config")
-        try:
-            drafter = cls(cls.read_config(data))
-            tensors = load_file(folder / cls.weights_file)
-            with torch.no_grad():
-                for name, tensor in drafter.named_weights().items():
-                    tensor.copy_(tensors[name])
-                if drafter.config.vocabulary == "draft":
-                    drafter.draft_ids.copy_(cls.draft_ids_of(tensors))
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError) as reason:
-            raise UserError(
-                f"the drafter in {folder} cannot be read: {type(reason).__name__}: {reason}",
-                "train it again, or give another --drafter",
-            ) from reason
+        """Read a drafter in the backbone's dtype, ready to draft; UserError where its files cannot be used."""
+        drafter = read_heads(cls, folder, backbone)
         kernel = backbone.engine.kernel
         # Beside rounded weights plain ones would be the larger part of drafting; guesses may be rough.
         drafter._kernel = Rounded(8) if not kernel.exact else kernel

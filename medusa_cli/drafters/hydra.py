@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +16,7 @@ from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by
 from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.levels import levels
+from medusa_cli.errors import UserError
 from medusa_cli.tree import Growing, Growth, Tree
 
 
@@ -26,12 +28,13 @@ class HydraConfig(HeadsConfig):
     how many of the backbone's layers states are read too, beside the final ones.
     """
 
-    prefix_layers: int = 0
-    taps: tuple[int, ...] = ()
-    context: str = "answer"
+    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
+    taps: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)] = ()
+    context: Literal["conversation", "answer"] = "answer"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
+        super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))  # whoever makes one may give a list
         if not self.prefix_layers:  # nothing sees anything: such heads fit one another whatever was asked for
             object.__setattr__(self, "context", "answer")
 
@@ -75,6 +78,15 @@ class HydraHeads(HeadDrafter):
     @classmethod
     def sees_prompt(cls, settings: Any) -> bool:
         return bool(settings.prefix_layers) and settings.context == "conversation"
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        taps = config.taps
+        if list(taps) != sorted(set(taps)) or any(layer >= backbone.num_layers for layer in taps):
+            raise UserError(
+                f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
+                "give the drafter's own --model",
+            )
 
     def truncate(self, length: int) -> int:
         if not length or self.config.context == "answer":  # every prompt begins another answer

@@ -67,7 +67,7 @@ class MedusaHeads(HeadDrafter):
         }
 
     @classmethod
-    def read_config(cls, data: dict[str, Any]) -> HeadsConfig:
-        counts = {"num_heads": data["medusa_num_heads"], "num_layers": data["medusa_num_layers"]}
+    def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
+        counts = {key: data[f"medusa_{key}"] for key in ("num_heads", "num_layers") if f"medusa_{key}" in data}
         # Checkpoints of other tools name no vocabulary: their heads score all of it.
-        return super().read_config({"vocabulary": "own", **data, **counts})
+        return {"vocabulary": "own", **data, **counts}

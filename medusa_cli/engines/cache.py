@@ -25,6 +25,7 @@ class Cache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
+    @torch.inference_mode()
     def allocate(self, heads: int, dim: int, like: Tensor) -> None:
         """Make the buffers for KV heads of a width, of the type and on the device of `like`."""
         shape = (self.layers, self.slots, heads)
@@ -42,18 +43,21 @@ class Cache:
             raise ValueError(f"a cache of {self.most} rows a slot cannot hold {rows}")
         if rows <= self.capacity:
             return
-        while self.capacity < rows:
-            self.capacity *= 2
-        self.capacity = min(self.capacity, self.most)
-        if self.keys is None or self.values is None:
-            return
-        old_keys, old_values, used = self.keys, self.values, max(self.lengths)
-        self.allocate(old_values.shape[2], old_values.shape[4], old_values)
-        self.values[..., :used, :] = old_values[..., :used, :]
-        if self.transposed:
-            self.keys[..., :used] = old_keys[..., :used]
-        else:
-            self.keys[..., :used, :] = old_keys[..., :used, :]
+        grown = Cache(self.layers, self.slots, self.capacity, transposed=self.transposed)
+        while grown.capacity < rows:
+            grown.capacity *= 2
+        grown.capacity = min(grown.capacity, self.most)
+        if self.keys is not None and self.values is not None:
+            used = max(self.lengths)
+            grown.allocate(self.values.shape[2], self.values.shape[4], self.values)
+            assert grown.keys is not None and grown.values is not None
+            grown.values[..., :used, :] = self.values[..., :used, :]
+            if self.transposed:
+                grown.keys[..., :used] = self.keys[..., :used]
+            else:
+                grown.keys[..., :used, :] = self.keys[..., :used, :]
+        # All at once: what has no memory to grow stays as it was.
+        self.keys, self.values, self.capacity = grown.keys, grown.values, grown.capacity
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:

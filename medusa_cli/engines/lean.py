@@ -102,11 +102,10 @@ class LeanEngine(Engine):
                 x = pseudo.enter(first, x)
             if not given or x.shape[1] != before:
                 given = self._given(x.shape[1], layout)
-            # The last norm is the last segment's, unless the states before it are wanted as well.
-            x = self._segment(first, end, end == last and last - 1 not in taps, x, layout, cache, given)
+            x = self._segment(first, end, end == last, x, layout, cache, given)
             tapped[end - 1] = x
-        final = self.norm(x) if last - 1 in taps else x
-        tapped[-1] = final
+        # As in the network's own list of states, the last layer's are those after the last norm.
+        tapped[-1] = final = x
         return final if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), final
 
     def _segment(

@@ -9,8 +9,9 @@ import torch
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone import adapter as adapters
+from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.layers import Unsupported
-from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, load_network, read_config, resolve_device
+from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
 from medusa_cli.engines.eager import EagerEngine
 from medusa_cli.engines.engine import Engine
 from medusa_cli.engines.kernels import BITS, Kernel, Plain, Rounded, kernels_for
@@ -36,6 +37,7 @@ def load_backbone(
     shard: bool = False,
     chat_template: str | None = None,
     rows: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
@@ -57,6 +59,7 @@ def load_backbone(
         "load_in_8bit": load_in_8bit,
         "shard": shard,
         "chat_template": chat_template,
+        "trust_remote_code": trust_remote_code,
     }
     stamp = adapters.digest(adapter) if adapter is not None else None
 
@@ -64,9 +67,12 @@ def load_backbone(
         network, tokenizer = load_network(model, dtype=kind, **given)
         if adapter is not None:
             network = adapters.merge(network, adapter, beside=quantised)
-        return Backbone(network, tokenizer, id=model, adapter=stamp)
+        return Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
 
-    if engine != "eager" and not (shard or gradients or (quantised and engine == "auto")):
+    foreign = trust_remote_code and has_own_code(model)  # whose layers no other engine knows
+    if foreign and engine not in ("auto", "eager"):
+        raise UsageError(f"--engine {engine} cannot run the own code of {model!r}", "use --engine auto or eager")
+    if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
         kernel = choose_kernel(model, resolve_device(device), dtype, engine, rows)
         try:
             backbone = made(_stored(model, dtype, kernel, adapter))

@@ -20,7 +20,8 @@ from medusa_cli.engines.kernels import BITS, Kernel, kernel_named
 from medusa_cli.engines.lean import LeanEngine
 from medusa_cli.engines.plan import Plan
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_object, write_json
+from medusa_cli.runs.files import write_json
+from medusa_cli.runs.reading import read_object
 
 KERNELS = ("fp16-weights", "fp32", "bf16", "int8", "int4")
 ROWS = (1, 4, 6, 8, 12, 16, 32, 64)
@@ -140,7 +141,7 @@ def _times(names: Sequence[str], config: Any) -> dict[str, dict[str, float]]:
     small, layers, share = _part(config)
     found: dict[str, dict[str, float]] = {}
     with torch.random.fork_rng(devices=[]):
-        made = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16)
+        made = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
     for name in names:
         kind = torch.bfloat16 if name in ("bf16", *BITS) else torch.float32
         try:
@@ -176,10 +177,9 @@ def _step(engine: LeanEngine, rows: int, layers: float, vocabularies: float) -> 
     The least of some laps: what else a machine does only ever adds.
     """
     cache = engine.new_cache()
-    engine.forward(Plan.chain(torch.arange(CONTEXT), logits="none"), cache)
-    plan = Plan(
-        torch.arange(rows)[None], torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool), logits="none"
-    )
+    ids = torch.arange(max(CONTEXT, rows)) % engine.backbone.vocab_size
+    engine.forward(Plan.chain(ids[:CONTEXT], logits="none"), cache)
+    plan = Plan(ids[None, :rows], torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool), logits="none")
     states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
     body, head = [], []
     for _ in range(LAPS):

@@ -1,5 +1,6 @@
-"""Files that are never half written, and JSON that is read with one clear line where it is not."""
+"""Files and folders that are never half written."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,14 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.errors import UserError
+# How a file is called until it is whole. One name for all, so that whoever writes next finds what was left.
+TEMPORARY = ".medusa-part-"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path to write; on success it becomes `path` in one move, on failure it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path)
+    sweep(path.parent)
     handle, part = _temporary(path)
     try:
         yield part
@@ -30,11 +32,16 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _temporary(path: Path) -> tuple[int, Path]:
-    """A new file beside `path`, locked as long as its writer lives, and its handle."""
+def _temporary(path: Path, folder: bool = False) -> tuple[int, Path]:
+    """A new file (or folder) beside `path`, locked as long as its writer lives, and its handle."""
     while True:
+        words: dict[str, Any] = {"dir": path.parent, "prefix": TEMPORARY, "suffix": f".{path.name}"}
         try:
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+            if folder:
+                name = tempfile.mkdtemp(**words)
+                handle = os.open(name, os.O_RDONLY)
+            else:
+                handle, name = tempfile.mkstemp(**words)
         except OSError as reason:
             reason.filename = str(path)  # the file that cannot be written, not its name for the time being
             raise
@@ -45,15 +52,19 @@ def _temporary(path: Path) -> tuple[int, Path]:
         os.close(handle)  # another writer swept it away before it was locked
 
 
-def _sweep(path: Path) -> None:
-    """Remove what writers of `path` left that were killed: temporary files that nobody has locked."""
-    ours = re.compile(re.escape(f".{path.name}.") + "[a-z0-9_]{8}" + re.escape(path.suffix))
-    for left in path.parent.iterdir():
-        if not ours.fullmatch(left.name):
+def sweep(folder: Path) -> None:
+    """Remove what writers into a folder left that were killed: temporary files and folders that nobody has locked."""
+    ours = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
+    for left in folder.iterdir():
+        if not ours.fullmatch(left.name) or left.is_symlink() or not (left.is_file() or left.is_dir()):
             continue
-        with suppress(OSError), left.open("rb") as held:  # it is written, or gone
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+        with suppress(OSError):  # it is written, or gone
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            finally:
+                os.close(handle)
 
 
 def _to_disk(path: Path) -> None:
@@ -65,23 +76,36 @@ def _to_disk(path: Path) -> None:
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder to fill; on success it replaces `path`, on failure it is removed."""
-    part, old = path.with_name(f".{path.name}.part"), _aside(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
     restore(path)
-    for leftover in (part, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    part.mkdir(parents=True)
+    handle, part = _temporary(path, folder=True)
     try:
         yield part
         for written in part.rglob("*"):
             if written.is_file():
                 _to_disk(written)
-        if path.exists():
-            path.rename(old)
-        part.rename(path)
+        part.chmod(0o755)
+        _replace(path, part)
     finally:
         restore(path)
-        for leftover in (part, old):
+        for leftover in (part, _aside(path)):
             shutil.rmtree(leftover, ignore_errors=True)
+        os.close(handle)
+
+
+def _replace(path: Path, part: Path) -> None:
+    """Put a folder in the place of another, in two moves: between them a reader may put the old one back."""
+    while True:
+        if path.exists():
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
+        try:
+            part.rename(path)
+            return
+        except OSError as reason:
+            if reason.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def restore(path: Path) -> None:
@@ -104,33 +128,3 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, obj: Any) -> None:
     """Write one JSON document atomically."""
     write_atomic(path, json.dumps(obj, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path, what: str = "") -> Any:
-    """Read a JSON document; UserError if it is missing, empty or cut off. `what` says which command writes it."""
-    name = f"{what} {path}".strip()
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as reason:
-        raise UserError(f"{name} does not exist", "check the path") from reason
-    except (UnicodeDecodeError, IsADirectoryError) as reason:
-        raise UserError(f"{name} is no JSON text file", "check the path") from reason
-    if not text.strip():
-        raise UserError(f"{name} is empty", "write it again with the command that made it")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as reason:
-        raise UserError(
-            f"{name} is cut off or no JSON (line {reason.lineno}: {reason.msg})",
-            "write it again with the command that made it",
-        ) from reason
-
-
-def read_object(path: Path, what: str = "") -> dict[str, Any]:
-    """As read_json, and UserError for JSON that is no object."""
-    data = read_json(path, what)
-    if not isinstance(data, dict):
-        raise UserError(
-            f"{what} {path}".strip() + " holds no JSON object", "write it again with the command that made it"
-        )
-    return data

@@ -1,14 +1,14 @@
 """What is known of a drafter's heads without loading it: accuracies, their number, their backbone."""
 
 import hashlib
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_object
+from medusa_cli.runs.made import Identity, describe_drafter
+from medusa_cli.runs.reading import read_as
 from medusa_cli.runs.run import DEFAULT_RUN, Run
 
 
@@ -79,30 +79,27 @@ def find_heads(run: str | None, calibration: Path | None) -> tuple[Run | None, H
     return None, UNKNOWN, f"the run runs/{DEFAULT_RUN}"
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """The part of a calibration's file that is read again."""
+
+    accuracies: list[list[float]]
+    temperatures: list[float] = field(default_factory=list)
+    backbone: Identity | str = ""
+    drafter_stamp: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.accuracies or not all(row and all(0 <= one <= 1 for one in row) for row in self.accuracies):
+            raise ValueError("it has no table of accuracies between 0 and 1")
+        if not all(one > 0 for one in self.temperatures):
+            raise ValueError("it has temperatures that are not above 0")
+
+
 def read_calibration(path: Path) -> Heads:
     """Read a calibration; UserError unless it holds a share between 0 and 1 for every head and rank."""
-    data = read_object(path, "the calibration")
-    rows = data.get("accuracies")
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or not all(isinstance(row, list) and row and all(map(_is_share, row)) for row in rows)
-    ):
-        raise UserError(
-            f"the calibration {path} has no table of accuracies between 0 and 1",
-            "write it with `medusa calibrate`",
-        )
-    heat = data.get("temperatures", [])
-    if not isinstance(heat, list) or not all(isinstance(one, int | float) and one > 0 for one in heat):
-        raise UserError(
-            f"the calibration {path} has temperatures that are not above 0", "write it with `medusa calibrate`"
-        )
-    return Heads(path, rows, len(rows), data.get("backbone", ""), data.get(STAMP), temperatures=tuple(heat))
-
-
-def _is_share(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and 0 <= value <= 1
+    found = read_as(path, Calibrated, "the calibration", "write it with `medusa calibrate`")
+    rows, heat = found.accuracies, tuple(found.temperatures)
+    return Heads(path, rows, len(rows), found.backbone, found.drafter_stamp, temperatures=heat)
 
 
 def check_current(heads: Heads) -> None:
@@ -131,8 +128,5 @@ def _of_run(target: Run) -> Heads:
     config = target.drafter_dir / "config.json"
     if not config.is_file():
         return UNKNOWN
-    data = read_object(config, "the drafter's config")
-    count = data.get("num_heads", data.get("medusa_num_heads"))
-    if not isinstance(count, int):
-        return UNKNOWN
-    return Heads(None, [], count, data.get("provenance", {}).get("backbone", ""))
+    said = describe_drafter(target.drafter_dir)
+    return UNKNOWN if said.heads is None else Heads(None, [], said.heads, said.provenance.backbone or "")

@@ -1,21 +1,18 @@
 """A recipe: YAML plus `key=value` overrides, checked into frozen dataclasses; an unknown key is an error."""
 
 import dataclasses
-import difflib
-import math
-import types
-import typing
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, shown
+from medusa_cli.runs.reading import read_text, read_yaml
+from medusa_cli.runs.settings import MANY, checked, fields_of, known_key, parsed
+from medusa_cli.runs.settings import setting as _setting
 
-
-def _setting(default: Any, *, least: float | None = None, most: float | None = None, among: Sequence[str] = ()) -> Any:
-    """A field with a default and the values it accepts: at least, at most, or one of a few words."""
-    return field(default=default, metadata={"least": least, "most": most, "among": tuple(among)})
+# What may be said for a key.
+SHORT = {"drafter": "drafter.name", "firp.layers": "drafter.layers"}
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,12 @@ class DrafterRecipe:
     """
 
     name: str = "medusa"
-    num_heads: int = _setting(5, least=1)
-    num_layers: int = _setting(1, least=1)
+    num_heads: int = _setting(5, least=1, most=64)
+    num_layers: int = _setting(1, least=1, most=16)
     vocabulary: str = _setting("auto", among=("auto", "draft", "own", "shared"))
-    draft_vocab_size: int = _setting(12288, least=1)
+    draft_vocab_size: int = _setting(12288, least=1, most=MANY)
     matrices: str = _setting("each", among=("each", "one"))
-    rank: int | None = _setting(None, least=1)
+    rank: int | None = _setting(None, least=1, most=65_536)
     prefix_layers: int = _setting(0, least=0, most=4)
     taps: tuple[int, ...] = ()
     attention_layers: int = _setting(1, least=0, most=4)
@@ -52,15 +49,19 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class DistillRecipe:
-    """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions."""
+    """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions.
+
+    batch_size: conversations that are decoded side by side, null for as many as the memory holds, at most 64.
+    """
 
     seed: str = "sharegpt"
     max_samples: int | None = _setting(None, least=1)
-    max_new_tokens: int = _setting(256, least=1)
-    max_turns: int = _setting(2, least=1)
-    temperature: float = _setting(0.0, least=0.0)
-    random_seed: int = 0
-    context: int = _setting(512, least=16)
+    max_new_tokens: int = _setting(256, least=1, most=MANY)
+    max_turns: int = _setting(2, least=1, most=MANY)
+    temperature: float = _setting(0.0, least=0.0, most=100.0)
+    random_seed: int = _setting(0, least=0, most=2**62)
+    context: int = _setting(512, least=16, most=MANY)
+    batch_size: int | None = _setting(None, least=1, most=MANY)
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,15 @@ class TrainRecipe:
 
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
-    decay^k (Medusa, section 2.2.1). soft is the share of the backbone's own distribution in a target, the rest is
-    the token it emitted: 0 is hard, 1 soft cross-entropy. regress weighs how far the state of a head that is told
-    the tokens before its target (each of Hydra's, Amphista's first) is from the backbone's own there (null: what
-    suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one after another, each for its share
-    of the steps, as in its section 3.3; else at once. states: the model's states that stage 1 learns from are
-    "kept" in the run, or made "fresh" in every step from whole conversations, which takes longer and no room on the
-    disk (max_length and batch_tokens are then as in stage 2). shard: of several processes each holds a part of the
-    backbone's layers, and gathers a layer to run it.
+    decay^k (Medusa, section 2.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
+    lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
+    ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
+    far the state of a head that is told the tokens before its target (each of Hydra's, Amphista's first) is from the
+    backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one
+    after another, each for its share of the steps, as in its section 3.3; else at once. states: those
+    of the model that stage 1 learns from are "kept" in the run, or made "fresh" in every step from whole conversations,
+    which takes longer and no room on the disk (max_length and batch_tokens are then as in stage 2). shard: of several
+    processes each holds a part of the backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -87,7 +89,7 @@ class TrainRecipe:
 
     stage: int = _setting(1, least=1, most=2)
     tuning: str = _setting("lora", among=("lora", "qlora", "full"))
-    lora_rank: int = _setting(32, least=1)
+    lora_rank: int = _setting(32, least=1, most=65_536)
     lora_alpha: float = _setting(16.0, least=0.0)
     lora_dropout: float = _setting(0.05, least=0.0, most=1.0)
     objective: str = _setting("kl", among=("kl", "ce"))
@@ -99,7 +101,7 @@ class TrainRecipe:
     gradient_checkpointing: bool = False
     shard: bool = False
     optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
-    epochs: int = _setting(2, least=1)
+    epochs: int = _setting(2, least=1, most=10_000)
     max_tokens: int | None = _setting(800_000, least=1)
     lr: float | None = _setting(None, least=0.0)
     min_lr_ratio: float = _setting(0.05, least=0.0, most=1.0)
@@ -111,6 +113,7 @@ class TrainRecipe:
     beta1: float = _setting(0.9, least=0.0, most=1.0)
     beta2: float = _setting(0.95, least=0.0, most=1.0)
     decay: float = _setting(0.8, least=0.0, most=1.0)
+    loss: str = _setting("ce", among=("ce", "kl", "lk"))
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
     heads_in_turn: bool = False
@@ -119,7 +122,7 @@ class TrainRecipe:
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)
     checkpoint_every: int = _setting(100, least=1)
-    seed: int = 0
+    seed: int = _setting(0, least=0, most=2**62)
     dtype: str = _setting("bf16", among=("bf16", "fp32"))
 
 
@@ -160,9 +163,9 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise UsageError(f"{override!r} is no override", "write key=value, such as train.lr=1e-3")
+            raise UsageError(f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3")
         pairs.append((_known(key.strip(), "the command line"), text.strip()))
-    pairs = [(key, text if _fields()[key][0] is str else _parse(text)) for key, text in pairs]
+    pairs = [(key, text if fields_of(Recipe)[key][0] is str else parsed(text)) for key, text in pairs]
     return _build({**values, **_check(pairs, "the command line")})
 
 
@@ -171,25 +174,36 @@ def from_dict(data: dict[str, Any], source: str) -> Recipe:
     return _build(_check(_flatten(data), source))
 
 
-def _check(pairs: Iterable[tuple[str, Any]], source: str, folder: Path = Path()) -> dict[str, Any]:
-    """Checked values by their full names; a file that one of them names is read, from `folder`."""
+def _check(pairs: Iterable[tuple[str, Any]], source: str, folder: Path | None = None) -> dict[str, Any]:
+    """Checked values by their full names; a file that one of them names is read, out of `folder` where there is one."""
     named = [(_known(key, source), value) for key, value in pairs]
-    values = {key: _checked(key, value) for key, value in named}
+    values = {key: checked(key, value, *fields_of(Recipe)[key]) for key, value in named}
     if values.get("chat_template") is not None:
         values["chat_template"] = _template(values["chat_template"], folder)
     return values
 
 
-def _template(value: str, folder: Path) -> str:
-    """The text of a chat template: the value itself, which then has braces, or what the file of that name holds."""
+def _template(value: str, folder: Path | None) -> str:
+    """The text of a chat template: the value itself, which then has braces, or what the file of that name holds.
+
+    A recipe names a file in its own `folder`, not any file of the machine; the command line (None) may.
+    """
     if "{" in value:
         return value
+    name, remedy = f"chat_template={shown(value)}", "give a Jinja file, beside the recipe"
     try:
-        return (folder / value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
-        raise UserError(
-            f"chat_template={value!r}: {folder / value} cannot be read", "give a Jinja file, beside the recipe"
-        ) from reason
+        path = (folder or Path()) / value
+        if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{name} lies outside the recipe's folder", f"{remedy}, or name it on the command line")
+        if not path.is_file():
+            raise UserError(f"{name}: {path} cannot be read", remedy)
+        return read_text(path, f"{name}:", remedy=remedy)
+    except (OSError, ValueError) as reason:  # no name of a file at all
+        raise UserError(f"{name} cannot be read", remedy) from reason
+
+
+def _known(key: str, source: str) -> str:
+    return known_key(SHORT.get(key, key), fields_of(Recipe), source)
 
 
 def _build(values: dict[str, Any]) -> Recipe:
@@ -209,18 +223,7 @@ def differences(old: Recipe, new: Recipe, sections: Sequence[str]) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as reason:
-        raise UserError(
-            f"the recipe {path} does not exist", "check the path, or give none for the defaults"
-        ) from reason
-    except (IsADirectoryError, UnicodeDecodeError) as reason:
-        raise UserError(f"the recipe {path} is no text file", "give a YAML file") from reason
-    except yaml.YAMLError as reason:
-        raise UserError(f"the recipe {path} is no YAML: {str(reason).splitlines()[0]}", "mend the file") from reason
+    data = read_yaml(path, "the recipe")
     if data is None:
         raise UserError(f"the recipe {path} is empty", "write keys such as `train: {lr: 1e-3}`, or give no recipe")
     if not isinstance(data, dict):
@@ -234,88 +237,3 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _fields() -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (type, metadata) of every setting."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for section, kind in typing.get_type_hints(Recipe).items():
-        if not dataclasses.is_dataclass(kind):
-            found[section] = (kind, {})
-            continue
-        hints = typing.get_type_hints(kind)
-        found.update({f"{section}.{one.name}": (hints[one.name], one.metadata) for one in dataclasses.fields(kind)})
-    return found
-
-
-def _known(key: str, source: str) -> str:
-    """The full name of a key (`drafter` alone is drafter.name); UsageError, with the nearest, if unknown."""
-    key = {"drafter": "drafter.name", "firp.layers": "drafter.layers"}.get(key, key)
-    known = _fields()
-    if key in known:
-        return key
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not near:  # the section may be missing or wrong: compare the last part alone
-        by_last = {one.rpartition(".")[2]: one for one in known}
-        near = [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
-    sections = ", ".join(one.name for one in dataclasses.fields(Recipe))
-    raise UsageError(
-        f"{source} has the unknown key {key!r}",
-        f"did you mean {near[0]!r}?" if near else f"use one of {sections}",
-    )
-
-
-def _parse(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _checked(key: str, value: Any) -> Any:
-    """The value in its field's own type; UsageError, naming key and value, where it cannot be."""
-    kind, limits = _fields()[key]
-    optional = isinstance(kind, types.UnionType)
-    if optional:
-        if value is None:
-            return None
-        kind = next(one for one in typing.get_args(kind) if one is not type(None))
-    plain = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
-    words = plain.get(kind, "a list of whole numbers such as [1,2]") + (" or null" if optional else "")
-    fault = UsageError(f"{key}={value!r} is not {words}", f"give {words}")
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise fault
-        return value
-    if kind not in plain:
-        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
-            raise fault
-        return tuple(value)
-    if isinstance(value, bool) or value is None:
-        raise fault
-    if kind is str:
-        if not isinstance(value, str):
-            raise fault
-    else:
-        # YAML reads 1e-3, without a point, as a string.
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise fault from None
-        if not math.isfinite(number) or (kind is int and number != int(number)):
-            raise fault
-        value = kind(number)
-    return _within(key, value, limits)
-
-
-def _within(key: str, value: Any, limits: Any) -> Any:
-    least, most, among = limits.get("least"), limits.get("most"), limits.get("among")
-    if least is not None and value < least:
-        raise UsageError(f"{key}={value} is too small", f"use {least:g} or more")
-    if most is not None and value > most:
-        raise UsageError(f"{key}={value} is too large", f"use {most:g} or less")
-    if among and value not in among:
-        raise UsageError(f"{key}={value!r} is unknown", f"use one of {', '.join(among)}")
-    return value

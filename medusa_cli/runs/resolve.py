@@ -78,6 +78,6 @@ def _tree_words(tree: str) -> tuple[Path | None, int | None, int | None]:
         return Path(tree), None, None
     if not colon:
         return None, None, None if word == "static" else 0
-    if not number.isdigit() or not 1 <= int(number) <= MOST_GROWN:
+    if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MOST_GROWN:
         raise UsageError(f"--tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
     return None, *((int(number), None) if word == "static" else (None, int(number)))

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import __version__
-from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json, restore, write_atomic, write_json
+from medusa_cli.errors import UsageError, UserError, shown
+from medusa_cli.runs.files import restore, write_atomic, write_json
+from medusa_cli.runs.reading import convert, read_json, read_object, read_text
 
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
+# What of a backbone's identity names its weights.
+DIGESTS = ("fingerprint", "weights")
 
 
 def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
@@ -42,6 +45,8 @@ class Run:
         flag is what the error says named it.
         """
         path = cls._place(name)
+        if name in ("", ".", "..") or not name.isprintable():
+            raise UsageError(f"{flag} {ascii(name)} is no name of a run", "use letters, digits and - or _")
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
@@ -71,7 +76,7 @@ class Run:
         """The template of the run's conversations where it is not the tokenizer's own; that of the run it lies in."""
         for path in (self.template_path, self.data_path.with_name(self.template_path.name)):
             if path.is_file():
-                return path.read_text(encoding="utf-8")
+                return read_text(path, "the run's chat template")
         return None
 
     def template_with(self, given: str | None) -> str | None:
@@ -106,10 +111,13 @@ class Run:
         marker = self.path / "run.json"
         if not marker.exists():
             return None
+        from medusa_cli.runs.made import Made
+
         made = read_json(marker, "the run's file")
-        owner = made.get("backbone") if isinstance(made, dict) else None
-        if not isinstance(owner, dict) or not isinstance(owner.get("id"), str):
-            raise UserError(f"the run's file {marker} names no backbone", "delete it: the next command writes it anew")
+        remedy = "delete it: the next command writes it anew"
+        owner = convert(made, Made, f"the run's file {marker}", remedy).identity if isinstance(made, dict) else {}
+        if not isinstance(owner.get("id"), str):
+            raise UserError(f"the run's file {marker} names no backbone", remedy)
         return owner
 
     @property
@@ -125,21 +133,31 @@ class Run:
             write_json(marker, provenance(identity))
             return
         check_backbone(known, identity, f"the run {self.path}")
-        if known.get("fingerprint") is None and identity.get("fingerprint") is not None:
-            write_json(marker, provenance(identity))  # bound without the weights at first: now they are known
+        # Bound without the weights at first, or before there was a digest of them all: now they are known.
+        learnt = {key: identity[key] for key in DIGESTS if known.get(key) is None and identity.get(key) is not None}
+        if learnt:
+            write_json(marker, provenance({**known, **learnt}))
+
+
+def rounding_in(folder: Path) -> str | None:
+    """How the backbone's weights were rounded when the drafter in a folder was trained; None: whole, or not known."""
+    path = folder / "config.json"
+    made = read_object(path, "the drafter's config").get("provenance") if path.is_file() else None
+    owner = made.get("backbone") if isinstance(made, dict) else None
+    return owner.get("rounding") if isinstance(owner, dict) else None
 
 
 def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
     """Raise UserError unless both identities name the same weights; the id alone may differ (a moved folder).
 
-    What one of them does not know (the fingerprint of weights that a server held) is not compared.
+    What one of them does not know (the weights that a server held, all of them in an earlier version) is not compared.
     """
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", "fingerprint")
+    keys = ("architecture", "hidden_size", "vocab_size", "layers", *DIGESTS)
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     if any(expected[key] != actual[key] for key in known):
 
         def name(one: dict[str, Any]) -> str:
-            return f"{one.get('id')!r} (hidden {one.get('hidden_size')}, vocabulary {one.get('vocab_size')})"
+            return f"{shown(one.get('id'))} (hidden {one.get('hidden_size')}, vocabulary {one.get('vocab_size')})"
 
         raise UserError(
             f"{what} was made for the model {name(expected)}, not for {name(actual)}",

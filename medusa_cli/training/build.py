@@ -41,6 +41,12 @@ def check_drafter(recipe: Recipe) -> None:
             f"train.heads_in_turn=true says nothing to {kind.name}: its heads learn at once",
             "leave it out, or use drafter=firp",
         )
+    if train.loss != "ce" and train.soft:
+        raise UsageError(
+            f"train.soft={train.soft:g} says nothing to train.loss={train.loss}: its target is the model's own "
+            "distribution in any case",
+            "use train.soft=0, or train.loss=ce",
+        )
     # Such heads learn beside the lm_head's weight without the adapter, and would score with the merged one.
     if train.stage == 2 and recipe.drafter.vocabulary == "shared":
         raise UsageError(

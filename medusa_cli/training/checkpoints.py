@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import convert
 
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UsageError, UserError
@@ -18,15 +19,11 @@ MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validat
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training between two steps: weights and buffers, optimizer, steps done, and what it belongs to.
-
-    rng: the random state of each process, by the type of the device whose it is.
-    """
+    """A training between two steps: weights and buffers, optimizer, steps done, and what it belongs to."""
 
     drafter: dict[str, Any]
     optimizer: dict[str, Any]
     step: int
-    rng: list[dict[str, torch.Tensor]]
     recipe: dict[str, Any]
     backbone: dict[str, Any]
     data: str  # digest of the data set
@@ -53,21 +50,6 @@ def set_aside(path: Path) -> None:
         path.replace(earlier_path(path))
 
 
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """This process's random state, by device type: the CPU's, and on CUDA that of its device."""
-    found = {"cpu": torch.get_rng_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int, device: torch.device) -> None:
-    """Go on with this process's random state; one that had no part in the training so far keeps its own."""
-    found = states[rank] if rank < len(states) else {}
-    if "cpu" in found:
-        torch.set_rng_state(found["cpu"])
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"], device)
-
-
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write under a temporary name, then rename, and drop what was set aside; UserError where the disk refuses."""
     try:
@@ -89,9 +71,8 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"--resume: {path} does not exist", f"train without --resume{aside}")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(found["rng"], torch.Tensor):  # of a version that kept the first process's alone
-            found["rng"] = [{"cpu": found["rng"]}]
-        return Checkpoint(**found)
+        found.pop("rng", None)  # of a version whose steps drew on from one another's random numbers
+        return convert(found, Checkpoint)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
         raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
 
@@ -106,6 +87,12 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
             "resume with the recipe as it was, or train without --resume",
         )
     check_backbone(checkpoint.backbone, backbone, "the checkpoint")
+    before, now = checkpoint.backbone.get("rounding"), backbone.get("rounding")
+    if before != now and "weights" in checkpoint.backbone:  # earlier versions did not say
+        raise UsageError(
+            f"--resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
+            f"give --load-in-{before}" if before else f"leave --load-in-{now} out",
+        )
     if checkpoint.data != data:
         raise UserError(
             "--resume: the training data changed since the checkpoint",

@@ -6,9 +6,9 @@ from typing import Any
 
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import read_json
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.runs.run import Run
+from medusa_cli.runs.run import Run, rounding_in
 from medusa_cli.training.build import build_drafter, drafter_class
 from medusa_cli.training.events import Validated
 from medusa_cli.training.loop import Trainer
@@ -40,7 +40,8 @@ def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | Non
         # Recipes of earlier versions do not say what a drafter's layers see.
         seen = read_json(run.drafter_dir / "config.json", "the drafter's config").get("context", "answer")
         recipe = replace(recipe, drafter=replace(recipe.drafter, context=seen))
-    place = {**place, "dtype": dtype}
+    rounding = rounding_in(run.drafter_dir)
+    place = {**place, "dtype": dtype, "load_in_4bit": rounding == "4bit", "load_in_8bit": rounding == "8bit"}
     if riding:
         template = recipe.chat_template
         backbone = load_backbone(recipe.model, **place, engine="eager", gradients=True, chat_template=template)

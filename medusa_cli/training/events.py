@@ -69,35 +69,31 @@ Event = Stepped | Validated | Saved | Stopped
 
 
 class Meter:
-    """Sums losses and hits per head over micro-batches, each of which weighs 1, as in the gradient of a step.
+    """Sums losses and hits per head over micro-batches, weighed as in the gradient of a step.
 
-    by_position: each weighs its positions, and a head's loss the targets it had, so that their means do not hang on how
-    answers were gathered into micro-batches; that of the total, which holds both, does by a hair.
+    Each weighs its positions, and a head's loss the targets it learnt, so that their means do not hang on how answers
+    were gathered into micro-batches.
     """
 
-    def __init__(self, by_position: bool = False) -> None:
-        self.by_position = by_position
+    def __init__(self) -> None:
         self.loss = 0.0
         self.head_losses: Tensor | None = None
+        self.learnt: Tensor | None = None
         self.correct: Tensor | None = None
         self.counted: Tensor | None = None
         self.parts: dict[str, float] = {}
-        self.weight = self.positions = 0
-        self.head_weights: Tensor | None = None
+        self.positions = 0
 
     def add(self, found: Found) -> None:
-        losses = torch.stack([one.detach().float() for one in found.heads.per_head]).cpu()
-        correct, counted = found.heads.correct.cpu(), found.heads.counted.cpu()
-        weight = found.positions if self.by_position else 1
-        weights = counted.double() if self.by_position else torch.ones(len(losses))
-        self.loss += weight * float(found.total.detach())
+        losses = torch.stack([one.detach().double() for one in found.heads.per_head]).cpu()
+        learnt = found.heads.learnt.cpu()
+        self.loss += found.positions * float(found.total.detach())
         for name, value in found.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + weight * value
-        self.head_losses = _plus(self.head_losses, weights * losses)
-        self.head_weights = _plus(self.head_weights, weights)
-        self.correct = _plus(self.correct, correct)
-        self.counted = _plus(self.counted, counted)
-        self.weight += weight
+            self.parts[name] = self.parts.get(name, 0.0) + found.positions * value
+        self.head_losses = _plus(self.head_losses, learnt * losses)
+        self.learnt = _plus(self.learnt, learnt)
+        self.correct = _plus(self.correct, found.heads.correct.cpu())
+        self.counted = _plus(self.counted, found.heads.counted.cpu())
         self.positions += found.positions
 
     @classmethod
@@ -106,11 +102,10 @@ class Meter:
         total = cls()
         for one in meters:
             total.head_losses = _plus(total.head_losses, one.head_losses)
-            total.head_weights = _plus(total.head_weights, one.head_weights)
+            total.learnt = _plus(total.learnt, one.learnt)
             total.correct = _plus(total.correct, one.correct)
             total.counted = _plus(total.counted, one.counted)
             total.loss += one.loss
-            total.weight += one.weight
             total.positions += one.positions
             for name, value in one.parts.items():
                 total.parts[name] = total.parts.get(name, 0.0) + value
@@ -118,15 +113,15 @@ class Meter:
 
     def mean_parts(self) -> dict[str, float]:
         """The mean of every other part."""
-        return {name: value / self.weight for name, value in self.parts.items()}
+        return {name: value / self.positions for name, value in self.parts.items()}
 
     def means(self) -> tuple[float, list[float], list[float]]:
         """Mean loss, mean loss per head, top-1 accuracy per head."""
-        assert self.head_losses is not None and self.head_weights is not None
+        assert self.head_losses is not None and self.learnt is not None
         assert self.correct is not None and self.counted is not None
         accuracies = self.correct.double() / self.counted.clamp(min=1)
-        losses = self.head_losses / self.head_weights.clamp(min=1)
-        return self.loss / self.weight, losses.tolist(), accuracies.tolist()
+        losses = self.head_losses / self.learnt.clamp(min=1)
+        return self.loss / self.positions, losses.tolist(), accuracies.tolist()
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:

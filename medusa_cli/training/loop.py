@@ -1,5 +1,6 @@
 """The training loop: steps, rates, validation and checkpoints, whatever the stage trains."""
 
+import hashlib
 import itertools
 import math
 import time
@@ -48,7 +49,6 @@ class Trainer:
         self.should_stop = should_stop
         self.world = world or World()
         train = recipe.train
-        torch.manual_seed(train.seed + self.world.rank)  # no two processes drop the same
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.task: Task
         if not isinstance(dataset, Conversations):
@@ -100,8 +100,10 @@ class Trainer:
                 self.save()
                 yield Stopped(self.step, self.steps)
                 return
-            for batch, new in self.world.turns(group, train.shard):
-                self._backward(batch, 1 / len(group) if new else 0.0, meter)
+            for (number, items), new in self.world.turns(list(enumerate(group)), train.shard):
+                # A token counts the same in whatever micro-batch it is, and drops the same in whatever process.
+                torch.manual_seed(_seed(train.seed, self.step, number))
+                self._backward(items, _size([items]) / _size(group) if new else 0.0, meter)
             meter = Meter.of(self.world.gather(meter))
             self.world.add_gradients(self.parameters)
             lr, norm = self._update(group)
@@ -164,7 +166,7 @@ class Trainer:
 
     def validate(self, done: int) -> Validated:
         """Loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        meter = Meter(by_position=True)
+        meter = Meter()
         self.drafter.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad(), self.task.evaluating():
@@ -177,8 +179,7 @@ class Trainer:
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 
     def save(self) -> None:
-        """Write the checkpoint that --resume takes up; the first process does, all have a part in it."""
-        rng = self.world.gather(checkpoints.random_state(self.backbone.device))
+        """Write the checkpoint that --resume takes up; the first process does."""
         if not self.world.first:
             return
         checkpoints.save(
@@ -187,7 +188,6 @@ class Trainer:
                 drafter=self._drafter_state(),
                 optimizer=self.optimizer.state_dict(),
                 step=self.step,
-                rng=rng,
                 recipe=self.recipe.to_dict(),
                 backbone=self.backbone.identity,
                 data=self.digest,
@@ -200,15 +200,21 @@ class Trainer:
         return {**self.drafter.state_dict(), **dict(self.drafter.named_buffers())}
 
     def _restore(self) -> None:
-        checkpoint = checkpoints.load(checkpoints.checkpoint_path(self.run))
+        path = checkpoints.checkpoint_path(self.run)
+        checkpoint = checkpoints.load(path)
         checkpoints.check(checkpoint, self.backbone.identity, self.digest, self.recipe)
+        try:
+            self._take_up(checkpoint)
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
+            raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
+
+    def _take_up(self, checkpoint: checkpoints.Checkpoint) -> None:
         self.drafter.load_state_dict({name: checkpoint.drafter[name] for name in self.drafter.state_dict()})
         for name, buffer in self.drafter.named_buffers():
             if name in checkpoint.drafter:  # one of an earlier version has none: they stay as the data makes them
                 buffer.copy_(checkpoint.drafter[name])
         self.task.load_state(checkpoint.backbone_weights)
         self.optimizer.load_state_dict(checkpoint.optimizer)
-        checkpoints.restore_random_state(checkpoint.rng, self.world.rank, self.backbone.device)
         self.step = checkpoint.step
 
 
@@ -225,6 +231,11 @@ def _optimizer(groups: list[Group], train: TrainRecipe, device: str) -> torch.op
 
         return AdamW8bit(parts, betas=betas)
     return torch.optim.AdamW(parts, betas=betas, fused=device in ("cpu", "cuda"))
+
+
+def _seed(seed: int, step: int, number: int) -> int:
+    """The seed of all that is random in a micro-batch, by its number in a step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{number}".encode()).digest()[:7], "big")
 
 
 def _up(whole: int, parts: int) -> int:

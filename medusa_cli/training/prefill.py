@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.identity import rounding_of
 from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing
 from medusa_cli.runs.run import Run, check_backbone
-from medusa_cli.states import StateStore
+from medusa_cli.states import StateStore, seal
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
 from medusa_cli.training.records import Record, read_records
@@ -50,7 +51,9 @@ def load_dataset(
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
     if known and all(record.first_row is not None and record.whole >= prompts for record in records):
         rows = max((record.first_row or 0) + record.rows for record in records)
-        return split(records, _stored(stored, rows, backbone.hidden_size, backbone), report, fraction, prompts)
+        states = _stored(stored, rows, backbone.hidden_size, backbone)
+        _check_seals(records, states, stored)
+        return split(records, states, report, fraction, prompts)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None, whole=prompts) for one in records]
     rows = sum(record.rows for record in records)
@@ -92,9 +95,25 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
         store.close()
 
 
+def _check_seals(records: Sequence[Record], states: Tensor, path: Path) -> None:
+    """UserError where state rows are not those that were kept for their conversation; older files have no seal."""
+    broken = []
+    for one in records:
+        rows = states[one.first_row or 0 :][: one.rows]
+        if one.seal is not None and one.seal != seal(one.id, one.tokens, one.spans, rows):
+            broken.append(one.id)
+    if broken:
+        raise UserError(
+            f"{path} holds other state rows than were kept for {len(broken):,} of {len(records):,} conversations, "
+            f"the first of them {broken[0]!r}",
+            "delete it to compute the states again",
+        )
+
+
 def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:
-    owner = {key: value for key, value in backbone.identity.items() if key != "id"}
-    # Rounding is named where there is some, so that states kept from before it was are found.
+    # What the run is bound to by `weights` it need not be told by again: states kept from before that are found, and
+    # so are those from before rounding was named, where there is none.
+    owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
     named = [owner, str(backbone.dtype), list(taps), *_rounding(backbone)]
     named += ["prompts"] if any(record.whole for record in records) else []
     digest = hashlib.sha256(json.dumps(named).encode())
@@ -105,9 +124,8 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
 
 def _rounding(backbone: Backbone) -> list[str]:
     """How a backbone's weights are rounded, by its engine or at load; nothing where they are not."""
-    quantised = getattr(backbone.model.config, "quantization_config", None)
-    loaded = [f"load_in_{bits}bit" for bits in (4, 8) if getattr(quantised, f"load_in_{bits}bit", False)]
-    return [backbone.engine.kernel.name] if backbone.engine.kernel.name in BITS else loaded
+    kernel, loaded = backbone.engine.kernel.name, rounding_of(backbone.model)
+    return [kernel] if kernel in BITS else [f"load_in_{loaded}"] if loaded else []
 
 
 def _part(path: Path, rank: int) -> Path:

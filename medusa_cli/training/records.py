@@ -11,11 +11,13 @@ from typing import Any
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import HALF, Malformed, encode, is_whole, messages_of
 from medusa_cli.errors import UserError
+from medusa_cli.runs.line import as_line
+from medusa_cli.runs.reading import MOST_BYTES, parse_json, unique
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept).
+    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), its seal.
 
     whole: its rows are those of every position but the last; else those alone that emitted the answers' tokens.
     """
@@ -24,6 +26,7 @@ class Record:
     tokens: list[int]
     spans: list[tuple[int, int]]
     first_row: int | None
+    seal: str | None = None
     whole: bool = False
 
     @property
@@ -105,19 +108,19 @@ def parse(path: Path, report: ReadReport) -> Iterator[Any]:
         if head.startswith(b"["):
             yield from _parse_array(path, stream.read(), report)
             return
-        for line in stream:
+        while line := stream.readline(MOST_BYTES):
             if not line.strip():
                 report.skip("empty line")
                 continue
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except ValueError:  # no JSON or no UTF-8
                 report.skip("no JSON" if line.endswith(b"\n") else "cut off")
 
 
 def _parse_array(path: Path, data: bytes, report: ReadReport) -> Iterator[Any]:
     """The records of a JSON array; one that is cut off still gives those before the cut."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=unique)
     text = data.decode("utf-8", errors="replace").lstrip()[1:]
     at = 0
     while True:
@@ -127,7 +130,7 @@ def _parse_array(path: Path, data: bytes, report: ReadReport) -> Iterator[Any]:
             return
         try:
             record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             report.skip("cut off")
             return
         yield record
@@ -136,7 +139,11 @@ def _parse_array(path: Path, data: bytes, report: ReadReport) -> Iterator[Any]:
 def _record(raw: Any, backbone: Backbone) -> Record:
     if not isinstance(raw, dict):
         raise Malformed("not an object")
-    name = str(raw.get("id") or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
+    try:
+        line = as_line({key: one for key, one in raw.items() if key != "messages"})
+    except ValueError as reason:
+        raise Malformed("a field of another type") from reason
+    name = str(line.id or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
     if not is_whole(name):
         raise Malformed(HALF)
     if "tokens" not in raw:
@@ -151,7 +158,7 @@ def _record(raw: Any, backbone: Backbone) -> Record:
         if not (isinstance(span, list) and len(span) == 2 and last <= span[0] < span[1] <= len(tokens)):
             raise Malformed("assistant spans out of order or range")
         last = span[1]
-    record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None)
+    record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None, line.seal)
     if rows and len(rows) == 2 and rows[1] == len(tokens) - 1:
         return replace(record, whole=True)
     if rows and (len(rows) != 2 or rows[1] != record.answer_tokens):

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone, adapter
+from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.load import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.files import read_json
+from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.training.build import drafter_class
@@ -64,8 +65,8 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     else:
         torch.manual_seed(train.seed)
         adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-    backbone = Backbone(network, tokenizer, id=recipe.model)
-    assert backbone.identity  # taken now: training changes what it is read from
+    backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
+    attach(backbone, "eager")  # gradients pass through the network's own layers alone
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
@@ -94,11 +95,10 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
 
     Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to.
     """
-    path = run.drafter_dir / "config.json"
-    if not path.is_file():
+    if not (run.drafter_dir / "config.json").is_file():
         return False
-    made = read_json(path, "the drafter's config").get("provenance", {}).get("backbone", {})
-    if not isinstance(made, dict) or bool(made.get("adapter")) != adapted:
+    made = describe_drafter(run.drafter_dir).provenance.identity
+    if not made or bool(made.get("adapter")) != adapted:
         return False
     try:
         check_backbone(made, backbone.identity, "the drafter")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Drafter, Losses
+from medusa_cli.drafters.base import Batch, Drafter, Losses, Objective
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, bucketed, scheduled, whole_batch
 from medusa_cli.training.data import Answer, Dataset, pack, plan
@@ -53,7 +53,7 @@ def head_losses(backbone: Backbone, drafter: Drafter, batch: Batch, train: Train
     # In stage 2 the backbone's states are no fixed mark: they move to please the heads.
     own = drafter.regress if train.stage == 1 else 0.0
     regress = own if train.regress is None else train.regress
-    return drafter.loss(backbone, batch, train.decay, train.soft, regress)
+    return drafter.loss(backbone, batch, Objective(train.decay, train.soft, regress, train.loss))
 
 
 class _Stage1:
@@ -127,4 +127,5 @@ class Traced(_Stage1):
         turn = turn_of(progress, self.drafter.num_heads)
         self.drafter.learn_alone(turn)
         found = self._found(batch)
-        return replace(found, total=found.heads.per_head[turn])
+        share = int(found.heads.learnt[turn]) / found.positions
+        return replace(found, total=share * found.heads.per_head[turn])

@@ -91,6 +91,8 @@ def line(points: Mapping[int, float], at: int) -> float:
     place = bisect_left(known, at)
     if len(known) == 1 or place == 0:
         return points[known[0]]
-    low, high = (known[place - 1], known[place]) if place < len(known) else (known[-2], known[-1])
+    beyond = place == len(known)
+    low, high = (known[-2], known[-1]) if beyond else (known[place - 1], known[place])
     slope = (points[high] - points[low]) / (high - low)
-    return points[low] + (slope if place < len(known) else max(slope, 0.0)) * (at - low)
+    # Noise may let the last line fall; no step is cheaper for being larger.
+    return points[high] + max(slope, 0.0) * (at - high) if beyond else points[low] + slope * (at - low)

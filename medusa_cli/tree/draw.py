@@ -13,15 +13,17 @@ STRONG = 0.3
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
     """A rich renderable: one line a node with its rank and, with accuracies, its chance of being accepted."""
+    from rich.text import Text
     from rich.tree import Tree as Lines
 
     values = node_values(tree, accuracies) if accuracies else None
     lines = {0: Lines("root: the token already decided")}
     for node in range(1, tree.size):
-        chance = "" if values is None else f"  [dim]{values[node]:.1%}[/dim]"
-        label = f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}{chance}"
         strong = values is not None and values[node] >= STRONG
-        lines[node] = lines[tree.parents[node]].add(f"[bold green]{label}[/bold green]" if strong else label)
+        label = Text(f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}", "bold green" if strong else "")
+        if values is not None:
+            label.append(f"  {values[node]:.1%}", "dim")
+        lines[node] = lines[tree.parents[node]].add(label)
     return lines[0]
 
 

@@ -1,0 +1,55 @@
+"""What files say of their making: who made them, for which backbone, of which data."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medusa_cli.runs.reading import read_as
+
+# What names a backbone: its id, architecture, sizes, and the fingerprint of its weights.
+Identity = dict[str, str | int | None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The conversations that something was made of."""
+
+    path: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The part of a file's provenance that is read again; older files have less of it."""
+
+    created: str | None = None
+    backbone: Identity | str | None = None
+    data: Data | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """What is known of the backbone; nothing where its name alone was written."""
+        return self.backbone if isinstance(self.backbone, dict) else {}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a drafter's config.json says of it, whatever its kind; that of another tool names no kind."""
+
+    drafter: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    num_heads: int | None = None
+    medusa_num_heads: int | None = None
+    provenance: Made = field(default_factory=Made)
+
+    @property
+    def heads(self) -> int | None:
+        return self.medusa_num_heads if self.num_heads is None else self.num_heads
+
+
+def describe_drafter(folder: Path) -> Described:
+    """What the config of the drafter in a folder says; UserError where there is none or it cannot be used."""
+    return read_as(Path(folder) / "config.json", Described, WHAT)
+
+
+WHAT = "the drafter's config"

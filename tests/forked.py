@@ -1,0 +1,107 @@
+"""Commands forked from a process that has imported everything: started in milliseconds, killed at will."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_cli import cli
+
+RUN = Path("runs/r")  # in the folder that a command is started in
+PATIENCE = 600.0
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.listdir"}
+FILE_METHODS = {"write", "flush", "truncate"}
+
+
+@dataclass
+class Child:
+    """A forked command: where what it says goes, and its exit code once it ended (negative: the signal)."""
+
+    pid: int
+    said: Path
+    code: int | None = None
+    seconds: float = 0.0  # of processor time: unlike the clock's, other work does not stretch them
+
+
+def start(words: Sequence[str], place: Path, *, die_at: int = 0, rank: int = 0, size: int = 1, port: int = 0) -> Child:
+    """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never)."""
+    said = place / f"said-{rank}.txt"
+    pid = os.fork()
+    if pid:
+        return Child(pid, said)
+    code = 70
+    try:
+        os.chdir(place)
+        with said.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        if size > 1:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
+        operations = count_operations(die_at)
+        try:
+            cli.app(list(words))
+        except SystemExit as done:
+            code = done.code if isinstance(done.code, int) else 0
+        (place / f"operations-{rank}").write_text(str(operations[0]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def count_operations(die_at: int) -> list[int]:
+    """Count this process's file operations inside the run from now on, and die before one of them."""
+    count = [0]
+    inside = (str(RUN), str(RUN.resolve()))
+
+    def operation(path: Any) -> None:
+        if str(path).startswith(inside):
+            count[0] += 1
+            if count[0] == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def opened(event: str, words: tuple[Any, ...]) -> None:
+        if event in FILE_EVENTS:
+            operation(words[0])
+
+    def called(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in FILE_METHODS:
+            operation(getattr(function.__self__, "name", ""))
+
+    sys.addaudithook(opened)
+    sys.setprofile(called)
+    return count
+
+
+def end(children: Sequence[Child], until: float | None = None) -> bool:
+    """Wait for forked commands; one that is killed takes all with it, and so does the time `until`. Whether it came."""
+    late = time.monotonic() + PATIENCE
+    killed = False
+    while any(child.code is None for child in children):
+        for child in children:
+            if child.code is None:
+                pid, status, used = os.wait4(child.pid, os.WNOHANG)
+                child.code = os.waitstatus_to_exitcode(status) if pid else None
+                child.seconds = used.ru_utime + used.ru_stime
+        dead = any(child.code == -signal.SIGKILL for child in children)
+        if dead or (until is not None and time.monotonic() > until):
+            for child in children:
+                if child.code is None:
+                    os.kill(child.pid, signal.SIGKILL)
+            killed = True
+        assert time.monotonic() < late, f"a command hangs: {children[0].said.read_text()}"
+        time.sleep(0.002)
+    return killed and any(child.code == -signal.SIGKILL for child in children)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

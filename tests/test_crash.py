@@ -1,0 +1,30 @@
+"""kill -9 in every command that writes, and several writers of one run: a short round of what `make crash` does."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from medusa_cli.cli import COMMANDS
+from tests.crash import JOBS, Count
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_doubled_or_changed_by_kills() -> None:
+    words = [sys.executable, "-m", "tests.crash", "--kills", "16", "--rounds", "4", "--random-seed", "17"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^1[67] kills \(.*0 lost, 0 doubled, 0 changed, 0 files left", done.stdout, re.MULTILINE)
+
+
+def test_a_damaged_run_would_be_noticed() -> None:
+    count = Count()
+    count.compare("train", [("a", "1"), ("b", "2"), ("c", "3")], [("a", "1"), ("a", "1"), ("c", "4")])
+    assert (count.lost, count.doubled, count.changed) == (1, 1, 1)
+    assert count.faults == ["train: 1 lost, 1 doubled, 1 changed"]
+
+
+def test_every_command_that_writes_a_run_is_killed() -> None:
+    reading = {"chat", "compare", "demo", "assets"}
+    assert {job.words[0] for job in JOBS} == set(COMMANDS) - reading

@@ -1,0 +1,224 @@
+"""The heads' losses against plain autograd, their targets with a biased or adapted lm_head, and exact accumulation."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.backbone import Backbone, adapter
+from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
+from medusa_cli.drafters.base import Batch, Confirmed, Objective
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.losses import linear_loss
+from medusa_cli.errors import UsageError
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
+from medusa_cli.training import Trainer, split_conversations
+from medusa_cli.training.build import check_drafter
+from medusa_cli.training.conversations import Conversations
+from medusa_cli.training.data import Answer, Dataset
+from medusa_cli.training.joint import Joint
+from medusa_cli.training.records import ReadReport, Record
+from medusa_cli.tree import Tree
+from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
+
+DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
+
+
+def by_hand(kind: str, logits: Tensor, targets: Tensor, p: Tensor, soft: float) -> Tensor:
+    """The mean loss of rows of logits [n, M], one row and one token at a time."""
+    rows, shared = [], []
+    for row, target, aim in zip(logits.log_softmax(-1), targets, p, strict=True):
+        ce = -(1 - soft) * row[target] - soft * sum(aim[i] * row[i] for i in range(len(row)))
+        kl = sum(aim[i] * (aim[i].log() - row[i]) for i in range(len(row)) if aim[i] > 0)
+        tv = 0.5 * sum((row[i].exp() - aim[i]).abs() for i in range(len(row)))
+        shared.append(float(sum(torch.minimum(row[i].exp(), aim[i]) for i in range(len(row))).detach()))
+        rows.append((ce, kl, tv))
+    share = math.exp(-3 * sum(shared) / len(shared))
+    chosen = {"ce": lambda ce, kl, tv: ce, "kl": lambda ce, kl, tv: kl}.get(
+        kind, lambda ce, kl, tv: share * kl + (1 - share) * tv
+    )
+    return sum(chosen(*row) for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("kind", "soft"), [("ce", 0.0), ("ce", 0.3), ("ce", 1.0), ("kl", 0.0), ("lk", 0.0)])
+def test_losses_and_their_gradients_are_those_of_autograd(
+    kind: str, soft: float, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.drafters.losses.ROWS", 4)  # several blocks, the last one short
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(11, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
+    bias = torch.randn(9) if biased else None
+    targets, p = torch.randint(0, 9, (11,)), (2 * torch.randn(11, 9)).softmax(-1)
+    p[0] = F.one_hot(torch.tensor(2), 9)  # a sure teacher: 0 log 0 is 0
+    logits = F.linear(hidden, weight, bias)
+    expected = by_hand(kind, logits, targets, p, soft)
+    wanted = torch.autograd.grad(3 * expected, [hidden, weight], retain_graph=True)
+    loss, hits = linear_loss(hidden, weight, targets, p, soft, kind=kind, bias=bias)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert int(hits) == int((logits.argmax(-1) == targets).sum())
+    for ours, theirs in zip(torch.autograd.grad(3 * loss, [hidden, weight]), wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_lk_turns_from_kl_to_total_variation_as_the_two_meet() -> None:
+    far, near = torch.tensor([[8.0, -8.0, 0.0]]), torch.tensor([[0.1, 0.0, 0.0]])
+    for logits in (far, near):
+        p, q = torch.tensor([[0.0, 1.0, 0.0]]) if logits is far else torch.full((1, 3), 1 / 3), logits.softmax(-1)
+        loss = {kind: float(linear_loss(logits, torch.eye(3), torch.zeros(1).long(), p, kind=kind)[0])
+                for kind in ("kl", "lk")}  # fmt: skip
+        variation = float(0.5 * (p - q).abs().sum())
+        weight = (loss["lk"] - variation) / (loss["kl"] - variation)
+        assert weight == pytest.approx(math.exp(-3 * (1 - variation)), rel=1e-2)
+    assert weight < 0.06
+
+
+def test_a_recipe_that_asks_for_two_targets_is_refused() -> None:
+    assert load_recipe(None, ["train.loss=lk"]).train.loss == "lk"
+    check_drafter(load_recipe(None, ["train.loss=lk"]))
+    with pytest.raises(UsageError, match="train.soft=0.5 says nothing to train.loss=kl"):
+        check_drafter(load_recipe(None, ["train.loss=kl", "train.soft=0.5"]))
+    with pytest.raises(UsageError, match="train.loss='tv' is unknown"):
+        load_recipe(None, ["train.loss=tv"])
+
+
+def biased_backbone() -> Backbone:
+    """A model whose lm_head has a bias that decides its guesses, as Phi's may."""
+    model = tiny_model()
+    torch.manual_seed(5)
+    model.lm_head.bias = nn.Parameter(10 * torch.randn(64))
+    return Backbone(model, tiny_tokenizer(), id="biased")
+
+
+def packed(backbone: Backbone, count: int = 8) -> Batch:
+    torch.manual_seed(3)
+    hidden = torch.randn(count, backbone.hidden_size)
+    return Batch(hidden, DRAFT_IDS[torch.arange(count) % len(DRAFT_IDS)], torch.zeros(count, dtype=torch.long))
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_soft_targets_know_the_bias_of_the_lm_head(vocabulary: str) -> None:
+    backbone = biased_backbone()
+    heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
+    batch = packed(backbone)
+    loss = heads.loss(backbone, batch, Objective(soft=1.0)).per_head[0]
+    head = backbone.model.lm_head
+    p = head(batch.hidden)[1:, heads.draft_ids].softmax(-1)
+    states = heads.blocks[0](batch.hidden[:-1])
+    scores = head(states) if vocabulary == "shared" else F.linear(states, heads.matrices[0])
+    expected = -(p * scores.log_softmax(-1)).sum(-1).mean()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
+    backbone = biased_backbone()
+    heads = MedusaHeads.create(backbone, 2, 1, "shared").eval()
+    batch = packed(backbone)
+    expected = backbone.model.lm_head(batch.hidden)  # fresh heads leave the states as they are
+    for scores in heads.logits(backbone, batch):
+        assert torch.allclose(scores, expected, atol=1e-4)
+    confirmed = Confirmed(torch.tensor([3]), batch.hidden[:1], 5, 0)
+    drafted = heads.draft(backbone, backbone.new_cache(), confirmed, Tree.from_choices([[0], [1]]))
+    assert drafted.tokens.tolist() == [5, *expected[0].topk(2).indices.tolist()]
+
+
+@pytest.mark.parametrize("vocabulary", ["draft", "shared"])
+def test_firp_guesses_with_the_bias_of_the_lm_head(vocabulary: str) -> None:
+    backbone = biased_backbone()
+    ids = DRAFT_IDS if vocabulary == "draft" else None
+    heads = Firp.create(backbone, 1, 1, vocabulary, draft_ids=ids, layers=(1,)).eval()
+    states = torch.randn(5, backbone.hidden_size)
+    expected = backbone.model.lm_head(states)[:, heads.draft_ids]
+    assert torch.allclose(heads.score(backbone, 0, states), expected, atol=1e-4)
+
+
+def records(count: int) -> list[Record]:
+    chance = random.Random(0)
+    found = []
+    for i in range(count):
+        tokens = [chance.randrange(8, 60) for _ in range(chance.randrange(8, 30))]
+        found.append(Record(f"c{i}", tokens, [(4, len(tokens))], None))
+    return found
+
+
+def adapted_backbone() -> Backbone:
+    network = tiny_model()
+    torch.manual_seed(1)
+    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
+    backbone = Backbone(network, tiny_tokenizer())
+    adapter.unfreeze(network)
+    for name, weight in network.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return backbone
+
+
+@pytest.mark.parametrize("vocabulary", ["own", "draft"])
+def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
+    backbone = adapted_backbone()
+    heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
+    data = split_conversations(records(3), ReadReport(), max_length=30, fraction=0.0)
+    train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
+    found = Joint(backbone, heads, data, train).losses(data.train, 0.9).heads
+    terms: list[float] = []
+    for one in data.train:
+        out = backbone.forward(one.tokens, backbone.new_cache())
+        p = out.logits[:, heads.draft_ids].softmax(-1)
+        ((start, end),) = one.spans
+        for at in range(start, end - 1):
+            if int(one.tokens[at + 1]) in heads.draft_ids.tolist():
+                with torch.no_grad():
+                    scores = F.linear(heads.blocks[0](out.hidden[at - 1]), heads.matrices[0])
+                terms.append(-float((p[at] * scores.log_softmax(-1)).sum()))
+    assert float(found.per_head[0].detach()) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
+class Gradients(Trainer):
+    """A trainer that keeps the gradients of its first step and changes no weight."""
+
+    def _update(self, group: list[list[Any]]) -> tuple[float, float]:
+        self.gradients = [None if one.grad is None else one.grad.clone() for one in self.parameters]
+        return 0.0, 0.0
+
+
+def gradients_of(
+    backbone: Backbone, heads: HeadDrafter, data: Any, parts: list[list[Any]], tmp_path: Any, stage: int
+) -> tuple[list[Tensor | None], float]:
+    words = [f"train.stage={stage}", "train.dtype=fp32", "train.regress=2", f"train.accumulation={len(parts)}"]
+    recipe = load_recipe(None, [*words, "train.validation_every=99"])
+    trainer = Gradients(backbone, heads, data, recipe, Run(tmp_path))
+    trainer.batches, trainer.steps, trainer.validation = parts, 2, []
+    return next((trainer.gradients, event.loss) for event in trainer.events())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_token_weighs_the_same_in_whatever_micro_batch_it_is(tmp_path: Any, stage: int) -> None:
+    torch.manual_seed(0)
+    backbone = adapted_backbone() if stage == 2 else tiny_backbone()
+    heads = HydraHeads.create(backbone, 3, 1, "draft", draft_ids=torch.arange(4, 50))
+    data: Any
+    if stage == 2:
+        data = split_conversations(records(6), ReadReport(), max_length=30, fraction=0.0)
+        assert isinstance(data, Conversations)
+        items: list[Any] = data.train
+    else:
+        lengths = [3, 21, 9, 2, 30]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        items = [Answer(str(s), torch.randint(4, 60, (n,)), s) for n, s in zip(lengths, starts, strict=True)]
+        data = Dataset(items, [], torch.randn(sum(lengths), backbone.hidden_size), ReadReport(), "x")
+    together, loss = gradients_of(backbone, heads, data, [items], tmp_path, stage)
+    for one in heads.parameters():
+        one.grad = None
+    for one in backbone.model.parameters():
+        one.grad = None
+    apart, same = gradients_of(backbone, heads, data, [items[:1], items[1:4], items[4:]], tmp_path, stage)
+    assert same == pytest.approx(loss, rel=1e-5)
+    assert any(one is not None and one.abs().max() > 1e-3 for one in together)
+    for ours, theirs in zip(apart, together, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)

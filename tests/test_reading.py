@@ -1,0 +1,241 @@
+"""JSON and YAML from anywhere: bounded, no key twice, of the types that are declared; each fault is one line."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medusa_cli.cli import app
+from medusa_cli.distilling import RecordWriter
+from medusa_cli.errors import LONGEST, UserError
+from medusa_cli.runs.reading import read_as, read_json, read_yaml
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run
+from medusa_cli.training.log import read_log
+from medusa_cli.training.records import read_records
+from medusa_cli.tree.files import TreeFile, load_tree
+from tests.runs import save_model, save_run
+from tests.test_training import write_lines
+from tests.tiny import tiny_backbone
+
+DEEP = "[" * 5000 + "]" * 5000
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (DEEP, "nested too deep"),
+        ("[" * 100 + "]" * 100, "nested too deep"),
+        (LONG, "digits"),
+        ("9" * 60, "more than 40 digits"),
+        ("1e999", "too large"),
+        ("NaN", "NaN is no number"),
+        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": {"b": "\\ud800"}}', "cannot be used"),
+        ("{", "cut off or no JSON"),
+        ("  ", "is empty"),
+    ],
+)
+def test_json_beyond_the_limits_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=message) as raised:
+        read_json(tmp_path / "a.json", "the file")
+    assert "a.json" in str(raised.value) and len(str(raised.value)) < 2 * LONGEST
+
+
+def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "pipe", "no JSON text file"),
+        (tmp_path, "no JSON text"),
+        (tmp_path / "x", "exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_json(path)
+    (tmp_path / "large.json").write_text("[]" + " " * 100)
+    monkeypatch.setattr("medusa_cli.runs.reading.MOST_BYTES", 100)
+    with pytest.raises(UserError, match="is larger than"):
+        read_json(tmp_path / "large.json")
+
+
+def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"parents": [-1, "x"], "ranks": [0, 0]}')
+    with pytest.raises(UserError, match=r"the tree .*a\.json cannot be used: expected int, got str at parents\[1\]"):
+        read_as(tmp_path / "a.json", TreeFile, "the tree")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &x [1]\nb: *x\n", "anchors and aliases"),
+        ("a: &x\n  b: *x\n", "anchors and aliases"),
+        ("train: {lr: 1}\ntrain: {lr: 2}\n", "a key stands twice"),
+        ("train:\n  lr: 1\n  epochs: 2\n  lr: 2\n", r"a key stands twice \(line 2\)"),
+        (DEEP, "nested too deep"),
+        (f"a: {LONG}", "more than 40 digits"),
+        ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("a: !!timestamp 2020-01-01", "could not determine a constructor"),
+        ("? [a, b]\n: 1\n", "unhashable key"),
+        ("a: \x01", "no YAML"),
+        ("a: 1:" + ":".join(["59"] * 12) + ".5e", "recipe"),
+    ],
+)
+def test_yaml_beyond_the_limits_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_recipe(path)
+
+
+def test_a_date_is_a_word_and_no_number(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: 2020-01-01\n")
+    assert read_yaml(tmp_path / "a.yaml", "the file") == {"a": "2020-01-01"}
+    (tmp_path / "a.yaml").write_text("train: {lr: 2020-01-01}\n")
+    with pytest.raises(UserError, match="train.lr='2020-01-01' is not a number"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+def test_long_values_are_cut_in_errors(tmp_path: Path) -> None:
+    for value in ("x" * 100_000, "[" + "1, " * 50_000 + "1]"):
+        with pytest.raises(UserError) as raised:
+            load_recipe(None, [f"train.lr={value}"])
+        assert len(str(raised.value)) < LONGEST
+
+
+def test_sizes_that_nobody_has_are_refused() -> None:
+    for word in ("drafter.num_layers=1000000000", "drafter.num_heads=1e9", "train.epochs=1e12", "train.seed=1e30"):
+        with pytest.raises(UserError, match="is too large"):
+            load_recipe(None, [word])
+
+
+def test_a_recipe_names_templates_in_its_own_folder_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("key")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "own.jinja").write_text("{{ messages }}")
+    path = folder / "recipe.yaml"
+    for name in ("../secret", str(tmp_path / "secret"), "link", "/etc/passwd"):
+        path.write_text(json.dumps({"chat_template": name}))
+        with pytest.raises(UserError, match="lies outside the recipe's folder"):
+            load_recipe(path)
+    path.write_text("chat_template: own.jinja\n")
+    assert load_recipe(path).chat_template == "{{ messages }}"
+    assert load_recipe(None, [f"chat_template={tmp_path / 'secret'}"]).chat_template == "key"
+
+
+def told(number: int) -> dict[str, Any]:
+    """A line of two answers."""
+    return {"id": f"c{number}", "messages": [], "tokens": [1, 2, 3, 4, 5, 6], "spans": [[1, 3], [4, 6]]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": ["x"]},
+        {"id": {"a": 1}},
+        {"id": 1.5},
+        {"spans": ["ab"]},
+        {"spans": [None]},
+        {"spans": [[1, None]]},
+        {"spans": [[0, 2.5]]},
+        {"state_rows": [-3, 5]},
+        {"state_rows": [0.5, 1]},
+        {"state_rows": [0, 10**30]},
+        {"state_rows": "ab"},
+        {"tokens": [1, -2]},
+        {"tokens": "abc"},
+    ],
+)
+def test_a_line_of_other_types_is_passed_over_in_training_and_named_in_distilling(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [told(0), {**told(1), **changes}, told(2)])
+    records, report = read_records(run.distill_path, tiny_backbone())
+    assert len(records) == 2 and sum(report.skipped.values()) == 1
+    with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
+        RecordWriter(run, 32, {})
+
+
+@pytest.mark.parametrize("line", [DEEP, LONG, '{"id": "a", "id": "b"}', '{"tokens": ' + LONG + "}"])
+def test_a_line_beyond_the_limits_is_passed_over_in_training_and_named_in_distilling(tmp_path: Path, line: str) -> None:
+    run = Run.open(f"{tmp_path}/run", create=True)
+    lines = [json.dumps(told(0)), line, json.dumps(told(2))]
+    run.distill_path.write_text("\n".join(lines) + "\n")
+    records, report = read_records(run.distill_path, tiny_backbone())
+    assert len(records) == 2 and sum(report.skipped.values()) == 1
+    with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
+        RecordWriter(run, 32, {})
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("distill.jsonl", "distill-dropped.jsonl", "states.bin"):
+        run = Run.open(f"{tmp_path}/{name}", create=True)
+        os.mkfifo(run.path / name)
+        with pytest.raises(UserError, match="is no regular file"):
+            RecordWriter(run, 32, {})
+
+
+def test_a_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    step = {"event": "stepped", "step": 1, "loss": 1.0, "head_losses": [1.0], "accuracies": [0.5], "total_positions": 9}
+    path = tmp_path / "train.jsonl"
+    for bad in ("[1]", DEEP, "{}", '{"event": "stepped", "step": 2}', json.dumps({**step, "step": "2"})):
+        path.write_text(f"{json.dumps(step)}\n{bad}\n{json.dumps(step)}\n")
+        assert read_log(path) == [step]
+    path.write_bytes(b'{"event": "saved", "step": 1}\n\xff\xfe\n')
+    assert read_log(path) == [{"event": "saved", "step": 1}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return save_run(tmp_path / "run", save_model(tmp_path / "model"), calibrated=True)
+
+
+def medusa(run: Run, *words: str) -> Result:
+    return CliRunner().invoke(app, [*words, "--run", str(run.path)])
+
+
+FILES = {
+    "run.json": ("chat", "--prompt", "w1"),
+    "drafter/config.json": ("chat", "--prompt", "w1"),
+    "tree.json": ("chat", "--prompt", "w1"),
+    "calibration.json": ("tree", "--budget", "4"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("text", [DEEP, LONG, "[3]", "3", '{"backbone": 3, "accuracies": "x", "parents": 1}', "\udcff"])
+def test_every_file_of_a_run_is_refused_in_one_line(run: Run, name: str, text: str) -> None:
+    (run.path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    done = medusa(run, *FILES[name])
+    assert done.exit_code == 1 and done.stderr.count("error: ") == 1, done.output
+    assert "internal error" not in done.stderr and str(run.path) in done.stderr.replace("\n", "")
+
+
+def test_a_tree_larger_than_a_step_can_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text(json.dumps([[rank] for rank in range(8000)]))
+    with pytest.raises(UserError, match=r"has 8,001 nodes; use 1,024 at most"):
+        load_tree(tmp_path / "tree.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chat", "--tree", "dynamic:²"], "no number of nodes"),
+        (["chat", "--temperature", "1e-300"], "too close to 0"),
+        (["chat", "--random-seed", str(10**30)], "--random-seed"),
+        (["chat", "--run", "\udcff"], "is no name of a run"),
+        (["chat", "--run", ".."], "is no name of a run"),
+        (["distill", "--temperature", "1e-300"], "too close to 0"),
+    ],
+)
+def test_flags_that_cannot_be_are_usage_errors(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and message in done.stderr, done.output

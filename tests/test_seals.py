@@ -1,0 +1,81 @@
+"""State rows are tied to the conversation they were kept for: others under it are found, not learnt."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_cli.distilling import RecordWriter, distill
+from medusa_cli.distilling.engine import Distilled, Settings
+from medusa_cli.distilling.parts import merge_parts, part_of
+from medusa_cli.distilling.seeds import Seed
+from medusa_cli.errors import UserError
+from medusa_cli.runs.run import Run
+from medusa_cli.training import load_dataset
+from tests.tiny import tiny_backbone
+
+
+def distilled(run: Run) -> list[Distilled]:
+    seeds = [Seed(f"s{i}", (f"w{i} w{i + 1}",)) for i in range(6)]
+    backbone = tiny_backbone()
+    samples = list(distill(backbone, seeds, Settings(max_new_tokens=8, batch_size=2, capacity=64)))
+    writer = RecordWriter(run, backbone.hidden_size, {})
+    for sample in samples:
+        writer.write(sample)
+    writer.close()
+    return samples
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.open(f"{tmp_path}/run", create=True)
+
+
+def edit(path: Path, number: int, **changes: object) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[number] |= changes
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_whole_rows_are_learnt_from_and_a_changed_byte_is_found(run: Run) -> None:
+    samples = distilled(run)
+    assert load_dataset(run, tiny_backbone()).report.read == len(samples)
+    damaged = bytearray(run.states_path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    run.states_path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"states\.bin holds other state rows .* for 1 of 6 .*delete it"):
+        load_dataset(run, tiny_backbone())
+    run.states_path.unlink()  # the remedy: they are computed again
+    assert load_dataset(run, tiny_backbone()).report.read == len(samples)
+
+
+def test_rows_of_another_conversation_are_found(run: Run) -> None:
+    distilled(run)
+    lines = [json.loads(line) for line in run.distill_path.read_text().splitlines()]
+    first = next(i for i, one in enumerate(lines[1:], 1) if one["state_rows"][1] == lines[0]["state_rows"][1])
+    edit(run.distill_path, first, state_rows=lines[0]["state_rows"])
+    with pytest.raises(UserError, match=f"for 1 of 6 conversations, the first of them '{lines[first]['id']}'"):
+        load_dataset(run, tiny_backbone())
+
+
+def test_files_from_before_there_were_seals_are_learnt_from(run: Run) -> None:
+    distilled(run)
+    for number in range(6):
+        edit(run.distill_path, number, seal=None)
+    assert load_dataset(run, tiny_backbone()).report.read == 6
+
+
+def test_a_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
+    samples, backbone = distilled(Run.open(f"{run.path}/other", create=True)), tiny_backbone()
+    part = RecordWriter(part_of(run, 0), backbone.hidden_size, {})
+    for sample in samples[:3]:
+        part.write(sample)
+    part.states.truncate(0)
+    part.states.append(torch.zeros(sum(len(one.states) for one in samples[:3]), backbone.hidden_size))
+    part.write(samples[3])
+    part.close()
+    whole = RecordWriter(run, backbone.hidden_size, {})
+    assert merge_parts(run, whole, backbone.hidden_size) == 1
+    assert whole.answered == {samples[3].id}
+    whole.close()
