@@ -1,9 +1,10 @@
-"""What drafters are built of: widths that do not split evenly into heads of 64."""
+"""What drafters are built of: widths that do not split evenly into heads of 64, caches of their own."""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, head_count
+from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, head_count, rotary, rotated
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,26 @@ def test_layers_of_an_uneven_width_run_and_their_caches_agree(hidden: int) -> No
     for weight in (layer.out.weight, layer.down.weight, attention.out.weight):
         torch.nn.init.normal_(weight, std=0.1)
     x, cache = torch.randn(1, 7, hidden), LayerCache()
-    pieces = [layer(piece, cache) for piece in x.split([3, 1, 3], dim=1)]
+    pieces = [layer(piece, cache, first) for piece, first in zip(x.split([3, 1, 3], dim=1), (0, 3, 4), strict=True)]
     assert torch.allclose(torch.cat(pieces, dim=1), layer(x), atol=1e-5)
     assert attention(x).shape == x.shape
+
+
+def test_a_cache_that_is_cut_goes_on_from_there_and_one_with_a_gap_sees_what_is_left() -> None:
+    torch.manual_seed(0)
+    layer, cache, x = DecoderLayer(32, 8), LayerCache(), torch.randn(1, 9, 32)
+    torch.nn.init.normal_(layer.out.weight)
+    layer(x[:, :3], cache, 0)
+    layer(x[:, 5:], cache, 5)  # nothing is known of positions 3 and 4
+    cache.truncate(7)
+    assert cache.length == 5
+    again = layer(x[:, 7:], cache, 7)
+    # The same rows in one pass: rotary embedding sees how far apart they are.
+    mask = torch.ones(9, 9).tril().bool()
+    mask[5:, 3:5] = False
+    q, k, v = layer.qkv(layer.attention_norm(x)).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4)
+    turn = rotary(torch.arange(9), 8, layer.rope_theta)
+    seen = F.scaled_dot_product_attention(rotated(q, *turn), rotated(k, *turn), v, attn_mask=mask)
+    assert torch.allclose(again, (x + layer.out(seen.transpose(1, 2).flatten(-2)))[:, 7:], atol=1e-4)
+    cache.truncate(0)
+    assert cache.length == 0 and torch.allclose(layer(x, cache, 0), layer(x), atol=1e-5)

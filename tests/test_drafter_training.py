@@ -8,7 +8,7 @@ import torch
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, build_drafter, load_dataset
-from medusa_cli.training.build import taps_of
+from medusa_cli.training.build import drafter_class, taps_of
 from tests.test_training import SETTINGS, conversation, write_lines
 from tests.tiny import tiny_backbone
 
@@ -16,7 +16,9 @@ KINDS = {
     "medusa": ["drafter=medusa"],
     "hydra": ["drafter=hydra"],
     "hydra++": ["drafter=hydra", "drafter.prefix_layers=1", "drafter.taps=[1]", "drafter.matrices=one"],
+    "hydra++ over answers": ["drafter=hydra", "drafter.prefix_layers=1", "drafter.context=answer"],
     "amphista": ["drafter=amphista", "drafter.matrices=one", "train.soft=0.5"],
+    "eagle": ["drafter=eagle", "train.soft=0.5"],
     "amphista-alpha": ["drafter=amphista", "drafter.attention_layers=2", "drafter.rank=8"],
 }
 
@@ -30,7 +32,8 @@ def run_of(folder: Path) -> Run:
 def trainer(run: Run, *words: str, resume: bool = False, stop=lambda: False) -> Trainer:
     recipe, backbone = load_recipe(None, [*SETTINGS, "train.epochs=2", *words]), tiny_backbone(layers=3)
     fraction, taps = recipe.train.validation_fraction, taps_of(recipe.drafter, backbone)
-    dataset = load_dataset(run, backbone, fraction=fraction, taps=taps)
+    prompts = drafter_class(recipe.drafter.name).sees_prompt(recipe.drafter)
+    dataset = load_dataset(run, backbone, fraction=fraction, taps=taps, prompts=prompts)
     torch.manual_seed(0)
     drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)

@@ -16,6 +16,7 @@ OWN = {
     "medusa": [],
     "hydra": ["drafter.prefix_layers=1", "drafter.matrices=one"],
     "amphista": ["drafter.matrices=one"],
+    "eagle": [],
     "firp": ["train.batch_tokens=128"],
 }
 

@@ -100,5 +100,5 @@ def tiny_backbone(
 
 
 def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:
-    """Token ids of each head's best guesses, best first, [P, K, top]."""
+    """Token ids of each head's best guesses at the positions that are learnt, best first, [n, K, top]."""
     return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)

@@ -88,7 +88,7 @@ def calibrate(
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
-    place = {"device": device, "dtype": dtype, "engine": engine_for(drafter_kind(folder), engine)}
+    place = {"device": device, "dtype": dtype, "engine": engine_for(drafter_kind(folder), recipe.train, engine)}
     backbone = load_backbone(
         name,
         **follow(folder, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}),
@@ -99,7 +99,8 @@ def calibrate(
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
     fraction = 0.0 if data else recipe.train.validation_fraction
-    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, data=data, fraction=fraction)
+    which: Any = {"data": data, "fraction": fraction, "prompts": heads.sees_prompt(heads.config)}
+    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, **which)
     answers = _first(dataset.train if data else dataset.held_out, max_samples)
     with console.progress("calibrating", total=sum(one.positions for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)

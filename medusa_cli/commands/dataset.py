@@ -9,9 +9,11 @@ from medusa_cli import console
 from medusa_cli.errors import UsageError
 
 
-def engine_for(kind: Any, engine: str) -> str:
-    """The engine to load the backbone with; UsageError for --engine fast where pseudo rows need its own layers."""
-    if not kind.whole_sequences:
+def engine_for(kind: Any, train: Any, engine: str) -> str:
+    """The engine to load the backbone with; UsageError for --engine fast where whole conversations run through it."""
+    from medusa_cli.training.build import runs_model
+
+    if not runs_model(kind, train):
         return engine
     if engine not in ("auto", "eager"):
         raise UsageError(
@@ -28,6 +30,7 @@ def open_dataset(
     taps: Sequence[int],
     recipe: Any,
     *,
+    prompts: bool,
     data: Path | None,
     fraction: float,
     together: Any = None,
@@ -36,18 +39,21 @@ def open_dataset(
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
     They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
-    layers whose states it reads. together: the processes that share a prefill, or, sharded, the backbone.
+    layers whose states it reads; prompts: whether its layers see those of prompts. together: the processes that share a
+    prefill, or, sharded, the backbone.
     """
     from medusa_cli.training import load_dataset
+    from medusa_cli.training.build import runs_model
     from medusa_cli.training.setup import whole_conversations
 
-    if kind.whole_sequences:
+    if runs_model(kind, recipe.train):
         return whole_conversations(run, backbone, recipe, data, fraction)
     bars: list[console.Bar] = []
     with ExitStack() as stack:
 
         def begin(total: int) -> None:
-            console.info(f"computing the hidden states of {total:,} tokens, once")
+            which = "prompts and answers" if prompts else "answers"
+            console.info(f"computing the hidden states of {which}, once: {total:,} tokens to run")
             bars.append(stack.enter_context(console.progress("hidden states", total=total, unit="tokens")))
 
         return load_dataset(
@@ -56,6 +62,7 @@ def open_dataset(
             data=data,
             fraction=fraction,
             taps=taps,
+            prompts=prompts,
             on_total=begin,
             on_progress=lambda count: bars[0].advance(count),
             together=together,

@@ -23,20 +23,20 @@ def frozen(
     from medusa_cli.commands.dataset import engine_for, open_dataset
     from medusa_cli.engines import load_backbone
     from medusa_cli.training import build_drafter
-    from medusa_cli.training.build import drafter_class, taps_of
+    from medusa_cli.training.build import drafter_class, runs_model, taps_of
     from medusa_cli.training.setup import trained_heads
 
     kind = drafter_class(plan.drafter.name)
-    place = {**place, "engine": engine_for(kind, place["engine"]), "gradients": kind.whole_sequences}
+    engine, whole = engine_for(kind, plan.train, place["engine"]), runs_model(kind, plan.train)
+    place = {**place, "engine": engine, "gradients": whole}
     shard, template = plan.train.shard, plan.chat_template
     backbone = _loaded(
         lambda: load_backbone(plan.model, **place, shard=shard, chat_template=template), target, world, shard
     )
     fraction = plan.train.validation_fraction
-    taps = taps_of(plan.drafter, backbone)
-    dataset = open_dataset(
-        target, backbone, kind, taps, plan, data=data, fraction=fraction, together=world, sharded=shard
-    )
+    taps, prompts = taps_of(plan.drafter, backbone), kind.sees_prompt(plan.drafter)
+    which: Any = {"data": data, "fraction": fraction, "prompts": prompts}
+    dataset = open_dataset(target, backbone, kind, taps, plan, **which, together=world, sharded=shard)
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:

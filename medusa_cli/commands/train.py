@@ -112,10 +112,11 @@ def train(
     if data is None and start is not None:
         data = start.data_path
     source = data or target.data_path
-    from medusa_cli.training.build import check_drafter, drafter_class
+    from medusa_cli.training.build import check_drafter, drafter_class, runs_model
 
     check_drafter(plan)
-    bound, whole = plan.train.max_tokens, plan.train.stage == 2 or drafter_class(plan.drafter.name).whole_sequences
+    bound, kind = plan.train.max_tokens, drafter_class(plan.drafter.name)
+    whole = plan.train.stage == 2 or runs_model(kind, plan.train)
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
     length = f" or {bound:,} tokens, at most {minutes} min on two cores" if bound else ""
     whose = options.called(plan.model, {"trust_remote_code": trust_remote_code})

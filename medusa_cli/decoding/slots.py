@@ -48,11 +48,11 @@ class Slots:
         self.swap(slot, best)
         kept = self._kept[slot]
         shared = min(kept.shared(prompt), len(prompt) - 1)
-        self.cache.truncate(slot, shared)
         fork = None
         if drafter is not None:
             fork = kept.drafter if shared and kept.drafter is not None else drafter.fork()
-            fork.truncate(shared)
+            shared = fork.truncate(shared)
+        self.cache.truncate(slot, shared)
         self._kept[slot] = Kept()
         return Kept(list(prompt[:shared]), fork)
 

@@ -55,13 +55,16 @@ class Settings:
 
 @dataclass
 class Distilled:
-    """One finished conversation: messages, its token ids, the assistant spans [start, end), a state a span token."""
+    """One finished conversation: messages, its token ids, the assistant spans [start, end), the state at each position.
+
+    A server's answers come without states. Files of earlier versions keep those alone that emitted the answers' tokens.
+    """
 
     id: str
     messages: list[dict[str, str]]
     tokens: list[int]
     spans: list[tuple[int, int]]
-    states: Tensor  # [sum of span lengths, H]; row j is the state that emitted the j-th answer token
+    states: Tensor  # [len(tokens) - 1, H]; row p is the state at position p, which says token p + 1
 
 
 @dataclass
@@ -74,7 +77,6 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     answer_start: int = 0
-    emitted: int = 0  # answer tokens of the whole conversation so far
     turns_asked: int = 1
     asking_from: int | None = None  # tokens there were when the model began to write the user's turn
 
@@ -166,7 +168,9 @@ class _Batch:
         slot.tokens += prompt[in_cache:]
         slot.answer_start = len(slot.tokens)
         assert out.logits is not None
-        self._emit([(index, slot)], out.logits[:, -1], out.hidden[:, -1])
+        first = len(slot.tokens) - len(prompt)
+        self.states[index, first : first + len(prompt)] = out.hidden[0].to(self.states)
+        self._emit([(index, slot)], out.logits[:, -1])
 
     def step(self, live: list[tuple[int, _Slot]]) -> None:
         """One token for every live conversation."""
@@ -181,16 +185,15 @@ class _Batch:
         assert out.logits is not None
         rows = torch.tensor(sorted(alive), device=out.hidden.device)
         logits, hidden = out.logits[:, 0], out.hidden[:, 0]
-        everyone = len(live) == len(tokens)
-        self._emit(live, logits if everyone else logits[rows], hidden if everyone else hidden[rows])
+        if len(live) < len(tokens):
+            logits, hidden = logits[rows], hidden[rows]
+        places = torch.tensor([len(slot.tokens) - 1 for _, slot in live])
+        self.states[torch.tensor([index for index, _ in live]), places] = hidden.to(self.states)
+        self._emit(live, logits)
 
-    def _emit(self, live: list[tuple[int, _Slot]], logits: Tensor, hidden: Tensor) -> None:
-        rows = torch.tensor([index for index, _ in live])
-        counts = torch.tensor([slot.emitted for _, slot in live])
-        self.states[rows, counts] = hidden.to(self.states)
+    def _emit(self, live: list[tuple[int, _Slot]], logits: Tensor) -> None:
         for (_, slot), token in zip(live, self._choose(live, logits), strict=True):
             slot.tokens.append(token)
-            slot.emitted += slot.asking_from is None  # states are kept of answers alone
 
     def _choose(self, live: list[tuple[int, _Slot]], logits: Tensor) -> list[int]:
         """Greedy tokens, or one draw a row by inverting its distribution at that conversation's own random number."""
@@ -268,5 +271,5 @@ class _Batch:
         return list(self.backbone.tokenizer.encode(text, add_special_tokens=False))
 
     def finished(self, index: int, slot: _Slot) -> Distilled:
-        rows = self.states[index, : slot.emitted].clone()
+        rows = self.states[index, : len(slot.tokens) - 1].clone()
         return Distilled(slot.seed.id, slot.messages, slot.tokens, slot.spans, rows)

@@ -5,6 +5,7 @@ from pathlib import Path
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, Drafter, Losses
+from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
@@ -13,7 +14,7 @@ from medusa_cli.errors import UserError, shown
 from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import check_backbone
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Firp)}
+DRAFTERS: dict[str, type[HeadDrafter]] = {one.name: one for one in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
 
 __all__ = [
     "DRAFTERS",
@@ -22,6 +23,7 @@ __all__ = [
     "Confirmed",
     "Draft",
     "Drafter",
+    "Eagle",
     "Firp",
     "HydraHeads",
     "Losses",

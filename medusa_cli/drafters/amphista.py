@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
@@ -19,9 +19,14 @@ from medusa_cli.tree import Growth, Tree
 
 @dataclass(frozen=True)
 class AmphistaConfig(HeadsConfig):
-    """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3)."""
+    """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3).
+
+    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer"
+    alone, as drafters of earlier versions do.
+    """
 
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
+    context: Literal["conversation", "answer"] = "answer"
 
 
 class AdaptationLayer(nn.Module):
@@ -35,23 +40,20 @@ class AdaptationLayer(nn.Module):
         nn.init.eye_(self.fc.weight[:, :hidden_size])
         nn.init.zeros_(self.fc.bias)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
-        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache)
+    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None, first: int = 0) -> Tensor:
+        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H], from position `first` on."""
+        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache, first)
 
 
 class Amphista(HeadDrafter):
-    """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3).
-
-    The adaptation layers see the states from the last prompt token on: training knows the states of answers alone.
-    """
+    """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3)."""
 
     name = "amphista"
     learning_rate = 1e-3
     regress = 100.0
     told = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
     config_class = AmphistaConfig
-    settings = ("attention_layers",)
+    settings = ("attention_layers", "context", "conditional")
     config: AmphistaConfig
 
     def __init__(self, config: AmphistaConfig) -> None:
@@ -63,9 +65,15 @@ class Amphista(HeadDrafter):
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
         self.truncate(0)
 
-    def truncate(self, length: int) -> None:
-        # Its layers know the answer alone, and every prompt begins another one.
-        self._caches = [LayerCache() for _ in self.stages]
+    @classmethod
+    def sees_prompt(cls, settings: Any) -> bool:
+        return bool(settings.context == "conversation")
+
+    def truncate(self, length: int) -> int:
+        if not length or self.config.context == "answer":  # every prompt begins another answer
+            self._caches = [LayerCache() for _ in self.stages]
+            return length
+        return min([cache.truncate(length - 1) for cache in self._caches], default=length)
 
     @torch.inference_mode()
     def draft(
@@ -83,14 +91,12 @@ class Amphista(HeadDrafter):
 
     def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
-        following = torch.cat([confirmed.tokens[1:], confirmed.tokens.new_tensor([confirmed.root])])
-        hidden = confirmed.hidden.to(self.dtype)
-        if not self._caches[0].length:  # a prompt: only its last state has a counterpart in training
-            hidden, following = hidden[-1:], following[-1:]
-        embedded = self.embed(backbone, following)[None]
-        stages, adapted, x = self.fast("stages"), [], hidden[None]
+        if self.config.context == "answer" and not self._caches[0].length:
+            confirmed = confirmed.last()  # the state that says an answer's first token
+        embedded = self.embed(backbone, confirmed.following)[None]
+        stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)[None]
         for stage, one in zip(stages, self._caches, strict=True):
-            x = stage(x, embedded, one)
+            x = stage(x, embedded, one, confirmed.start)
             adapted.append(x[0, -1:])
         return adapted
 
@@ -109,11 +115,12 @@ class Amphista(HeadDrafter):
         return x
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        hidden, places = by_sequence(batch.hidden, batch.segment)
-        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.segment)
-        adapted, x = [], hidden
+        hidden, places = by_sequence(batch.hidden, batch.views)
+        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.views)
+        adapted, x, learnt = [], hidden, batch.learnt
         for stage in self.stages:
             x = stage(x, embedded)
-            adapted.append(x.flatten(0, 1)[places])
-        states = self._together(adapted, self.blocks, self.attention)
-        return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
+            adapted.append(x.flatten(0, 1)[places[learnt]])
+        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of those that are learnt
+        number = batch.numbers
+        return lambda head, rows: states[number[rows], head].to(batch.hidden.dtype)

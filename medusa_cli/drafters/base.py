@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,15 @@ class Confirmed:
     start: int
     ahead: Tensor | None = None
 
+    def last(self) -> "Confirmed":
+        """Its last position alone."""
+        return replace(self, tokens=self.tokens[-1:], hidden=self.hidden[-1:], start=self.start + len(self.tokens) - 1)
+
+    @property
+    def following(self) -> Tensor:
+        """The token after each position [A+1], the root last."""
+        return torch.cat([self.tokens[1:], self.tokens.new_tensor([self.root])])
+
 
 def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
     """The roots [B] of B sequences."""
@@ -55,8 +64,10 @@ class Draft:
 class Batch:
     """P packed positions: hidden [P, H * taps], next [P] (the token the backbone emits after each), segment [P].
 
-    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target. For a drafter
-    that learns from whole sequences: their trace [B, L], and the rows [P] of its B * L that the positions are.
+    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target. Positions of
+    segment -1, those of prompts, are seen and not learnt. sequence [P]: which conversation each position is of, as
+    layers with a cache of their own see it; None: they see each segment alone. For a drafter that learns from whole
+    sequences: their trace [B, L], and the rows [P] of its B * L that the positions are.
     """
 
     hidden: Tensor
@@ -64,6 +75,27 @@ class Batch:
     segment: Tensor
     trace: Trace | None = None
     rows: Tensor | None = None
+    sequence: Tensor | None = None
+
+    @property
+    def learnt(self) -> Tensor:
+        """The positions [n] that are learnt."""
+        return torch.nonzero(self.segment >= 0).squeeze(-1)
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each position [P] among those that are learnt; of the others it says nothing."""
+        return (self.segment >= 0).cumsum(0) - 1
+
+    def targets(self, ahead: int) -> Tensor:
+        """The positions [n] that have a target so many places on."""
+        here = self.segment[:-ahead]
+        return torch.nonzero((self.segment[ahead:] == here) & (here >= 0)).squeeze(-1)
+
+    @property
+    def views(self) -> Tensor:
+        """What each position sees all of that comes before it [P]: its conversation, or its segment."""
+        return self.segment if self.sequence is None else self.sequence
 
 
 @dataclass(frozen=True)
@@ -110,9 +142,25 @@ class Drafter(nn.Module, ABC):
     told: ClassVar[float] = 0
     taps: tuple[int, ...] = (-1,)
     num_heads: int
+    config: Any
 
-    def truncate(self, length: int) -> None:
-        """Forget this sequence's own state from position `length` on; a drafter without state has nothing to forget."""
+    @classmethod
+    def sees_prompt(cls, settings: Any) -> bool:
+        """Whether layers of its own see a conversation from its first token, by a recipe's settings or a config."""
+        return False
+
+    @classmethod
+    def default_taps(cls, depth: int) -> tuple[int, ...]:
+        """After which of a backbone's layers a recipe that names none has it read states, beside the final ones."""
+        return ()
+
+    def truncate(self, length: int) -> int:
+        """Forget this sequence's own state from position `length` on; return the position to be told of again.
+
+        Up to there a text that has the same first `length` tokens is known. A drafter without state is told of what
+        is new alone.
+        """
+        return length
 
     def fork(self) -> "Self":
         """This drafter for another sequence: the same weights, packed copies included, and a state of its own."""
@@ -144,7 +192,10 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
+        """Each head's fp32 logits [n, M] over its vocabulary in turn, the true tokens before its target known.
+
+        Of the n positions that are learnt.
+        """
 
     @abstractmethod
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:

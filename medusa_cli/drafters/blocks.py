@@ -1,5 +1,8 @@
 """Layers that drafters are built of: residual blocks, and a decoder layer with a KV cache of its own."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,16 +55,21 @@ class Fuse(nn.Module):
 
 
 class LayerCache:
-    """Keys and values [heads, rows, D] of one decoder layer and one sequence; every appended row stays."""
+    """Keys and values [heads, rows, D] of one decoder layer and one sequence, with the position of each row.
+
+    Rows come in order of position; some positions may have none, and those of a tree share some.
+    """
 
     def __init__(self) -> None:
         self.length = 0
+        self._positions: list[int] = []
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows [heads, n, D]; return all keys and values so far."""
-        end = self.length + keys.shape[1]
+    def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Add rows [heads, n, D] at positions [n]; return all keys and values so far."""
+        end = self.length + len(positions)
+        self._positions += positions
         if self._keys is None or self._values is None or self._keys.shape[1] < end:
             grown = keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2])
             if self._keys is not None and self._values is not None:
@@ -72,6 +80,12 @@ class LayerCache:
         self._values[:, self.length : end] = values
         self.length = end
         return self._keys[:, :end], self._values[:, :end]
+
+    def truncate(self, position: int) -> int:
+        """Forget the rows from a position on; return the first that has none now."""
+        self.length = bisect_left(self._positions, position)
+        del self._positions[self.length :]
+        return self._positions[-1] + 1 if self._positions else 0
 
 
 def head_count(hidden_size: int, head_dim: int) -> int:
@@ -100,40 +114,41 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.down.weight)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Sequences x [B, n, H] -> [B, n, H], each from position 0; with a cache B is 1 and x continues it."""
+    def forward(self, x: Tensor, cache: LayerCache | None = None, first: int = 0) -> Tensor:
+        """Sequences x [B, n, H] -> [B, n, H], each from position `first` on; with a cache B is 1 and x continues it."""
         past = cache.length if cache is not None else 0
         rows = x.shape[1]
-        q, k, v = self.qkv(_norm(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        cos, sin = _rotary(past, rows, q.shape[-1], self.rope_theta, x.device)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k, v = self.qkv(normed(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        turn = rotary(torch.arange(first, first + rows, device=x.device), q.shape[-1], self.rope_theta)
+        q, k = rotated(q, *turn), rotated(k, *turn)
         mask = None
         if cache is not None:
-            keys, values = cache.append(k[0], v[0])
+            keys, values = cache.append(k[0], v[0], range(first, first + rows))
             k, v = keys[None], values[None]
             if past and rows > 1:
                 mask = torch.ones(rows, past + rows, dtype=torch.bool, device=x.device).tril(past)
         causal = mask is None and rows > 1
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         x = x + self.out(seen.transpose(1, 2).flatten(-2))
-        gate, up = self.gate_up(_norm(self.mlp_norm, x)).chunk(2, dim=-1)
+        gate, up = self.gate_up(normed(self.mlp_norm, x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
-def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Normalised in the weight's own type: under autocast the two differ, which torch warns of."""
     return norm(x.to(norm.weight.dtype))
 
 
-def _rotary(first: int, rows: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [rows, dim] of positions first .. first + rows - 1."""
-    rates = theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
-    angles = torch.arange(first, first + rows, device=device).float()[:, None] * rates
+def rotary(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [.., dim] of positions [..]."""
+    rates = theta ** (-torch.arange(0, dim, 2, device=positions.device).float() / dim)
+    angles = positions.float()[..., None] * rates
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys [.., dim] turned by their positions' angles, its second half with its first."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
@@ -166,6 +181,6 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """States [P, K, H] -> [P, K, H]."""
-        q, k, v = self.qkv(_norm(self.norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(normed(self.norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v)
         return x + self.out(seen.transpose(1, 2).flatten(-2))

@@ -27,15 +27,16 @@ def read_heads(kind: type[T], folder: Path, backbone: Backbone) -> T:
     with torch.device("meta"):  # the sizes that the file must have, before there is any memory for them
         shapes = {name: tuple(one.shape) for name, one in kind(config).named_weights().items()}
     weights = folder / kind.weights_file
-    ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
+    ids = kind.id_shapes(config)
     tensors = read_weights(weights, "the drafter's weights", shapes, ids)
-    for chosen in (tensors[name] for name in ids):
-        if chosen.min() < 0 or chosen.max() >= config.vocab_size or len(chosen.unique()) < len(chosen):
-            raise UserError(f"draft_ids in {weights} are no set of the model's tokens", remedy)
+    chosen = kind.draft_ids_of(tensors) if ids else None
+    outside = chosen is not None and (chosen.min() < 0 or chosen.max() >= config.vocab_size)
+    if chosen is not None and (outside or len(chosen.unique()) < len(chosen)):
+        raise UserError(f"{', '.join(ids)} in {weights} are no set of the model's tokens", remedy)
     drafter = kind(config)
     with torch.no_grad():
         for name, tensor in drafter.named_weights().items():
             tensor.copy_(tensors[name])
-        for name in ids:
-            drafter.draft_ids.copy_(tensors[name])
+        if chosen is not None:
+            drafter.draft_ids.copy_(chosen)
     return drafter

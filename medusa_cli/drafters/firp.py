@@ -42,7 +42,7 @@ class Firp(HeadDrafter):
 
     name = "firp"
     config_class = FirpConfig
-    settings = ("layers", "masked")
+    settings = ("layers", "masked", "conditional")
     vocabularies = ("draft", "shared")
     whole_sequences = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go

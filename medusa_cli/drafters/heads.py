@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import PLAIN, Batch, Drafter, Losses, Objective
 from medusa_cli.drafters.checked import read_heads
-from medusa_cli.drafters.config import MATRICES, VOCABULARIES, HeadsConfig
+from medusa_cli.drafters.conditional import Conditional
+from medusa_cli.drafters.config import VOCABULARIES, HeadsConfig, check_vocabulary
 from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
-from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json
 from medusa_cli.tree import Growth
 
@@ -58,6 +58,8 @@ class HeadDrafter(Drafter):
         )
         ids = torch.arange(config.vocab_size) if config.vocabulary != "draft" else torch.zeros(rows, dtype=torch.long)
         self.register_buffer("draft_ids", ids, persistent=False)
+        conditional = config.conditional
+        self.conditional = Conditional(config.vocab_size, len(ids), conditional) if conditional else None
         self._forget_fast()
 
     @classmethod
@@ -76,20 +78,10 @@ class HeadDrafter(Drafter):
 
         Matrices of low rank start as the best approximation of that rank.
         """
-        if vocabulary not in cls.vocabularies:
-            known = "unknown" if vocabulary not in VOCABULARIES else f"none that {cls.name} can score"
-            raise UserError(f"the vocabulary {vocabulary!r} is {known}", f"use one of {', '.join(cls.vocabularies)}")
-        if matrices not in MATRICES:
-            raise UserError(f"the matrices {matrices!r} are unknown", f"use one of {', '.join(MATRICES)}")
-        if vocabulary == "draft" and (draft_ids is None or not len(draft_ids)):
-            raise UserError("a draft vocabulary needs its token ids", "give draft_ids")
+        asked = (vocabulary, draft_ids, matrices, rank, backbone.hidden_size)
+        check_vocabulary(cls.name, cls.vocabularies, *asked)
         size = len(draft_ids) if vocabulary == "draft" and draft_ids is not None else None
         sizes = (num_heads, num_layers, backbone.hidden_size, backbone.vocab_size)
-        if rank is not None and (vocabulary == "shared" or not 1 <= rank < backbone.hidden_size):
-            raise UserError(
-                f"vocabulary matrices of rank {rank} cannot be",
-                f"use a rank below {backbone.hidden_size}, and the vocabulary draft or own",
-            )
         drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, rank, **own))
         if vocabulary == "draft" and draft_ids is not None:
             drafter.draft_ids.copy_(draft_ids)
@@ -157,6 +149,11 @@ class HeadDrafter(Drafter):
         """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
         return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
 
+    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """What a head's scores are the product of, [n, ..] and [M, ..], for states [n, H] and the tokens before [n]."""
+        read, matrix = self.inner(head, states), self.matrix(backbone, head)
+        return (read, matrix) if self.conditional is None else self.conditional.joined(read, matrix, before)
+
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
         states = self.inner(head, states)
@@ -188,19 +185,33 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Each head's fp32 logits [P, M] over its vocabulary in turn, the true tokens before its target known."""
+        """Each head's fp32 logits [n, M] at the positions that are learnt, the true tokens before its target known."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         states_of = self.encode(backbone, batch)
-        every = torch.arange(len(batch.next), device=batch.next.device)
-        bias = self.bias(backbone)
+        rows, last, bias = batch.learnt, len(batch.next) - 1, self.bias(backbone)
         bias = None if bias is None else bias.to(self.dtype)
         for head in range(self.num_heads):
-            matrix = self.matrix(backbone, head).to(self.dtype)
-            yield F.linear(self.inner(head, states_of(head, every)), matrix, bias).float()
+            before = batch.next[(rows + head).clamp(max=last)]
+            read, matrix = self.product(backbone, head, states_of(head, rows), before)
+            yield F.linear(read, matrix.to(read.dtype), bias).float()
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every weight under the name it has in the file; the tensors are the parameters themselves."""
         return dict(self.named_parameters())
+
+    def vocabulary_tensors(self) -> dict[str, Tensor]:
+        """What the file says of the vocabulary, where it is a draft one."""
+        return {"draft_ids": self.draft_ids.to("cpu", torch.int32)} if self.config.vocabulary == "draft" else {}
+
+    @classmethod
+    def id_shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
+        """The tensors of whole numbers that a file has, from which `draft_ids_of` reads a draft vocabulary."""
+        return {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
+
+    @staticmethod
+    def draft_ids_of(tensors: dict[str, Tensor]) -> Tensor:
+        """The draft vocabulary [M] that a file's tensors name."""
+        return tensors["draft_ids"]
 
     def config_json(self) -> dict[str, Any]:
         """What config.json says of the architecture."""
@@ -222,8 +233,7 @@ class HeadDrafter(Drafter):
             name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
             for name, tensor in self.named_weights().items()
         }
-        if self.config.vocabulary == "draft":
-            tensors["draft_ids"] = self.draft_ids.to("cpu", torch.int32)
+        tensors |= self.vocabulary_tensors()
         save_file(tensors, folder / self.weights_file)
         (folder / self.weights_file).chmod(0o644)  # as readable as what lies beside it
         owner = provenance.get("backbone", {})

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
@@ -16,6 +15,7 @@ from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, root
 from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
 from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import Encoded, HeadDrafter
+from medusa_cli.drafters.levels import levels
 from medusa_cli.errors import UserError
 from medusa_cli.tree import Growing, Growth, Tree
 
@@ -24,17 +24,21 @@ from medusa_cli.tree import Growing, Growth, Tree
 class HydraConfig(HeadsConfig):
     """prefix_layers: causal decoder layers over the confirmed states before the heads; 0 is Hydra, 1 Hydra++.
 
-    taps: after how many of the backbone's layers states are read too, beside the final ones. raw: embeddings as the
-    model has them, and a bias beside the linear path of each head's input, as the authors' code trains them.
+    context: what they see: the "conversation", or the "answer" alone, as drafters of earlier versions do. taps: after
+    how many of the backbone's layers states are read too, beside the final ones. raw: embeddings as the model has them,
+    and a bias beside the linear path of each head's input, as the authors' code trains them.
     """
 
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
     taps: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)] = ()
     raw: bool = False
+    context: Literal["conversation", "answer"] = "answer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "taps", tuple(self.taps))  # whoever makes one may give a list
+        if not self.prefix_layers:  # nothing sees anything: such heads fit one another whatever was asked for
+            object.__setattr__(self, "context", "answer")
 
 
 class HydraHead(nn.Module):
@@ -55,16 +59,13 @@ class HydraHead(nn.Module):
 
 
 class HydraHeads(HeadDrafter):
-    """K sequentially dependent heads (Hydra, section 3); with prefix layers over the answer, Hydra++ (section 4).
-
-    The prefix layers see the states from the last prompt token on: training knows the states of answers alone.
-    """
+    """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
 
     name = "hydra"
     regress = 100.0
     told = math.inf
     config_class = HydraConfig
-    settings = ("prefix_layers", "taps")
+    settings = ("prefix_layers", "taps", "context")
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
@@ -79,6 +80,10 @@ class HydraHeads(HeadDrafter):
         self.truncate(0)
 
     @classmethod
+    def sees_prompt(cls, settings: Any) -> bool:
+        return bool(settings.prefix_layers) and settings.context == "conversation"
+
+    @classmethod
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         taps = config.taps
         if list(taps) != sorted(set(taps)) or any(layer >= backbone.num_layers for layer in taps):
@@ -90,9 +95,11 @@ class HydraHeads(HeadDrafter):
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
         return backbone.embedding(tokens).to(self.dtype) if self.config.raw else super().embed(backbone, tokens)
 
-    def truncate(self, length: int) -> None:
-        # Its layers know the answer alone, and every prompt begins another one.
-        self._caches = [LayerCache() for _ in self.prefix]
+    def truncate(self, length: int) -> int:
+        if not length or self.config.context == "answer":  # every prompt begins another answer
+            self._caches = [LayerCache() for _ in self.prefix]
+            return length
+        return min([cache.truncate(length) for cache in self._caches], default=length)
 
     @torch.inference_mode()
     def draft(
@@ -120,7 +127,7 @@ class HydraHeads(HeadDrafter):
         """Tokens [B, N] for B sequences, level by level, from their states [B, H] and roots [B]."""
         blocks, tokens = self.fast("blocks"), roots[:, None].repeat(1, tree.size)
         paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)[:, None]  # [B, 1, 2H]: what head 1 reads
-        for head, level in enumerate(_levels(tree, backbone.device)):
+        for head, level in enumerate(levels(tree, backbone.device)):
             best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
             drafted = self.draft_ids[best[:, level.rows, level.ranks]]
             tokens[:, level.nodes] = drafted
@@ -146,23 +153,19 @@ class HydraHeads(HeadDrafter):
 
     def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""
-        hidden = confirmed.hidden.to(self.dtype)
-        # Of a prompt only the last state has a counterpart in training.
-        if not self.prefix or not self._caches[0].length:
-            hidden = hidden[-1:]
-        hidden = self.fast("fuse")(hidden)
-        if not self.prefix:
-            return hidden
-        x = hidden[None]
+        # Prefix layers that see answers alone begin with the state that says an answer's first token.
+        if not self.prefix or (self.config.context == "answer" and not self._caches[0].length):
+            confirmed = confirmed.last()
+        x = self.fast("fuse")(confirmed.hidden.to(self.dtype))[None]
         for layer, cache in zip(self.fast("prefix"), self._caches, strict=True):
-            x = layer(x, cache)
+            x = layer(x, cache, confirmed.start)
         return x[0, -1:]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         context = self.fuse(batch.hidden).to(batch.hidden.dtype)
         if self.prefix:
-            x, places = by_sequence(context, batch.segment)
+            x, places = by_sequence(context, batch.views)
             for layer in self.prefix:
                 x = layer(x)
             context = x.flatten(0, 1)[places].to(batch.hidden.dtype)
@@ -174,29 +177,3 @@ class HydraHeads(HeadDrafter):
             return self.blocks[head](torch.cat([context[rows], *before], dim=-1))
 
         return states
-
-
-@dataclass(frozen=True)
-class _Level:
-    """The nodes of one depth: their ids, the rows of their parents' paths, ranks [n], and those with children."""
-
-    nodes: Tensor
-    rows: Tensor
-    ranks: Tensor
-    inner: Tensor
-    width: int
-
-
-@lru_cache(maxsize=64)
-def _levels(tree: Tree, device: torch.device) -> list[_Level]:
-    levels = []
-    row = {0: 0}  # nodes of the level above that have children -> row of their path
-    for depth in range(1, tree.max_depth + 1):
-        nodes = [node for node in range(tree.size) if tree.depths[node] == depth]
-        inner = [i for i, node in enumerate(nodes) if tree.children[node]]
-        rows = torch.tensor([row[tree.parents[node]] for node in nodes], device=device)
-        ranks = torch.tensor([tree.ranks[node] for node in nodes], device=device)
-        inside = torch.tensor(inner, dtype=torch.long, device=device)
-        levels.append(_Level(torch.tensor(nodes, device=device), rows, ranks, inside, tree.widths[depth - 1]))
-        row = {nodes[i]: place for place, i in enumerate(inner)}
-    return levels

@@ -37,7 +37,7 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
     p = teacher(drafter, backbone, batch) if objective.soft or objective.kind != "ce" else None
     terms, per_head, correct, counted, learnt = [], [], [], [], []
     for k in range(1, drafter.num_heads + 1):
-        rows = torch.nonzero(batch.segment[k:] == batch.segment[:-k]).squeeze(-1)
+        rows = batch.targets(k)
         targets = place[batch.next[rows + k]]
         counted.append(none + len(rows))
         rows, targets = rows[targets >= 0], targets[targets >= 0]
@@ -50,8 +50,7 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
             correct.append(none)
             continue
         loss, hits = linear_loss(
-            drafter.inner(k - 1, states),
-            drafter.matrix(backbone, k - 1),
+            *drafter.product(backbone, k - 1, states, batch.next[rows + k - 1]),
             targets,
             None if p is None else p[rows + k],
             objective.soft,

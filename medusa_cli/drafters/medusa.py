@@ -24,6 +24,7 @@ class MedusaHeads(HeadDrafter):
 
     name = "medusa"
     weights_file = "medusa_lm_head.safetensors"
+    settings = ("conditional",)
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
@@ -55,7 +56,8 @@ class MedusaHeads(HeadDrafter):
         for k, block in enumerate(self.blocks):
             weights |= {f"{k}.{name}": tensor for name, tensor in block.named_parameters()}
         weights |= {f"{k}.{self.config.num_layers}.weight": matrix for k, matrix in enumerate(self.matrices)}
-        return weights | {f"{k}.{self.config.num_layers}.factor": factor for k, factor in enumerate(self.factors)}
+        weights |= {f"{k}.{self.config.num_layers}.factor": factor for k, factor in enumerate(self.factors)}
+        return weights | {name: one for name, one in self.named_parameters() if name.startswith("conditional.")}
 
     def config_json(self) -> dict[str, Any]:
         shared = {k: v for k, v in asdict(self.config).items() if k not in ("num_heads", "num_layers")}

@@ -22,10 +22,13 @@ class DrafterRecipe:
     vocabulary "draft" scores the draft_vocab_size most frequent tokens of the training data, "own" gives each
     head a full matrix, "shared" reads the frozen lm_head; "auto" is "draft" where that is smaller than "own".
     matrices: one for "each" head, or "one" for all of them. rank: their inner size, null for whole matrices.
-    prefix_layers: Hydra's decoder layers over the answer before its heads (0: Hydra, 1: Hydra++); taps: after which of
-    the model's layers it reads states too, beside the final ones. attention_layers: Amphista's self-attention layers
-    over its heads (1; 2 is its alpha variant). layers: after which of the model's layers the pseudo state of each of
-    FIRP's heads enters, null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
+    prefix_layers: Hydra's decoder layers before its heads (0: Hydra, 1: Hydra++); taps: after which of the model's
+    layers it and EAGLE read states too, beside the final ones (EAGLE, where none is named: a low, a middle and a high
+    one). attention_layers: Amphista's self-attention layers over its heads (1; 2 is its alpha variant). context: what
+    Hydra's prefix and Amphista's adaptation layers see, the whole conversation or the answer alone. conditional: the
+    rank of a bias that the token drafted before gives the scores of heads that draft at once (Medusa's, Amphista's,
+    FIRP's), null for none. layers: after which of the model's layers the pseudo state of each of FIRP's heads enters,
+    null for 1/2 to 5/6 of the depth; masked: whether it sees none of the earlier ones.
     """
 
     name: str = "medusa"
@@ -38,6 +41,8 @@ class DrafterRecipe:
     prefix_layers: int = _setting(0, least=0, most=4)
     taps: tuple[int, ...] = ()
     attention_layers: int = _setting(1, least=0, most=4)
+    context: str = _setting("conversation", among=("conversation", "answer"))
+    conditional: int | None = _setting(None, least=1)
     layers: tuple[int, ...] | None = None
     masked: bool = False
 
@@ -70,8 +75,10 @@ class TrainRecipe:
     ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
     far the state of a head that is told the tokens before its target (each of Hydra's, Amphista's first) is from the
     backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one
-    after another, each for its share of the steps, as in its section 3.3; else at once. shard: of several processes
-    each holds a part of the backbone's layers, and gathers a layer to run it.
+    after another, each for its share of the steps, as in its section 3.3; else at once. states: those
+    of the model that stage 1 learns from are "kept" in the run, or made "fresh" in every step from whole conversations,
+    which takes longer and no room on the disk (max_length and batch_tokens are then as in stage 2). shard: of several
+    processes each holds a part of the backbone's layers, and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
     KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
@@ -110,6 +117,7 @@ class TrainRecipe:
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
     heads_in_turn: bool = False
+    states: str = _setting("kept", among=("kept", "fresh"))
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
     validation_every: int = _setting(50, least=1)
     validation_tokens: int = _setting(16_384, least=1)

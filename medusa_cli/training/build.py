@@ -9,7 +9,7 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.base import beside_final
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import DrafterRecipe, Recipe
+from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, frequent_tokens
 
@@ -23,13 +23,17 @@ def drafter_class(name: str) -> type[HeadDrafter]:
     return DRAFTERS[name]
 
 
+def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
+    """Whether a drafter of a kind learns in stage 1 beside passes of the model over whole conversations."""
+    return kind.whole_sequences or train.states == "fresh"
+
+
 def check_drafter(recipe: Recipe) -> None:
     """UsageError where the recipe's way of training is none for its kind of drafter."""
     kind, train = drafter_class(recipe.drafter.name), recipe.train
     if train.regress and not kind.told:
         raise UsageError(
-            f"train.regress={train.regress:g} says nothing to {kind.name}: its heads are not told the tokens "
-            "before their guesses",
+            f"train.regress={train.regress:g} says nothing to {kind.name}: its states are not held to the model's",
             "leave it out, or use drafter=hydra or drafter=amphista",
         )
     if train.heads_in_turn and not kind.whole_sequences:
@@ -56,7 +60,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     kind = drafter_class(recipe.name)
     if "taps" not in kind.settings:
         return kind.taps
-    depth, taps = backbone.num_layers, list(recipe.taps)
+    depth, taps = backbone.num_layers, list(recipe.taps or kind.default_taps(backbone.num_layers))
     if taps != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
         raise UsageError(
             f"drafter.taps={taps} does not fit this model's {depth} layers",

@@ -11,7 +11,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed
+from medusa_cli.training.conversations import Conversation, Conversations, bucketed, whole_batch
 from medusa_cli.training.data import Answer, Dataset, pack
 
 # A batch's scores of one head [P, M] are held at once.
@@ -68,20 +68,20 @@ def calibrate(
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
     places = drafter.places(backbone.device)
     positions = 0
-    for batch in _batches(backbone, dataset, chosen):
+    for batch in _batches(backbone, drafter, dataset, chosen):
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
-            rows = torch.nonzero(batch.segment[ahead:] == batch.segment[:-ahead]).squeeze(-1)
+            rows = batch.targets(ahead)
             if not len(rows):
                 continue
-            scores, targets = scores[rows], batch.next[rows + ahead]
+            scores, targets = scores[batch.numbers[rows]], batch.next[rows + ahead]
             right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
             hits[head] += right.sum(0).cpu()
             counted[head] += len(rows)
             if positions < FIT_POSITIONS:
                 log_loss[head] += _log_losses(scores, places[targets])
-        positions += len(batch.next)
-        on_progress(len(batch.next))
+        positions += len(batch.learnt)
+        on_progress(len(batch.learnt))
     if not counted.all():
         raise UserError(
             f"the held-out answers are too short to calibrate {heads} heads", "distil longer or more answers"
@@ -92,11 +92,13 @@ def calibrate(
     return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, number)
 
 
-def _batches(backbone: Backbone, dataset: Dataset | Conversations, chosen: Sequence[Any]) -> Iterator[Batch]:
+def _batches(
+    backbone: Backbone, drafter: HeadDrafter, dataset: Dataset | Conversations, chosen: Sequence[Any]
+) -> Iterator[Batch]:
     """The chosen answers or conversations of a data set, in batches."""
     if isinstance(dataset, Conversations):
         for items in bucketed(chosen, TOKENS, random.Random(0)):
-            yield batch_of(backbone, items, traced=True)
+            yield whole_batch(backbone, drafter, items)
         return
     for piece in pack(chosen, POSITIONS):
         yield dataset.batch(piece, backbone.device, backbone.dtype)

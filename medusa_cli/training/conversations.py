@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.engines.trace import trace
 from medusa_cli.errors import UserError
-from medusa_cli.training.data import held_out_ids, records_digest
+from medusa_cli.training.data import held_out_ids, parts_of, records_digest, segments
 from medusa_cli.training.records import ReadReport, Record
 
 
@@ -100,19 +100,33 @@ def batch_of(
     *,
     taps: Sequence[int] = (-1,),
     traced: bool = False,
+    prompts: bool = False,
 ) -> Batch:
     """The tapped states (of dtype, None: the network's) that emit the answers' tokens, in the network as it is now.
 
-    traced: with what pseudo rows need, and without gradients of the network.
+    traced: with what pseudo rows need, and without gradients of the network. prompts: those of prompts too, for a
+    drafter whose layers see them.
     """
     tokens = nn.utils.rnn.pad_sequence([one.tokens for one in items], batch_first=True)
     made = trace(backbone, tokens) if traced else None
     states = (backbone.states(tokens, taps) if made is None else made.states[-1]).flatten(0, 1)  # [B * L, H ..]
     width = tokens.shape[1]
-    spans = [(row * width, start, end) for row, one in enumerate(items) for start, end in one.spans]
-    rows = torch.cat([torch.arange(at + start - 1, at + end - 1) for at, start, end in spans])
-    segment = torch.cat([torch.full((end - start,), i) for i, (_, start, end) in enumerate(spans)])
+    segment = segments([parts_of(len(one.tokens), one.spans) for one in items])
+    rows = torch.cat([torch.arange(row * width, row * width + len(one.tokens) - 1) for row, one in enumerate(items)])
+    if not prompts:
+        rows, segment = rows[segment >= 0], segment[segment >= 0]
     following = tokens.flatten()[rows + 1].to(states.device)
+    sequence = (rows // width).to(states.device) if prompts else None
     rows = rows.to(states.device)
     hidden = states[rows] if dtype is None else states[rows].to(dtype)
-    return Batch(hidden, following, segment.to(states.device), made, rows)
+    return Batch(hidden, following, segment.to(states.device), made, rows, sequence)
+
+
+@torch.no_grad()
+def whole_batch(
+    backbone: Backbone, drafter: Drafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
+) -> Batch:
+    """What a drafter learns of whole conversations beside a frozen backbone, from a pass over them."""
+    if drafter.whole_sequences:
+        return batch_of(backbone, items, dtype, traced=True)
+    return batch_of(backbone, items, dtype, taps=drafter.taps, prompts=drafter.sees_prompt(drafter.config))

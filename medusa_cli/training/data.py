@@ -5,7 +5,7 @@ import json
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,21 +21,38 @@ _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+")
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer (or a piece of one): its record's id, tokens [n] and the number of its first state row."""
+    """One answer, a conversation, or a piece of either: its record's id, tokens [n], the number of its first state row.
+
+    parts [n]: which answer of a conversation each token is of, -1 for what is seen and not learnt; None: all of one.
+    """
 
     id: str
     tokens: Tensor
     first_row: int
+    parts: Tensor | None = None
 
     @property
     def positions(self) -> int:
         """How many positions are trained on."""
-        return len(self.tokens)
+        return len(self.tokens) if self.parts is None else int((self.parts >= 0).sum())
+
+    def pieces(self, positions: int) -> "Iterator[Answer]":
+        """Pieces of at most so many positions to train on, each with what is not learnt before and after it."""
+        if self.positions <= positions:
+            yield self
+            return
+        learnt = torch.ones(len(self.tokens), dtype=torch.long) if self.parts is None else (self.parts >= 0).long()
+        number = (learnt.cumsum(0) - 1).clamp(min=0) // positions
+        first = 0
+        for rows in torch.bincount(number).tolist():
+            parts = None if self.parts is None else self.parts[first : first + rows]
+            yield Answer(self.id, self.tokens[first : first + rows], self.first_row + first, parts)
+            first += rows
 
 
 @dataclass
 class Dataset:
-    """Answers for training and held out, and the state rows [rows, H * taps] they point into."""
+    """Answers (or conversations) for training and held out, and the state rows [rows, H * taps] they point into."""
 
     train: list[Answer]
     held_out: list[Answer]
@@ -45,14 +62,36 @@ class Dataset:
 
     def answer_tokens(self) -> list[Tensor]:
         """The tokens of every answer to train on."""
-        return [answer.tokens for answer in self.train]
+        return [one.tokens if one.parts is None else one.tokens[one.parts >= 0] for one in self.train]
 
     def batch(self, answers: Sequence[Answer], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
-        """Answers side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer)."""
+        """Side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer) and sequence [P]."""
         hidden = torch.cat([self.states[a.first_row : a.first_row + len(a.tokens)] for a in answers])
-        segment = torch.cat([torch.full((len(a.tokens),), i) for i, a in enumerate(answers)])
-        tokens = torch.cat([a.tokens for a in answers])
-        return Batch(hidden=hidden.to(device, dtype), next=tokens.to(device), segment=segment.to(device))
+        segment = segments([torch.zeros(len(a.tokens)).long() if a.parts is None else a.parts for a in answers])
+        sequence = torch.repeat_interleave(torch.tensor([len(a.tokens) for a in answers]))
+        tokens = torch.cat([a.tokens for a in answers]).to(device)
+        return Batch(hidden.to(device, dtype), tokens, segment.to(device), sequence=sequence.to(device))
+
+
+def parts_of(length: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Which answer the token after each position of a conversation is of [length - 1]; -1 where none is learnt.
+
+    An answer of one token has no target that a head could learn.
+    """
+    parts = torch.full((length - 1,), -1)
+    for number, (start, end) in enumerate(spans):
+        if end - start > 1:
+            parts[start - 1 : end - 1] = number
+    return parts
+
+
+def segments(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of conversations side by side [P], each answer with a number of its own, -1 as it is."""
+    found, first = [], 0
+    for one in parts:
+        found.append(torch.where(one >= 0, one + first, one))
+        first += int(one.max()) + 1 if len(one) else 0
+    return torch.cat(found)
 
 
 def held_out_ids(records: Sequence[Record], fraction: float) -> set[str]:
@@ -84,9 +123,12 @@ def records_digest(records: Sequence[Record], held: Collection[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def split(records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float) -> Dataset:
+def split(
+    records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float, prompts: bool = False
+) -> Dataset:
     """Answers of two tokens or more, held out by record; records without kept rows take theirs in order.
 
+    prompts: not each answer alone but conversations, whose prompts are seen; the rows of all positions are there.
     UserError where there is none.
     """
     held = held_out_ids([one for one in records if any(end - start > 1 for start, end in one.spans)], fraction)
@@ -94,10 +136,15 @@ def split(records: Sequence[Record], states: Tensor, report: ReadReport, fractio
     row = 0
     for record in records:
         row = row if record.first_row is None else record.first_row
-        for start, end in record.spans:
-            if end - start > 1:
-                parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row))
-            row += end - start
+        usable = [(start, end) for start, end in record.spans if end - start > 1]
+        if prompts and usable:
+            tokens = torch.tensor(record.tokens[: usable[-1][1]])
+            parts[record.id in held].append(Answer(record.id, tokens[1:], row, parts_of(len(tokens), usable)))
+        elif usable:
+            for (start, end), at in zip(record.spans, record.rows_of_answers, strict=True):
+                if end - start > 1:
+                    parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row + at))
+        row += record.rows
     if not parts[False]:
         raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
     return Dataset(parts[False], parts[True], states, report, records_digest(records, held))
@@ -108,13 +155,12 @@ def pack(answers: Sequence[Answer], positions: int) -> list[list[Answer]]:
     batches: list[list[Answer]] = []
     room = 0
     for answer in answers:
-        for at in range(0, len(answer.tokens), positions):
-            piece = Answer(answer.id, answer.tokens[at : at + positions], answer.first_row + at)
-            if len(piece.tokens) > room:
+        for piece in answer.pieces(positions):
+            if piece.positions > room:
                 batches.append([])
                 room = positions
             batches[-1].append(piece)
-            room -= len(piece.tokens)
+            room -= piece.positions
     return batches
 
 
@@ -126,7 +172,7 @@ def plan(
     The same for the same seed, so that a resumed training needs only its place in it.
     """
     batches: list[list[Answer]] = []
-    left = max_tokens if max_tokens is not None else sum(len(a.tokens) for a in answers) * epochs
+    left = max_tokens if max_tokens is not None else sum(a.positions for a in answers) * epochs
     for epoch in range(epochs):
         order = list(answers)
         random.Random(f"{seed}:{epoch}").shuffle(order)
@@ -134,7 +180,7 @@ def plan(
             if left <= 0:
                 return batches
             batches.append(batch)
-            left -= sum(len(answer.tokens) for answer in batch)
+            left -= sum(answer.positions for answer in batch)
     return batches
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run, rounding_in
 from medusa_cli.training.build import build_drafter, drafter_class
@@ -35,6 +36,10 @@ def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | Non
     riding = drafter_class(recipe.drafter.name).whole_sequences
     train = replace(train, stage=1 if riding else 2, tuning=tuning, objective="kl", dtype=dtype)
     recipe = replace(recipe, train=train)
+    if "context" in drafter_class(recipe.drafter.name).settings:
+        # Recipes of earlier versions do not say what a drafter's layers see.
+        seen = read_json(run.drafter_dir / "config.json", "the drafter's config").get("context", "answer")
+        recipe = replace(recipe, drafter=replace(recipe.drafter, context=seen))
     rounding = rounding_in(run.drafter_dir)
     place = {**place, "dtype": dtype, "load_in_4bit": rounding == "4bit", "load_in_8bit": rounding == "8bit"}
     if riding:

@@ -30,6 +30,7 @@ class Joint:
     def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Conversations, train: TrainRecipe) -> None:
         self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
         self.weights: dict[str, nn.Parameter] = trained_weights(backbone.model)
+        self._prompts = drafter.sees_prompt(drafter.config)
         self._measuring = False
 
     def groups(self) -> list[Group]:
@@ -53,7 +54,7 @@ class Joint:
             with torch.no_grad():
                 batch = self._batch(items)
             heads = head_losses(self.backbone, self.drafter, batch, train)
-            return Found(heads.total, heads, len(batch.next), {"lambda_0": weight})
+            return Found(heads.total, heads, len(batch.learnt), {"lambda_0": weight})
         batch = self._batch(items)
         heads = head_losses(self.backbone, self.drafter, batch, train)
         teacher = None
@@ -63,7 +64,7 @@ class Joint:
                 teacher = self._final(self._batch(items))
         model, cost = self._model_loss(batch, teacher)
         parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
-        return Found(model + weight * heads.total, heads, len(batch.next), parts)
+        return Found(model + weight * heads.total, heads, len(batch.learnt), parts)
 
     def _model_loss(self, batch: Batch, teacher: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """L_LM, and while evaluating what the change costs; teacher: the original's final states [P, H], if any."""
@@ -71,10 +72,11 @@ class Joint:
         original = adapter.original(lm_head)
         measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
         cost = dict.fromkeys(measured if self._measuring else (), 0.0)
+        following = batch.next[batch.learnt]
         log_softmax = LogSoftmax()
 
         def of(scores: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-            targets = batch.next[block]
+            targets = following[block]
             plain = F.nll_loss(scores, targets, reduction="sum")
             if cost:
                 cost["nll"] += float(plain)
@@ -91,19 +93,19 @@ class Joint:
                 return kl, scores.exp_().sub_(shares)
             return plain, _less_one(scores.exp_(), targets)
 
-        count = len(batch.next)
+        count = len(following)
         weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
         total = loss_by_blocks(of, lm_head, self._final(batch), weights) / count
         return total, {key: value / count for key, value in cost.items()}
 
     def _batch(self, items: list[Conversation]) -> Batch:
-        """The states that emit the answers' tokens, in the network as it is now."""
+        """The states that emit the answers' tokens, and those of prompts that are seen, in the network as it is now."""
         dtype = torch.bfloat16 if self.train.dtype == "bf16" else None
-        return batch_of(self.backbone, items, dtype, taps=self.drafter.taps)
+        return batch_of(self.backbone, items, dtype, taps=self.drafter.taps, prompts=self._prompts)
 
     def _final(self, batch: Batch) -> Tensor:
-        """The states [P, H] that the lm_head reads."""
-        return batch.hidden[:, -self.backbone.hidden_size :]
+        """The states [n, H] that the lm_head reads, of the positions that are learnt."""
+        return batch.hidden[batch.learnt, -self.backbone.hidden_size :]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

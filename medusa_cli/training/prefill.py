@@ -30,6 +30,7 @@ def load_dataset(
     data: Path | None = None,
     fraction: float = 0.05,
     taps: Sequence[int] = (-1,),
+    prompts: bool = False,
     on_total: Callable[[int], None] = lambda tokens: None,
     on_progress: Callable[[int], None] = lambda tokens: None,
     together: World | None = None,
@@ -37,9 +38,10 @@ def load_dataset(
 ) -> Dataset:
     """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
 
-    on_total is told how many tokens this process must prefill, if any, on_progress how many it did. together: the
-    processes that share the conversations, or, where the backbone is sharded among them, make all passes side by
-    side. UserError for missing or unusable data and for states that do not belong to it.
+    prompts: those of prompts too, for a drafter whose layers see the whole conversation; states kept of answers alone
+    are then computed again. on_total is told how many tokens this process must prefill, if any, on_progress how many it
+    did. together: the processes that share the conversations, or, where the backbone is sharded among them, make all
+    passes side by side. UserError for missing or unusable data and for states that do not belong to it.
     """
     path = data or run.data_path
     _check_owner(path, backbone)
@@ -47,14 +49,14 @@ def load_dataset(
     stored = path.parent / run.states_path.name
     # States kept while distilling are those of the model without an adapter.
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
-    if known and all(record.first_row is not None for record in records):
-        rows = max((record.first_row or 0) + record.answer_tokens for record in records)
+    if known and all(record.first_row is not None and record.whole >= prompts for record in records):
+        rows = max((record.first_row or 0) + record.rows for record in records)
         states = _stored(stored, rows, backbone.hidden_size, backbone)
         _check_seals(records, states, stored)
-        return split(records, states, report, fraction)
+        return split(records, states, report, fraction, prompts)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
-    records = [Record(one.id, one.tokens, one.spans, None) for one in records]
-    rows = sum(record.answer_tokens for record in records)
+    records = [Record(one.id, one.tokens, one.spans, None, whole=prompts) for one in records]
+    rows = sum(record.rows for record in records)
     cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
@@ -68,7 +70,7 @@ def load_dataset(
             _join(cached, together.size)
         together.wait()
     width = backbone.hidden_size * len(taps)
-    return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction)
+    return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction, prompts)
 
 
 def _check_owner(path: Path, backbone: Backbone) -> None:
@@ -97,7 +99,7 @@ def _check_seals(records: Sequence[Record], states: Tensor, path: Path) -> None:
     """UserError where state rows are not those that were kept for their conversation; older files have no seal."""
     broken = []
     for one in records:
-        rows = states[one.first_row or 0 :][: one.answer_tokens]
+        rows = states[one.first_row or 0 :][: one.rows]
         if one.seal is not None and one.seal != seal(one.id, one.tokens, one.spans, rows):
             broken.append(one.id)
     if broken:
@@ -113,6 +115,7 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     # so are those from before rounding was named, where there is none.
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
     named = [owner, str(backbone.dtype), list(taps), *_rounding(backbone)]
+    named += ["prompts"] if any(record.whole for record in records) else []
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
@@ -149,6 +152,8 @@ def _prefill(
 ) -> None:
     """Run each conversation once; write, for every span [s, e), its states at s - 1 .. e - 2, all or none.
 
+    Of records that are to have whole rows, those at every position but the last.
+
     path None: make the passes alone, for those who need them made.
     """
     with ExitStack() as stack:
@@ -158,7 +163,8 @@ def _prefill(
             plan = Plan.chain(record.tokens, taps=taps, logits="none")
             hidden = backbone.engine.forward(plan, cache).hidden[0]
             if store is not None:
-                store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in record.spans]))
+                spans = [(1, len(record.tokens))] if record.whole else record.spans
+                store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in spans]))
             on_progress(len(record.tokens))
         if store is not None:
             store.close()

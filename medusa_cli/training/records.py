@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,33 @@ from medusa_cli.runs.reading import MOST_BYTES, parse_json, unique
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), its seal."""
+    """One conversation: id, token ids, assistant spans [start, end), its first state row (None: not kept), its seal.
+
+    whole: its rows are those of every position but the last; else those alone that emitted the answers' tokens.
+    """
 
     id: str
     tokens: list[int]
     spans: list[tuple[int, int]]
     first_row: int | None
     seal: str | None = None
+    whole: bool = False
 
     @property
     def answer_tokens(self) -> int:
         return sum(end - start for start, end in self.spans)
+
+    @property
+    def rows(self) -> int:
+        """How many state rows it has."""
+        return len(self.tokens) - 1 if self.whole else self.answer_tokens
+
+    @property
+    def rows_of_answers(self) -> list[int]:
+        """Where each answer's rows begin among its own."""
+        if self.whole:
+            return [start - 1 for start, _ in self.spans]
+        return [0, *accumulate(end - start for start, end in self.spans)][:-1]
 
 
 @dataclass
@@ -142,6 +159,8 @@ def _record(raw: Any, backbone: Backbone) -> Record:
             raise Malformed("assistant spans out of order or range")
         last = span[1]
     record = Record(name, tokens, [(s, e) for s, e in spans], rows[0] if rows else None, line.seal)
+    if rows and len(rows) == 2 and rows[1] == len(tokens) - 1:
+        return replace(record, whole=True)
     if rows and (len(rows) != 2 or rows[1] != record.answer_tokens):
         raise Malformed("state rows that do not match the spans")
     return record if rows else _fitted(record, backbone)

@@ -71,6 +71,7 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
     network.train()
+    attach(backbone)  # heads that are loaded ask how it multiplies
     return backbone
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses, Objective
 from medusa_cli.runs.recipe import TrainRecipe
-from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
+from medusa_cli.training.conversations import Conversation, Conversations, bucketed, scheduled, whole_batch
 from medusa_cli.training.data import Answer, Dataset, pack, plan
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import turn_of
@@ -72,7 +72,7 @@ class _Stage1:
 
     def _found(self, batch: Batch) -> Found:
         found = head_losses(self.backbone, self.drafter, batch, self.train)
-        return Found(found.total, found, len(batch.next), {})
+        return Found(found.total, found, len(batch.learnt), {})
 
     def evaluating(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -103,7 +103,8 @@ class Frozen(_Stage1):
 
 
 class Traced(_Stage1):
-    """Stage 1 for drafters that ride in the frozen backbone: it runs whole conversations in every step."""
+    """Stage 1 beside the frozen backbone, which runs whole conversations in every step: for drafters that ride in it,
+    and where no states are kept."""
 
     def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Conversations, train: TrainRecipe) -> None:
         self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
@@ -116,11 +117,11 @@ class Traced(_Stage1):
         return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
 
     def losses(self, items: list[Conversation], progress: float) -> Found:
-        """The heads' loss beside a pass over the conversations; their gradients alone go through the backbone.
+        """The heads' loss beside a pass over the conversations; gradients of rows that ride alone go through it.
 
         With heads_in_turn it is the loss of the head whose turn it is, and no other head learns.
         """
-        batch = batch_of(self.backbone, items, self._dtype, traced=True)
+        batch = whole_batch(self.backbone, self.drafter, items, self._dtype)
         if not self.train.heads_in_turn:
             return self._found(batch)
         turn = turn_of(progress, self.drafter.num_heads)

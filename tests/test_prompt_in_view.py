@@ -1,0 +1,350 @@
+"""The prompt in view: what layers with a cache of their own see in training is what they see in decoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from medusa_cli import console
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.dialogue import encode
+from medusa_cli.cli import app
+from medusa_cli.decoding import Decoder, answer, generate
+from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, load_drafter
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.run import Run, provenance
+from medusa_cli.states import StateStore
+from medusa_cli.training import Trainer, build_drafter, load_dataset
+from medusa_cli.training.build import runs_model, taps_of
+from medusa_cli.training.calibration import calibrate
+from medusa_cli.training.conversations import batch_of, split_conversations
+from medusa_cli.training.data import Answer, pack, parts_of, segments
+from medusa_cli.training.joint import Joint
+from medusa_cli.training.records import Record, read_records
+from medusa_cli.training.setup import whole_conversations
+from medusa_cli.tree import Growth, Tree
+from tests.runs import save_model
+from tests.test_training import SETTINGS, conversation, write_lines
+from tests.tiny import guesses, tiny_backbone
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
+VIEWS = {
+    "hydra": {"prefix_layers": 2, "taps": (1, 3), "context": "conversation"},
+    "amphista": {"context": "conversation"},
+    "eagle": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def loud():
+    yield
+    console.configure()
+
+
+def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
+    torch.manual_seed(0)
+    drafter = DRAFTERS[name].create(backbone, 3, 1, "own", **{**VIEWS[name], **own})
+    with torch.no_grad():
+        for weight in drafter.parameters():  # fresh layers are zero and would let nothing through
+            weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
+    return drafter.eval()
+
+
+def drafted(drafter: HeadDrafter, backbone: Backbone, confirmed: Confirmed, shape: Tree | Growth) -> torch.Tensor:
+    return drafter.draft(backbone, [drafter], [confirmed], shape)[0].tokens
+
+
+def whole(backbone: Backbone, number: int, turns: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    tokens, spans = encode(backbone, conversation(number, turns=turns)["messages"])
+    return torch.tensor(tokens), spans
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_path: Path) -> None:
+    """A packed batch of two conversations against the same tokens settled run by run, prompts at once."""
+    backbone = tiny_backbone(layers=4)
+    drafter = trained(backbone, name)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(6)])
+    dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps, prompts=True)
+    (items,) = pack(dataset.train, 10_000)
+    batch = dataset.batch(items, backbone.device, torch.float32)
+    found, first = guesses(drafter, backbone, batch, 6), 0
+    chain, checked = Tree.chain(3), 0
+    for item in items:
+        tokens, learnt = [0, *item.tokens.tolist()], item.parts >= 0
+        hidden = batch.hidden[first : first + len(item.tokens)]  # bf16's, as they were cached
+        starts = torch.nonzero(learnt & ~torch.cat([learnt.new_zeros(1), learnt[:-1]])).squeeze(1).tolist()
+        drafter.truncate(0)
+        begun = 0
+        for end in sorted({*starts, *range(starts[0], len(learnt), 2)}):
+            if not learnt[end]:
+                continue
+            stretch = slice(begun, end + 1)
+            confirmed = Confirmed(torch.tensor(tokens)[stretch], hidden[stretch], tokens[end + 1], begun)
+            draft = drafted(drafter, backbone, confirmed, chain)
+            begun, k = end + 1, 0
+            # As far as the guesses are the true tokens, and one further, training must have made the same.
+            while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
+                assert draft[k + 1] == found[batch.numbers[first + end], k, 0], (item.id, end, k)
+                checked, k = checked + 1, k + 1
+        first += len(item.tokens)
+    assert checked > 20
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["hydra", "amphista"])
+def test_states_of_training_and_decoding_agree_to_rounding(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = trained(backbone, name)
+    tokens, _ = whole(backbone, 3, 2)
+    hidden = backbone.states(tokens[None], drafter.taps)[0]
+    count = len(tokens) - 1
+    parts = parts_of(len(tokens), [(4, count + 1)])
+    batch = Batch(hidden[:-1], tokens[1:], parts, sequence=torch.zeros(count, dtype=torch.long))
+    made = drafter.encode(backbone, batch)
+    drafter.truncate(0)
+    for first, last in ((0, 4), (4, 7), (7, 8), (8, 12)):
+        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last]), first)
+        if name == "hydra":
+            embedded = drafter.embed(backbone, tokens[last : last + 1])
+            here = drafter.blocks[0](torch.cat([drafter._context(confirmed), embedded], dim=-1))
+        else:
+            here = drafter._together(drafter._adapt(backbone, confirmed), drafter.blocks, drafter.attention)[:, 0]
+        assert torch.allclose(here, made(0, torch.tensor([last - 1])), atol=1e-4), last
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    narrow = [] if name == "eagle" else [trained(backbone, name, context="answer")]
+    for drafter in [trained(backbone, name), *narrow]:
+        width = backbone.hidden_size * len(drafter.taps)
+        torch.manual_seed(1)
+        hidden, tokens = torch.randn(6, width), torch.randint(5, 60, (6,))
+        other = torch.cat([torch.randn(4, width), hidden[4:]])
+        drafts = []
+        for states in (hidden, other):
+            drafter.truncate(0)
+            drafts.append(drafted(drafter, backbone, Confirmed(tokens, states, 9, 0), TREE))
+        assert torch.equal(*drafts) == (drafter in narrow)
+        assert drafter.sees_prompt(drafter.config) == (drafter not in narrow)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = trained(backbone, name)
+    hidden, tokens = torch.randn(12, backbone.hidden_size * len(drafter.taps)), torch.randint(5, 60, (12,))
+    drafted(drafter, backbone, Confirmed(tokens[:6], hidden[:6], int(tokens[6]), 0), TREE)
+    stray = torch.randint(5, 60, (3,))  # an answer that the next turn does not take up
+    drafted(drafter, backbone, Confirmed(stray, torch.randn(3, hidden.shape[1]), 7, 6), TREE)
+    assert drafter.fork().truncate(5) == 0  # it knows nothing yet
+    assert drafter.truncate(20) == 9  # of the tokens that no draft was made from it must be told again
+    for shared in (8, 5):
+        at = drafter.truncate(shared)
+        assert at == shared - (name != "hydra")  # what a row was told of the next token may be wrong
+    again = drafted(drafter, backbone, Confirmed(tokens[at:], hidden[at:], 11, at), TREE)
+    drafter.truncate(0)
+    assert torch.equal(again, drafted(drafter, backbone, Confirmed(tokens, hidden, 11, 0), TREE))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_its_own(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    rules = {"max_new_tokens": 12, "stop_ids": ()}
+
+    def begin() -> tuple[Decoder, list[list[int]]]:
+        drafter, drawn = trained(backbone, name), []
+
+        def watched(*words: object) -> list:
+            drafts = type(drafter).draft(drafter, *words)
+            drawn.extend(one.tokens.tolist() for one in drafts)
+            return drafts
+
+        drafter.draft = watched
+        return Decoder(backbone, drafter, TREE), drawn
+
+    (decoder, drawn), prompt = begin(), [5, 9, 20, 11]
+    said = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
+    for bridge in ([30, 31, 7], []):  # the next turn, and the same one with its last words put in another way
+        again = [*prompt, *(said if bridge else said[:-3]), *bridge, 6]
+        fresh, expected = begin()
+        drawn.clear()
+        ours, theirs = ([s.tokens for s in answer(one, again, **rules)] for one in (decoder, fresh))
+        assert ours == theirs and drawn == expected
+
+
+@pytest.mark.parametrize("name", ["hydra", "amphista"])
+def test_files_of_earlier_versions_see_the_answer_alone(name: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = trained(backbone, name, context="answer")
+    drafter.save(tmp_path, provenance(backbone.identity))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("context") == "answer"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_drafter(tmp_path, backbone)
+    assert isinstance(loaded, HeadDrafter) and not loaded.sees_prompt(loaded.config)
+    ours, theirs = (list(generate(backbone, one, TREE, [5, 9, 20], max_new_tokens=20)) for one in (drafter, loaded))
+    assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
+
+
+def test_parts_and_pieces_of_conversations() -> None:
+    parts = parts_of(14, [(3, 6), (8, 9), (10, 14)])
+    assert parts.tolist() == [-1, -1, 0, 0, 0, -1, -1, -1, -1, 2, 2, 2, 2]  # one token alone has no target
+    assert segments([parts[2:5], parts[7:11], parts[:3]]).tolist() == [0, 0, 0, -1, -1, 3, 3, -1, -1, 4]
+    item = Answer("a", torch.arange(13), 20, parts)
+    assert item.positions == 7 and next(item.pieces(7)) is item
+    pieces = list(item.pieces(3))
+    assert [one.positions for one in pieces] == [3, 3, 1]
+    assert torch.cat([one.tokens for one in pieces]).tolist() == list(range(13))
+    assert [one.first_row for one in pieces] == [20, 29, 32]
+    batches = pack([item, Answer("b", torch.arange(5), 0)], 4)
+    assert [[one.positions for one in batch] for batch in batches] == [[4], [3], [4], [1]]
+
+
+def test_kept_states_serve_both_views_and_those_of_answers_alone_are_computed_again(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    run = Run.open(f"{tmp_path}/run", create=True)
+    store = StateStore(run.states_path, backbone.hidden_size)
+    lines = []
+    for number in range(6):
+        tokens, spans = whole(backbone, number, 2)
+        hidden = backbone.states(tokens[None])[0][:-1]
+        rows = [store.append(hidden), len(hidden)]
+        lines.append({"id": f"c{number}", "tokens": tokens.tolist(), "spans": spans, "state_rows": rows})
+    store.close()
+    write_lines(run.distill_path, lines)
+    computed: list[int] = []
+    both = [load_dataset(run, backbone, fraction=0.0, prompts=p, on_total=computed.append) for p in (False, True)]
+    assert not computed
+    answers, conversations = both
+    assert len(answers.train) == 12 and len(conversations.train) == 6
+    assert torch.equal(torch.cat(answers.answer_tokens()), torch.cat(conversations.answer_tokens()))
+    one, other = (each.batch(each.train, backbone.device, torch.float32) for each in both)
+    learnt = other.learnt
+    assert torch.equal(one.hidden, other.hidden[learnt]) and torch.equal(one.next, other.next[learnt])
+    assert torch.equal(one.segment, other.segment[learnt])
+    # A run of an earlier version: rows of answers alone.
+    old = StateStore(tmp_path / "old.bin", backbone.hidden_size)
+    for line in lines:
+        rows = [old.append(other.hidden[:0])]
+        tokens = torch.tensor(line["tokens"])
+        hidden = backbone.states(tokens[None])[0]
+        kept = torch.cat([hidden[start - 1 : end - 1] for start, end in line["spans"]])
+        old.append(kept)
+        line["state_rows"] = [rows[0], len(kept)]
+    old.close()
+    (tmp_path / "old.bin").replace(run.states_path)
+    write_lines(run.distill_path, lines)
+    assert torch.equal(
+        load_dataset(run, backbone, fraction=0.0, on_total=computed.append).states, one.hidden.bfloat16()
+    )
+    assert not computed
+    again = load_dataset(run, backbone, fraction=0.0, prompts=True, on_total=computed.append)
+    assert computed == [sum(len(line["tokens"]) for line in lines)]
+    made = again.batch(again.train, backbone.device, torch.float32)
+    assert torch.allclose(made.hidden, other.hidden, atol=0.02, rtol=0.02) and torch.equal(made.segment, other.segment)
+
+
+def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=2) for n in range(12)])
+    torch.manual_seed(0)
+    heads = DRAFTERS["medusa"].create(backbone, 3, 1, "own")
+    both = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
+    narrow, wide = (calibrate(backbone, heads, dataset, top=3) for dataset in both)
+    assert narrow.counted == wide.counted and narrow.positions == wide.positions
+    assert narrow.accuracies == wide.accuracies and narrow.temperatures == wide.temperatures
+    losses = [heads.loss(backbone, one.batch(one.train, backbone.device, torch.float32)) for one in both]
+    assert torch.equal(losses[0].total, losses[1].total) and torch.equal(losses[0].counted, losses[1].counted)
+
+
+def test_rows_of_neither_kind_are_refused(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    tokens, spans = whole(backbone, 1, 1)
+    line = {"id": "a", "tokens": tokens.tolist(), "spans": spans, "state_rows": [0, len(tokens)]}
+    fine = {**line, "id": "b", "state_rows": [0, len(tokens) - 1]}
+    records, report = read_records(write_lines(tmp_path / "d.jsonl", [line, fine]), backbone)
+    assert [one.id for one in records] == ["b"] and records[0].whole
+    assert report.skipped == {"state rows that do not match the spans": 1}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    records = []
+    for number in range(4):
+        tokens, spans = encode(backbone, conversation(number, turns=2)["messages"])
+        records.append(Record(f"c{number}", tokens, spans, None))
+    dataset = split_conversations(records, None, max_length=100, fraction=0.0)
+    words = [
+        "train.stage=2",
+        f"drafter={name}",
+        "train.dtype=fp32",
+        "drafter.prefix_layers=1" if name == "hydra" else "",
+    ]
+    recipe = load_recipe(None, [*SETTINGS, *(word for word in words if word)])
+    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    task = Joint(backbone, drafter, dataset, recipe.train)
+    batch = task._batch(dataset.train)
+    answers = batch_of(backbone, dataset.train, taps=drafter.taps)
+    assert torch.equal(batch.next[batch.learnt], answers.next) and len(batch.next) > len(answers.next)
+    assert torch.equal(batch.segment[batch.learnt], answers.segment)
+    assert torch.equal(batch.hidden[batch.learnt], answers.hidden)
+    assert torch.equal(batch.sequence, torch.arange(4).repeat_interleave(len(batch.next) // 4))
+    assert len(task._final(batch)) == len(answers.next)
+
+
+@pytest.mark.parametrize("name", [*VIEWS, "medusa"])
+def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=4)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=2) for n in range(10)])
+    words = [f"drafter={name}", "train.states=fresh", *(["drafter.prefix_layers=1"] if name == "hydra" else [])]
+    recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
+    kind, taps = DRAFTERS[name], taps_of(recipe.drafter, backbone)
+    assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
+    fresh = whole_conversations(run, backbone, recipe, None, 0.2)
+    torch.manual_seed(0)
+    drafter, _ = build_drafter(backbone, recipe.drafter, fresh)
+    made = Trainer(backbone, drafter, fresh, recipe, run).task.losses(fresh.train, 0.0)
+    assert not (run.path / "cache").exists()
+    kept = load_dataset(run, backbone, fraction=0.2, taps=taps, prompts=kind.sees_prompt(recipe.drafter))
+    expected = Trainer(backbone, drafter, kept, recipe, run).task.losses(kept.train, 0.0)
+    assert made.positions == expected.positions
+    assert float(made.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
+    ours, theirs = (calibrate(backbone, drafter, one, top=2) for one in (fresh, kept))
+    assert ours.counted == theirs.counted and ours.positions == theirs.positions
+
+
+def test_a_run_of_an_earlier_version_is_compared_as_it_was_trained(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", layers=4)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n) for n in range(20)])
+    words = ["drafter=amphista", "drafter.context=answer", *SETTINGS, "--model", model, "--dtype", "fp32"]
+    assert CliRunner().invoke(app, ["train", *words, "--run", str(run.path)]).exit_code == 0
+    recipe, path = run.recipe_path.read_text(), run.drafter_dir / "config.json"
+    assert recipe.count("  context: answer\n") == 1
+    run.recipe_path.write_text(recipe.replace("  context: answer\n", ""))
+    config = json.loads(path.read_text())
+    assert config.pop("context") == "answer"
+    path.write_text(json.dumps(config))
+    shown = CliRunner().invoke(app, ["compare", str(run.path), "--data", str(run.distill_path), "--json", "--quiet"])
+    assert shown.exit_code == 0, shown.output
+    assert [one["run"] for one in json.loads(shown.stdout)] == ["run"]
+
+
+def test_the_commands_say_what_they_compute_again_and_train_on_it(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", layers=4)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n) for n in range(20)])
+    words = ["train", "drafter=amphista", *SETTINGS, "--run", str(run.path), "--model", model, "--dtype", "fp32"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "the hidden states of prompts and answers, once" in done.stderr, done.output
+    narrow = CliRunner().invoke(app, [*words, "drafter.context=answer"])
+    assert narrow.exit_code == 0 and "the hidden states of answers, once" in narrow.stderr, narrow.output
