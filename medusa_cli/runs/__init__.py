@@ -1,0 +1,1 @@
+"""Runs on disk: the directory, its files, its recipe."""
