@@ -65,8 +65,11 @@ class Decoder:
         number: int = 0,
         stop_ids: Iterable[int] | None = None,
         stop_strings: Several[str] = (),
+        top: int | None = None,
     ) -> tuple[Sequence, Step]:
         """Take a prompt of token ids in: its prefill, and the answer's first token. `number` sets its draws apart.
+
+        top asks for the tokens' log probabilities, and those of so many of the likeliest beside each.
 
         Raises UserError for a prompt longer than the context, UsageError for limits that cannot be.
         """
@@ -80,9 +83,10 @@ class Decoder:
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed, top)
         self.rows.append(sequence)
-        step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
+        likely = sequence.likelihoods(out.logits[0, -1:], [root])
+        step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
         self._leave()
         return sequence, step
 
@@ -105,7 +109,7 @@ class Decoder:
         out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), cache)
         verdicts = accept(out.logits, drafts, [sequence.rule for sequence in rows])
 
-        gained = []
+        gained, likely = [], []
         for slot, (sequence, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             start = cache.lengths[slot]
             cache.keep(slot, verdict.path)
@@ -113,10 +117,21 @@ class Decoder:
             ahead = None if out.ahead is None else out.ahead[slot, verdict.path[-1]]
             sequence.settle(Confirmed(tokens[slot, path], out.hidden[slot, path], verdict.bonus, start, ahead))
             gained.append(sequence.ending.cut([*draft.tokens[path[1:]].tolist(), verdict.bonus]))
+            likely.append(sequence.likelihoods(out.logits[slot, path], gained[-1]))
         verify_s = clock.lap() / len(rows)
         steps = [
-            Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, verify_s, False, tuple(v.path), draft.tree.size)
-            for fresh, draft, v in zip(gained, drafts, verdicts, strict=True)
+            Step(
+                fresh,
+                draft.tree.size - 1,
+                len(fresh) - 1,
+                draft_s,
+                verify_s,
+                False,
+                tuple(v.path),
+                draft.tree.size,
+                top,
+            )
+            for fresh, draft, v, top in zip(gained, drafts, verdicts, likely, strict=True)
         ]
         if isinstance(self.shape, Pace):
             self.shape.record(steps)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from medusa_cli.decoding.likelihood import Likelihood
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -17,7 +19,8 @@ class Step:
     """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part.
 
     Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none. path
-    names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill.
+    names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill. likelihoods are those of the
+    tokens, where the sequence asked for them.
     """
 
     tokens: list[int]
@@ -28,6 +31,7 @@ class Step:
     prefill: bool = False
     path: tuple[int, ...] = ()
     nodes: int = 0
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 @dataclass
