@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from medusa_cli import __version__, console
-from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, train, tree
+from medusa_cli.commands import assets, bench, bench_firp, calibrate, chat, compare, demo, distill, serve, train, tree
 from medusa_cli.errors import OUT_OF_MEMORY, UserError, explain_os
 
 INTERRUPTED = 130
@@ -109,6 +109,7 @@ COMMANDS: dict[Any, str] = {
     calibrate.calibrate: "measure how often its guesses are right",
     tree.tree: "find the best tree of guesses",
     chat.chat: "chat, several tokens a step",
+    serve.serve: "answer over HTTP, as OpenAI's API does",
     bench.bench: "measure speedup, acceptance and overhead",
     compare.compare: "several trainings side by side",
     assets.assets: "fetch the default model and the data",

@@ -6,6 +6,7 @@ from medusa_cli.decoding.generate import answer, generate, generate_batch, gener
 from medusa_cli.decoding.likelihood import Likelihood
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.reply import Piece, Reply
+from medusa_cli.decoding.request import Request
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.decoding.types import Stats, Step, Verdict
 
@@ -15,6 +16,7 @@ __all__ = [
     "Pace",
     "Piece",
     "Reply",
+    "Request",
     "Sampling",
     "Stats",
     "Step",

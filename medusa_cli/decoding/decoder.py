@@ -83,7 +83,7 @@ class Decoder:
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed, top)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed, top, kept.length)
         self.rows.append(sequence)
         likely = sequence.likelihoods(out.logits[0, -1:], [root])
         step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)

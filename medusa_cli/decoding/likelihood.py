@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A token's log probability by the backbone's own distribution (temperature 1, no cut), and the likeliest tokens'."""
+    """A token's log probability by the backbone's own distribution (temperature 1, no cut), and the likeliest ones'."""
 
     token: int
     logprob: float

@@ -16,8 +16,9 @@ from medusa_cli.drafters.base import Confirmed, Drafter
 class Sequence:
     """A prompt and its answer so far, in one slot of the cache.
 
-    tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot. top: how
-    many of the likeliest tokens each step names beside its own, None for no likelihoods at all.
+    tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot. top:
+    how many of the likeliest tokens each step names beside its own, None for no likelihoods at all. reused: the tokens
+    of the prompt that its slot held already.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Sequence:
     drafter: Drafter | None
     confirmed: Confirmed
     top: int | None = None
+    reused: int = 0
     cancelled: bool = False
     seen: bool = field(default=False)
 
