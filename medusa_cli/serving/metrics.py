@@ -1,6 +1,7 @@
 """What the server counts, for Prometheus."""
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,7 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        made = {"registry": self._registry}
+        made: Any = {"registry": self._registry}
         self._responses = Counter(
             "medusa_http_responses", "Responses sent, by path and status", ["path", "code"], **made
         )
