@@ -72,8 +72,15 @@ class Medusa:
                 None if tree is None else str(tree),
                 need_drafter=drafter is not None,
             )
-            place = {"device": device, "dtype": dtype, "engine": engine}
-            return cls(assemble(choice, **place, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit))
+            made = assemble(
+                choice,
+                device=device,
+                dtype=dtype,
+                engine=engine,
+                load_in_4bit=load_in_4bit,
+                load_in_8bit=load_in_8bit,
+            )
+            return cls(made)
 
     def request(
         self,

@@ -180,6 +180,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Served, field: str, 
         ("\0" * 100, 400),
         ("[" * 50_000, 400),
         ({"prompt": [64], "model": MODEL}, 400),
+        ('{"\\ud800": 1}', 400),
     ],
 )
 def test_what_is_no_request_is_said_to_be_none(server: Served, body: object, status: int) -> None:

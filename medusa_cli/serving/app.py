@@ -152,7 +152,10 @@ class Desk:
                     raw=True,
                 )
         except UserError as reason:
-            raise Refusal(400, str(reason), code="invalid_prompt") from reason
+            # Where the model lies on this machine is nobody's business.
+            said = str(reason).replace(self._medusa.backbone.id, settings.name)
+            param = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise Refusal(400, f"{param}: {said}", param=param, code="invalid_prompt") from reason
         most = min(settings.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
         if len(asked.prompt) > most:
             said = f"the prompt has {len(asked.prompt):,} tokens, this server takes {most:,}"

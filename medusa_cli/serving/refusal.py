@@ -36,8 +36,10 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.retry_s = status, retry_s
+        # Half characters, which JSON can bring, cannot be sent back.
+        param = None if param is None else whole(param)
         self.detail = ErrorDetail(
-            message=message, type=TYPES.get(status, "invalid_request_error"), param=param, code=code
+            message=whole(message), type=TYPES.get(status, "invalid_request_error"), param=param, code=code
         )
 
     @property
@@ -51,6 +53,11 @@ class Refusal(Exception):
         if self.status in (408, 413):  # the rest of the body is still on its way
             headers["Connection"] = "close"
         return JSONResponse(self.body, self.status, headers)
+
+
+def whole(text: str) -> str:
+    """A text without half characters."""
+    return text.encode(errors="replace").decode()
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:
