@@ -37,8 +37,8 @@ def test_the_page_chats(tmp_path: Path) -> None:
             before = page.locator(".assistant").count()
             page.fill("#text", question)
             page.press("#text", "Enter")
-            page.wait_for_function(f"document.querySelectorAll('.assistant').length > {before}")
-            page.wait_for_function("document.querySelector('#send').textContent === 'Send'")
+            page.locator(".assistant").nth(before).wait_for(state="attached")
+            page.locator("#send", has_text="Send").wait_for()
         first = medusa.generate("w1 w2", max_new_tokens=256)
         assert page.locator(".assistant").first.text_content() == first.text
         assert page.locator(".assistant").first.locator(".drafted").count() == first.stats.accepted

@@ -82,5 +82,6 @@ def serve(
         console.warn("whoever reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
     server = prepare(Medusa(made), settings)
     at = f"[{host}]" if ":" in host else host
+    door.listen()  # before it is said
     console.info(f"serving {settings.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
     server.run(sockets=[door])
