@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs verify-hf verify-vllm verify-llama-cpp clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs verify-hf verify-vllm verify-llama-cpp soak clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -60,6 +60,12 @@ bench-decode: $(READY) ## time steps by rows and engine, then decoding end to en
 	$(BIN)/medusa bench --steps
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 \
 		--methods hf,hf-lookup,ar,medusa,medusa-dynamic$$($(BIN)/python -c 'import llama_cpp' 2>/dev/null && echo ,llama.cpp)
+
+# Fewer for a look: make soak REQUESTS=500
+REQUESTS ?= 10000
+
+soak: $(READY) ## 10,000 small requests to a server by 32 clients, a tenth cancelled, a tenth malformed
+	$(BIN)/python -m tests.soak --requests $(REQUESTS)
 
 bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
 	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))

@@ -20,6 +20,7 @@ COMMANDS = {
     "calibrate": "measure how often its guesses are right",
     "tree": "find the best tree of guesses",
     "chat": "chat, several tokens a step",
+    "serve": "answer over HTTP, as OpenAI's API does",
     "bench": "measure speedup, acceptance and overhead",
     "report": "what was measured as one page, charts and tables",
     "compare": "several trainings side by side",

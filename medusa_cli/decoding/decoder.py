@@ -72,8 +72,11 @@ class Decoder:
         number: int = 0,
         stop_ids: Iterable[int] | None = None,
         stop_strings: Several[str] = (),
+        top: int | None = None,
     ) -> tuple[Sequence, Step]:
         """Take a prompt of token ids in: its prefill, and the answer's first token. `number` sets its draws apart.
+
+        top asks for the tokens' log probabilities, and those of so many of the likeliest beside each.
 
         Raises UserError for a prompt longer than the context, UsageError for limits that cannot be.
         """
@@ -86,9 +89,10 @@ class Decoder:
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed, top, kept.length)
         self.rows.append(sequence)
-        step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True)
+        likely = sequence.likelihoods(out.logits[0, -1:], [root])
+        step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
         self._leave()
         return sequence, step
 
@@ -108,15 +112,26 @@ class Decoder:
 
         starts = cache.lengths[: len(rows)]
         verdicts = self._verify(drafts)
-        gained = []
+        gained, likely = [], []
         for sequence, draft, verdict, start in zip(rows, drafts, verdicts, starts, strict=True):
             tokens = draft.tokens[torch.tensor(verdict.path, device=draft.tokens.device)]
             sequence.settle(Confirmed(tokens, verdict.hidden, verdict.bonus, start, verdict.ahead))
             gained.append(sequence.ending.cut([*tokens[1:].tolist(), verdict.bonus]))
+            likely.append(() if verdict.logits is None else sequence.likelihoods(verdict.logits, gained[-1]))
         verify_s = clock.lap() / len(rows)
         steps = [
-            Step(fresh, draft.tree.size - 1, len(fresh) - 1, draft_s, verify_s, False, tuple(v.path), draft.tree.size)
-            for fresh, draft, v in zip(gained, drafts, verdicts, strict=True)
+            Step(
+                fresh,
+                draft.tree.size - 1,
+                len(fresh) - 1,
+                draft_s,
+                verify_s,
+                False,
+                tuple(v.path),
+                draft.tree.size,
+                top,
+            )
+            for fresh, draft, v, top in zip(gained, drafts, verdicts, likely, strict=True)
         ]
         if isinstance(self.shape, Pace):
             self.shape.record(steps)
@@ -128,7 +143,8 @@ class Decoder:
         """One pass over all drafts: which path of each stands. Their rows, and no others, are kept in the cache."""
         tokens, depth, sees = side_by_side([draft.tokens for draft in drafts], [draft.tree for draft in drafts])
         rules, pseudo = [sequence.rule for sequence in self.rows], self._pseudo()
-        if self.captured is not None and self.captured.can(drafts, rules, pseudo):
+        asked = [sequence.top is not None for sequence in self.rows]
+        if self.captured is not None and not any(asked) and self.captured.can(drafts, rules, pseudo):
             return self.captured.verify(tokens, drafts[0].tree)
         out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), self.slots.cache)
         settled = []
@@ -136,7 +152,8 @@ class Decoder:
             self.slots.cache.keep(slot, verdict.path)
             path = torch.tensor(verdict.path, device=tokens.device)
             ahead = None if out.ahead is None else out.ahead[slot, verdict.path[-1]]
-            settled.append(Settled(verdict.path, verdict.bonus, out.hidden[slot, path], ahead))
+            logits = out.logits[slot, path] if asked[slot] else None
+            settled.append(Settled(verdict.path, verdict.bonus, out.hidden[slot, path], ahead, logits))
         return settled
 
     def _pseudo(self) -> Pseudo | None:

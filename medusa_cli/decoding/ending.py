@@ -8,7 +8,7 @@ from medusa_cli.tree import Growth, Tree
 
 
 class Ending:
-    """Cuts the tokens of each step at the first reason to stop; `done` says that one was met.
+    """Cuts the tokens of each step at the first reason to stop: "stop" or "length".
 
     room: the positions that prompt and answer take at most.
     """
@@ -36,7 +36,11 @@ class Ending:
         self._emitted: list[int] = []
         self._left = min(max_new_tokens, backbone.max_positions - len(prompt))
         self.room = len(prompt) + self._left
-        self.done = False
+        self.reason: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
 
     def cut(self, tokens: list[int]) -> list[int]:
         """The tokens that still belong to the answer; a stop token and the token completing a stop string included."""
@@ -45,8 +49,11 @@ class Ending:
             kept.append(token)
             self._emitted.append(token)
             self._left -= 1
-            if self._left <= 0 or token in self._stop_ids or self._met_string():
-                self.done = True
+            if token in self._stop_ids or self._met_string():
+                self.reason = "stop"
+            elif self._left <= 0:
+                self.reason = "length"
+            if self.done:
                 break
         return kept
 

@@ -1,10 +1,13 @@
 """One sequence under way: where it ends, how it chooses, its share of the drafter's state, what was settled last."""
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from medusa_cli.decoding.ending import Ending
+from medusa_cli.decoding.likelihood import Likelihood, likelihoods
 from medusa_cli.decoding.sampling import Rule
 from medusa_cli.drafters.base import Confirmed, Drafter
 
@@ -13,7 +16,9 @@ from medusa_cli.drafters.base import Confirmed, Drafter
 class Sequence:
     """A prompt and its answer so far, in one slot of the cache.
 
-    tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot.
+    tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot. top:
+    how many of the likeliest tokens each step names beside its own, None for no likelihoods at all. reused: the tokens
+    of the prompt that its slot held already.
     """
 
     number: int
@@ -22,12 +27,18 @@ class Sequence:
     rule: Rule
     drafter: Drafter | None
     confirmed: Confirmed
+    top: int | None = None
+    reused: int = 0
     cancelled: bool = False
     seen: bool = field(default=False)
 
     @property
     def done(self) -> bool:
         return self.ending.done or self.cancelled
+
+    def likelihoods(self, logits: Tensor, tokens: Several[int]) -> tuple[Likelihood, ...]:
+        """Those of new tokens by the logits [n, V] they came from, where they were asked for."""
+        return () if self.top is None else likelihoods(logits, tokens, self.top)
 
     def settle(self, fresh: Confirmed) -> None:
         """Take what a step has settled; a drafter that was not asked in between finds it all together."""

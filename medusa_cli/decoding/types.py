@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from medusa_cli.decoding.likelihood import Likelihood
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -17,12 +19,14 @@ class Verdict:
 @dataclass(frozen=True)
 class Settled:
     """What a pass settled for one sequence: the accepted nodes from the root on, path [A+1], the token after them, the
-    tapped states [A+1, H * taps], and the states [K, H] of the last node's pseudo rows, where there were any."""
+    tapped states [A+1, H * taps], the states [K, H] of the last node's pseudo rows, where there were any, and the logits
+    [A+1, V], where they were asked for."""
 
     path: list[int]
     bonus: int
     hidden: Tensor
     ahead: Tensor | None = None
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Step:
     """One round of draft, verify, accept: tokens for the user, nodes drafted and accepted, seconds of each part.
 
     Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none. path
-    names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill.
+    names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill. likelihoods are those of the
+    tokens, where the sequence asked for them.
     """
 
     tokens: list[int]
@@ -41,6 +46,7 @@ class Step:
     prefill: bool = False
     path: tuple[int, ...] = ()
     nodes: int = 0
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """From --model, --run, --drafter and --tree to the files that belong together, before anything heavy is loaded."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.assets import DEFAULT_MODEL, check_hub
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.run import Run
+from medusa_cli.runs.run import RUNS, Run
 
 # A step verifies all nodes at once; far fewer than this pay anywhere.
 MOST_GROWN = 256
@@ -67,6 +68,26 @@ def choose(
         raise UserError(f"there is no tree for {folder}", f"{remedy}, or give --tree FILE")
     adapter = target.adapter if target and drafter is None else None
     return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto)
+
+
+def find_drafter(name: str) -> tuple[str | None, Path | None]:
+    """What a drafter's name stands for: a run, or the folder of a drafter; UserError where it is neither nor a hub id.
+
+    A run's name or folder, a drafter's folder, or a hub id of either.
+    """
+    place = Path(name).expanduser()
+    if not place.is_dir() and (RUNS / name).is_dir():
+        place = RUNS / name
+    if not place.is_dir():
+        check_hub(name, flag="--drafter")
+        from huggingface_hub import snapshot_download
+
+        place = Path(snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"]))
+    if (place / "drafter" / "config.json").is_file():
+        return f"{place.absolute()}{os.sep}", None
+    if (place / "config.json").is_file():
+        return None, place
+    raise UserError(f"--drafter {name!r}: {place} holds no drafter", "give a run, a drafter's folder, or a hub id")
 
 
 def _tree_words(tree: str) -> tuple[Path | None, int | None, int | None]:

@@ -1,0 +1,87 @@
+"""`medusa serve`: the model and its drafter behind an OpenAI-compatible HTTP server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    run: options.RunOrShipped = None,
+    model: options.Model = None,
+    drafter: options.Drafter = None,
+    tree: options.Tree = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="MEDUSA_API_KEY",
+            show_envvar=False,
+            help="The key that clients must send. Better set MEDUSA_API_KEY: others can read command lines.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name in the API. [default: --model's]", show_default=False),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Answers that are decoded side by side.")
+    ] = 8,
+    queue: Annotated[int, typer.Option(metavar="N", min=0, help="Requests that wait beyond those; more get 429.")] = 64,
+    max_prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest prompt, in tokens.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 2048,
+    max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
+    temperature: options.Temperature = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    engine: options.Engine = "auto",
+    load_in_4bit: options.LoadIn4bit = False,
+    load_in_8bit: options.LoadIn8bit = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
+
+    Requests decode side by side and join and leave at every step. --temperature is that of requests that name none.
+    Ctrl-C or SIGTERM lets running answers finish; once more ends them.
+    """
+    console.configure(quiet=quiet)
+    try:
+        from medusa_cli.serving.server import listen, prepare
+    except ModuleNotFoundError as reason:
+        raise UserError(
+            f"medusa serve needs {reason.name}", "install it with `pip install 'medusa-cli[serve]'`"
+        ) from None
+    from medusa_cli.api import Medusa
+    from medusa_cli.commands.loading import load
+    from medusa_cli.runs.resolve import choose
+    from medusa_cli.serving.settings import Settings
+
+    door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
+    choice = choose(model, run, drafter, tree, need_drafter=not baseline)
+    made = load(choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    settings = Settings(
+        name=name or (Path(choice.model).name if Path(choice.model).is_dir() else choice.model),
+        api_key=api_key or None,
+        slots=batch_size,
+        waiting=queue,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_body=max_body << 10,
+        temperature=temperature or 0.0,
+    )
+    if host not in LOOPBACK and not settings.api_key:
+        console.warn("whoever reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
+    server = prepare(Medusa(made), settings)
+    at = f"[{host}]" if ":" in host else host
+    door.listen()  # before it is said
+    console.info(f"serving {settings.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
+    server.run(sockets=[door])

@@ -1,0 +1,177 @@
+"""The Python API answers what decoding answers, says what cannot be at the call, and its page runs as written."""
+
+import gc
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_cli import Medusa
+from medusa_cli.decoding import generate_plain
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs import resolve
+from medusa_cli.runs.run import Run
+from tests.runs import save_model, save_run
+
+PAGE = Path(__file__).parent.parent / "docs" / "python.md"
+IDS = [5, 9, 20, 11, 7]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a run of it, runs/mine."""
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "runs").mkdir()
+    model = save_model(folder / "model")
+    save_run(folder / "runs" / "mine", model, calibrated=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def medusa(place: Path) -> Medusa:
+    return Medusa.from_pretrained(drafter=place / "runs" / "mine", tree="static", dtype="fp32")
+
+
+def alone(medusa: Medusa, prompt: list[int], count: int = 24, **rules) -> list[int]:
+    steps = generate_plain(medusa.backbone, prompt, max_new_tokens=count, **rules)
+    return [token for step in steps for token in step.tokens]
+
+
+def test_the_page_runs_as_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MEDUSA_HOME", str(place / "home"))
+    monkeypatch.setattr(resolve, "DEFAULT_MODEL", str(place / "model"))
+    monkeypatch.setattr(Run, "pretrained", lambda model: Run(place / "runs" / "mine"))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert "drafter" in capsys.readouterr().out  # what `words` says of the run
+    assert names["stream"].answer.finish_reason in ("stop", "length")
+
+
+def test_a_stream_is_what_plain_decoding_gives(medusa: Medusa) -> None:
+    stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
+    text = "".join(stream)
+    assert stream.answer.tokens == alone(medusa, IDS, stop_ids=())
+    assert text == stream.answer.text == medusa.backbone.decode(stream.answer.tokens)
+    assert stream.answer.finish_reason == "length"
+    assert stream.answer.stats.tokens == 24 and stream.answer.prompt_tokens == len(IDS)
+
+
+def test_streams_may_be_read_in_turn(medusa: Medusa) -> None:
+    prompts = [IDS, [8, 30], [6, 6, 50]]
+    streams = [medusa.stream(prompt, max_new_tokens=16, stop_ids=()) for prompt in prompts]
+    going = list(streams)
+    while going:
+        going = [one for one in going if one.step() is not None]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert stream.answer.tokens == alone(medusa, prompt, 16, stop_ids=())
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
+    prompts = [IDS, [8], [30, 31, 32], [6, 6, 50], [12, 50]]
+    answers = medusa.batch(prompts, batch_size=2, max_new_tokens=16)
+    assert [answer.tokens for answer in answers] == [alone(medusa, prompt, 16) for prompt in prompts]
+    assert medusa.batch([]) == []
+
+
+def test_a_seed_gives_the_same_answer_again_and_another_seed_another(medusa: Medusa) -> None:
+    rules = {"max_new_tokens": 24, "temperature": 1.5, "stop_ids": ()}
+    first, again, other = (medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_turn_of_a_conversation_reads_only_what_is_new(medusa: Medusa) -> None:
+    messages = [{"role": "user", "content": "w1 w2 w3"}]
+    first = medusa.chat(messages, max_new_tokens=8, stop_ids=())
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "w4"}]
+    with medusa.stream(messages, max_new_tokens=8) as stream:
+        assert stream.reused >= first.prompt_tokens
+
+
+def test_a_text_is_a_users_message_unless_it_is_raw(medusa: Medusa) -> None:
+    asked = medusa.encode("w1 w2")
+    assert asked == medusa.encode([{"role": "user", "content": "w1 w2"}])
+    assert medusa.encode("w1 w2", raw=True) == asked[2:4]
+
+
+def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(medusa: Medusa) -> None:
+    words = medusa.generate(IDS, max_new_tokens=24, stop_ids=()).text.split()
+    answer = medusa.generate(IDS, max_new_tokens=24, stop_ids=(), stop=words[5])
+    assert answer.finish_reason == "stop"
+    assert answer.text.split() == words[: words.index(words[5])]
+
+
+@pytest.mark.parametrize("leave", ["close", "forget"])
+def test_a_stream_that_is_left_frees_its_place(medusa: Medusa, leave: str) -> None:
+    stream = medusa.stream(IDS, max_new_tokens=400, stop_ids=())
+    decoder = stream._decoder
+    assert decoder is not None and next(stream) and not decoder.room
+    if leave == "close":
+        stream.close()
+        assert stream.answer.finish_reason == "cancelled" and list(stream) == []
+    del stream
+    gc.collect()
+    assert decoder.room
+
+
+def test_likelihoods_come_on_request(medusa: Medusa) -> None:
+    answer = medusa.generate(IDS, max_new_tokens=8, stop_ids=(), logprobs=2)
+    assert [one.token for one in answer.likelihoods] == answer.tokens == [one.top[0][0] for one in answer.likelihoods]
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens 0 is too small"),
+        ({"temperature": -1.0}, "temperature -1.0 cannot be"),
+        ({"top_p": 0.0}, "top_p 0.0 cannot be"),
+        ({"sampling": "lucky"}, "sampling 'lucky' is unknown"),
+        ({"logprobs": -1}, "logprobs -1 cannot be"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_said_at_the_call_in_its_own_words(medusa: Medusa, rules: dict, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        medusa.stream(IDS, **rules)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("prompt", [[], [5, -1], [5, 64], [{"role": "user"}], ["w1"]])
+def test_a_prompt_that_is_none_is_refused_at_the_call(medusa: Medusa, prompt: list) -> None:
+    with pytest.raises(UserError):
+        medusa.stream(prompt)
+    assert medusa.generate(IDS, max_new_tokens=2).tokens  # and costs no place
+
+
+def test_what_does_not_fit_is_said_at_the_call(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no drafter"):
+        Medusa.from_pretrained(place / "model", drafter=tmp_path)
+    with pytest.raises(UserError, match="^drafter '/nowhere/at/all' is no hub id"):
+        Medusa.from_pretrained(place / "model", drafter="/nowhere/at/all")
+    with pytest.raises(UsageError, match="^dtype 'fp33' is unknown"):
+        Medusa.from_pretrained(place / "model", drafter=None, dtype="fp33")
+    with pytest.raises(UserError, match="no drafter ships for the model"):
+        Medusa.from_pretrained(place / "model")
+    with pytest.raises(UsageError, match="name a run each"):
+        Medusa.from_pretrained(drafter=place / "runs" / "mine", run="other")
+
+
+def test_a_drafters_folder_needs_its_own_tree_and_a_run_brings_it(place: Path) -> None:
+    run = place / "runs" / "mine"
+    with pytest.raises(UserError, match="there is no tree"):
+        Medusa.from_pretrained(place / "model", drafter=run / "drafter")
+    made = Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32")
+    assert "tree of 6 nodes" in made.made.words
+
+
+def test_naming_the_package_brings_no_torch() -> None:
+    code = "import sys, medusa_cli; assert 'torch' not in sys.modules; medusa_cli.Medusa; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(ImportError):
+        from medusa_cli import Nothing  # noqa: F401

@@ -1,0 +1,366 @@
+"""The server answers what decoding alone answers, as OpenAI's client expects it, whatever its clients do."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from medusa_cli.api import Medusa
+from tests.runs import save_model, save_run
+from tests.serving import MODEL, Served, serving
+
+IDS = [5, 9, 20, 11, 7]
+LONG = {"model": MODEL, "prompt": [8, 30], "max_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def medusa(tmp_path_factory: pytest.TempPathFactory) -> Medusa:
+    folder = tmp_path_factory.mktemp("serving")
+    run = save_run(folder / "run", save_model(folder / "model"))
+    return Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def server(medusa: Medusa) -> Iterator[Served]:
+    with serving(medusa, slots=8) as found:
+        yield found
+
+
+@pytest.fixture
+def endless(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No end token, so that answers are as long as they are asked to be, and steps that take their time."""
+    monkeypatch.setitem(medusa.backbone.__dict__, "eos_ids", frozenset())
+    forward = medusa.backbone.engine.forward
+
+    def slowly(*given, **named):
+        time.sleep(0.01)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(medusa.backbone.engine, "forward", slowly)
+
+
+def test_32_clients_at_once_get_what_each_gets_alone(server: Served, medusa: Medusa) -> None:
+    prompts = [[8 + n, 9 + n % 5, 60 - n] for n in range(32)]
+    client = server.openai()
+
+    def ask(prompt: list[int]) -> tuple[list[str], str, str]:
+        rules = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "logprobs": 0}
+        if prompt[0] % 2:
+            choice = client.completions.create(**rules).choices[0]
+            return choice.logprobs.tokens, choice.text, choice.finish_reason
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**rules, stream=True)]
+        tokens = [token for chunk in chunks for token in chunk.logprobs.tokens]
+        return tokens, "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(ask, prompts))
+    for prompt, (tokens, text, reason) in zip(prompts, found, strict=True):
+        alone = medusa.generate(prompt, max_new_tokens=40)
+        assert tokens == [medusa.backbone.tokenizer.decode([token]) for token in alone.tokens]
+        assert (text, reason) == (alone.text, alone.finish_reason)
+    assert server.number("medusa_requests_running") == server.number("medusa_requests_waiting") == 0
+
+
+def test_a_chat_streams_what_it_says_at_once_and_its_usage_counts_drafts(server: Served, medusa: Medusa) -> None:
+    client = server.openai()
+    rules = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 30}
+    whole = client.chat.completions.create(**rules)
+    chunks = list(client.chat.completions.create(**rules, stream=True, stream_options={"include_usage": True}))
+    alone = medusa.generate("w1 w2", max_new_tokens=30)
+    assert whole.choices[0].message.content == alone.text
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == alone.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == alone.finish_reason
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage.completion_tokens == len(alone.tokens) and usage.prompt_tokens == alone.prompt_tokens
+        assert usage.medusa["accepted_tokens"] == alone.stats.accepted
+        assert usage.medusa["drafted_tokens"] == alone.stats.drafted > 0
+    shown = [piece for chunk in chunks[:-1] for piece in (chunk.model_extra.get("medusa") or {"pieces": []})["pieces"]]
+    assert "".join(text for text, _ in shown) == alone.text
+
+
+def test_log_probabilities_of_chats_are_the_backbones(server: Served, medusa: Medusa) -> None:
+    rules = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 12}
+    said = server.openai().chat.completions.create(**rules, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    alone = medusa.generate("w1 w2", max_new_tokens=12, logprobs=2)
+    assert [one.logprob for one in said] == pytest.approx([one.logprob for one in alone.likelihoods], abs=1e-4)
+    for one in said:
+        assert one.top_logprobs[0].token == one.token and bytes(one.bytes).decode() == one.token
+        assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+
+
+def test_a_seed_draws_the_same_again_whoever_else_is_there(server: Served, medusa: Medusa) -> None:
+    client = server.openai()
+    rules = {"model": MODEL, "prompt": IDS, "max_tokens": 30, "temperature": 1.5}
+
+    def draw(seed: int | None) -> str:
+        return client.completions.create(**rules, **({} if seed is None else {"seed": seed})).choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(draw, [1, 2, 1, 2, 1, None, None, None]))
+    assert texts[0] == texts[2] == texts[4] == medusa.generate(IDS, max_new_tokens=30, temperature=1.5, seed=1).text
+    assert texts[1] == texts[3] != texts[0]
+    assert len(set(texts[5:])) > 1
+
+
+def test_a_stop_text_is_no_part_of_the_answer(server: Served, medusa: Medusa) -> None:
+    words = medusa.generate(IDS, max_new_tokens=24).text.split()
+    choice = server.openai().completions.create(model=MODEL, prompt=IDS, max_tokens=24, stop=[words[4], "x"]).choices[0]
+    assert choice.text.split() == words[: words.index(words[4])] and choice.finish_reason == "stop"
+
+
+def test_the_next_turn_reads_only_what_is_new(server: Served) -> None:
+    client = server.openai()
+    messages = [{"role": "user", "content": " ".join(f"w{n}" for n in range(40))}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "w3"}]
+    again = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
+    assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
+    client = server.openai()
+    assert [one.id for one in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client.completions.create(model="other", prompt=IDS)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("logit_bias", {"5": 1}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("response_format", {"type": "json_object"}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("functions", []),
+        ("modalities", ["audio"]),
+        ("top_logprobs", 3),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 401),
+        ("max_tokens", "many"),
+        ("stop", ""),
+        ("seed", 2**63),
+        ("stream_options", {"loud": True}),
+        ("messages", []),
+        ("messages", [{"role": "tool", "content": "w1"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": "\ud800"}]),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server: Served, field: str, value: object) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "max_tokens": 2, field: value}
+    status, _, found = server.post(body, "/v1/chat/completions")
+    assert status == 400, found
+    assert field in str(found["error"]["message"]) and set(found["error"]) == {"message", "type", "param", "code"}
+    nothing = {**body, field: None} if field != "messages" else {**body, field: [{"role": "user", "content": "w1"}]}
+    assert server.post(nothing, "/v1/chat/completions")[0] == 200  # null is left out
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("{", 400),
+        ("", 400),
+        ("[]", 400),
+        ("\0" * 100, 400),
+        ("[" * 50_000, 400),
+        ({"prompt": [64], "model": MODEL}, 400),
+        ('{"\\ud800": 1}', 400),
+    ],
+)
+def test_what_is_no_request_is_said_to_be_none(server: Served, body: object, status: int) -> None:
+    found = server.post(body)
+    assert found[0] == status and found[2]["error"]["message"]
+
+
+def test_sizes_are_limited(medusa: Medusa) -> None:
+    with serving(medusa, max_body=2000, max_prompt_tokens=20) as server:
+        status, _, found = server.post({"model": MODEL, "prompt": [8] * 21})
+        assert status == 400 and "21 tokens, this server takes 20" in found["error"]["message"]
+        assert server.post({"model": MODEL, "prompt": [8] * 20, "max_tokens": 1})[0] == 200
+        large = {"model": MODEL, "prompt": "w1 " * 1000}
+        assert server.post(large)[0] == 413
+        # The same without a length beforehand, so that it shows on the way.
+        with socket.create_connection(("127.0.0.1", server.port)) as door:
+            door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            door.sendall(b"%x\r\n%s\r\n" % (3000, b" " * 3000))
+            assert door.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(medusa: Medusa) -> None:
+    with serving(medusa, body_s=0.2) as server, socket.create_connection(("127.0.0.1", server.port)) as door:
+        door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert door.recv(100).startswith(b"HTTP/1.1 408")
+        assert server.post({"model": MODEL, "prompt": IDS, "max_tokens": 1})[0] == 200
+
+
+def test_the_key_is_asked_for(medusa: Medusa) -> None:
+    with serving(medusa, api_key="söcret") as server:
+        body = {"model": MODEL, "prompt": IDS, "max_tokens": 1}
+        for wrong in (
+            {},
+            {"Authorization": "Bearer secret"},
+            {"Authorization": "Bearer "},
+            {"Authorization": "söcret"},
+        ):
+            status, headers, found = server.post(body, **wrong)
+            assert (
+                status == 401
+                and found["error"]["code"] == "invalid_api_key"
+                and "bearer" in headers["www-authenticate"].lower()
+            )
+        assert server.ask("GET", "/v1/models")[0] == 401
+        assert server.ask("GET", "/health")[0] == server.ask("GET", "/")[0] == 200
+    with serving(medusa, api_key="secret") as server:
+        assert server.openai(api_key="secret").completions.create(**body).choices[0].text
+        with pytest.raises(openai.AuthenticationError):
+            server.openai(api_key="Secret").completions.create(**body)
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(medusa: Medusa, stream: bool) -> None:
+    with serving(medusa, slots=1, waiting=4) as server:
+        for _ in range(2):  # the second waits in the queue when it goes
+            door = socket.create_connection(("127.0.0.1", server.port))
+            body = json.dumps({**LONG, "stream": stream}).encode()
+            door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            door.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            server.until("medusa_requests_running", 1)
+            if stream:
+                assert door.recv(12) == b"HTTP/1.1 200"
+            waits = socket.create_connection(("127.0.0.1", server.port))
+            waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            waits.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            server.until("medusa_requests_waiting", 1)
+            waits.close()
+            server.until("medusa_requests_waiting", 0)
+            assert server.number("medusa_requests_running") == 1
+            door.close()
+            server.until("medusa_requests_running", 0)
+        lines = server.ask("GET", "/metrics")[2]
+        assert 'medusa_requests_total{reason="cancelled"} 4.0' in lines
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_full_queue_says_when_to_come_again(medusa: Medusa) -> None:
+    with serving(medusa, slots=1, waiting=1) as server, ThreadPoolExecutor(4) as pool:
+        busy = [pool.submit(server.post, {**LONG, "max_tokens": 150}) for _ in range(2)]
+        server.until("medusa_requests_running", 1)
+        server.until("medusa_requests_waiting", 1)
+        status, headers, found = server.post(LONG)
+        assert status == 429 and int(headers["retry-after"]) >= 1 and found["error"]["code"] == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            server.openai().completions.create(**LONG)
+        assert [one.result()[0] for one in busy] == [200, 200]
+        assert server.post({**LONG, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.usefixtures("endless")
+def test_requests_join_and_leave_a_running_batch(medusa: Medusa) -> None:
+    with serving(medusa, slots=2) as server, ThreadPoolExecutor(4) as pool:
+        long = pool.submit(server.post, LONG)
+        server.until("medusa_requests_running", 1)
+        assert server.post({**LONG, "max_tokens": 3})[0] == 200  # joins, and is done first
+        assert not long.done()
+        found = long.result()[2]
+        assert found["usage"]["completion_tokens"] == 400
+        assert found["choices"][0]["text"] == medusa.generate([8, 30], max_new_tokens=400).text
+        assert server.number("medusa_batch_size_count") < 400 + 3
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_server_that_is_told_to_stop_finishes_its_answers(medusa: Medusa) -> None:
+    with serving(medusa, slots=1) as server, ThreadPoolExecutor(4) as pool:
+        client = server.openai()
+        running = pool.submit(client.completions.create, **LONG)
+        server.until("medusa_requests_running", 1)
+        server.server.stop()
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.openai().completions.create(**LONG)
+        assert caught.value.status_code == 503
+        assert server.ask("GET", "/health")[0] == 503
+        assert running.result().usage.completion_tokens == 400
+    assert server.server.should_exit
+
+
+def test_a_step_that_fails_is_told_and_the_next_request_is_served(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(medusa) as server:
+        forward, calls = medusa.backbone.engine.forward, []
+
+        def broken(*given, **named):
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("the machine is on fire")
+            return forward(*given, **named)
+
+        monkeypatch.setattr(medusa.backbone.engine, "forward", broken)
+        body = {"model": MODEL, "prompt": IDS, "max_tokens": 30}
+        status, _, found = server.post(body)
+        assert status == 500 and "fire" not in found["error"]["message"]
+        alone = server.post(body)[2]["choices"][0]["text"]
+        assert alone == medusa.generate(IDS, max_new_tokens=30).text
+        calls.clear()
+        with pytest.raises(openai.APIError):
+            list(server.openai().completions.create(**body, stream=True))
+
+
+def test_metrics_count_what_was_answered(medusa: Medusa) -> None:
+    with serving(medusa) as server:
+        answers = [server.post({"model": MODEL, "prompt": IDS, "max_tokens": 20})[2] for _ in range(3)]
+        usage = [answer["usage"] for answer in answers]
+        server.post("{")
+        assert server.number("medusa_generated_tokens_total") == sum(one["completion_tokens"] for one in usage)
+        assert server.number("medusa_drafted_tokens_total") == sum(one["medusa"]["drafted_tokens"] for one in usage)
+        assert server.number("medusa_accepted_tokens_total") == sum(one["medusa"]["accepted_tokens"] for one in usage)
+        assert server.number("medusa_prompt_tokens_total") == 3 * len(IDS)
+        assert server.number("medusa_prompt_tokens_reused_total") == 2 * (len(IDS) - 1)
+        assert server.number("medusa_request_seconds_count") == 3
+        text = server.ask("GET", "/metrics")[2]
+        assert 'medusa_http_responses_total{code="400",path="/v1/completions"} 1.0' in text
+
+
+def test_many_threads_do_not_outlive_their_server(medusa: Medusa) -> None:
+    before = set(threading.enumerate())
+    with serving(medusa) as server:
+        server.post({"model": MODEL, "prompt": IDS, "max_tokens": 2})
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(server: Served) -> None:
+    status, headers, page = server.ask("GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "http://" not in page and "https://" not in page and "src=" not in page and "@import" not in page
+
+
+def test_the_schema_is_there_and_names_the_routes(server: Served) -> None:
+    paths = json.loads(server.ask("GET", "/openapi.json")[2])["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"} <= set(paths)
+
+
+def test_the_package_ships_the_page_and_its_types() -> None:
+    import medusa_cli
+
+    folder = Path(medusa_cli.__file__).parent
+    assert (folder / "py.typed").is_file() and (folder / "serving" / "index.html").is_file()
