@@ -9,6 +9,7 @@ EXTRAS = {
     "train": ("datasets", "ijson", "requests", "matplotlib", "bitsandbytes"),
     "plot": ("matplotlib",),
     "quant": ("bitsandbytes",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
 }
 
 

@@ -19,8 +19,8 @@ class Verdict:
 @dataclass(frozen=True)
 class Settled:
     """What a pass settled for one sequence: the accepted nodes from the root on, path [A+1], the token after them, the
-    tapped states [A+1, H * taps], the states [K, H] of the last node's pseudo rows, where there were any, and the logits
-    [A+1, V], where they were asked for."""
+    tapped states [A+1, H * taps], the states [K, H] of the last node's pseudo rows, where there were any, and, where
+    they were asked for, the logits [A+1, V]."""
 
     path: list[int]
     bonus: int
