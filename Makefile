@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp docs verify-hf verify-vllm verify-llama-cpp soak clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp bench-gpu docs verify-hf verify-vllm verify-llama-cpp soak clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -91,6 +91,10 @@ bench-joint: $(READY) ## train heads and model together by the recipes and "dire
 
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
 	$(BIN)/medusa bench-firp
+
+bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by rows at 1B and 7B, captured against eager
+	$(BIN)/pytest -q -m gpu
+	$(BIN)/medusa bench-gpu --device cuda
 
 docs: $(READY) ## the documentation as pages, in build/docs
 	$(BIN)/mkdocs build --strict

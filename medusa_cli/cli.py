@@ -30,8 +30,8 @@ COMMANDS = {
     "assets": "fetch the default model and the data",
     "demo": "plain and drafted decoding side by side",
 }
-# A measurement of one drafter's design: `make bench-firp` runs it.
-HIDDEN = ("bench-firp",)
+# Measurements of a design and of a device: `make bench-firp` and `make bench-gpu` run them.
+HIDDEN = ("bench-firp", "bench-gpu")
 
 
 def function_of(name: str) -> Any:

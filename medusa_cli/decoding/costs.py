@@ -54,6 +54,7 @@ def measure_costs(
     context: int = CONTEXT,
     rounds: int = ROUNDS,
     sizes: Sequence[int] = SIZES,
+    captured: bool | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Costs:
     """Time steps over trees of so many nodes, and drafts so many levels deep, after `context` tokens; least of rounds.
@@ -65,7 +66,7 @@ def measure_costs(
     steps = (1 + rides) * (len(sizes) + drafter.num_heads)
     context = max(1, min(context, backbone.max_positions - (drafter.num_heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
-    decoder = Decoder(backbone, drafter, Tree.root_only())
+    decoder = Decoder(backbone, drafter, Tree.root_only(), captured=captured)
     depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
     known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
     bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes if nodes <= known}
