@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,15 @@ def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
     """A server for the time of a test."""
     door = listen("127.0.0.1", 0)
     server = prepare(medusa, Settings(**{"name": MODEL, "max_new_tokens": 400, **settings}))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
+    thread = threading.Thread(target=server.run, args=(door,), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
         yield Served(server, door.getsockname()[1], medusa)
     finally:
-        server.stop()
+        if thread.is_alive():
+            with suppress(KeyboardInterrupt):  # a test may have told it already
+                server.stop()
         thread.join(60)
         assert not thread.is_alive(), "the server did not stop"

@@ -296,7 +296,6 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers(medusa: Medusa) -> N
         assert caught.value.status_code == 503
         assert server.ask("GET", "/health")[0] == 503
         assert running.result().usage.completion_tokens == 400
-    assert server.server.should_exit
 
 
 def test_a_step_that_fails_is_told_and_the_next_request_is_served(

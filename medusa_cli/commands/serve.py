@@ -84,4 +84,4 @@ def serve(
     at = f"[{host}]" if ":" in host else host
     door.listen()  # before it is said
     console.info(f"serving {settings.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
-    server.run(sockets=[door])
+    server.run(door)

@@ -177,6 +177,8 @@ async def _until_gone(
     try:
         while True:
             event = await events.get()
+            if ticket.left:
+                return
             yield event
             if event.last:
                 return

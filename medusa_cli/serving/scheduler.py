@@ -1,4 +1,4 @@
-"""Requests to steps: one thread owns the decoder, lets requests join and leave between steps, and hands out pieces."""
+"""Requests to steps: one thread owns the decoder, lets requests join and leave between steps, hands out pieces."""
 
 import logging
 import threading
@@ -59,14 +59,9 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._when_idle: Callable[[], None] = lambda: None
+        self._alive = False
         self._step_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
         metrics.watch(lambda: len(self._running), lambda: len(self._waiting))
-
-    def start(self) -> None:
-        """Begin to decode."""
-        self._thread.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Ticket:
         """Queue a request; `deliver` is called from the decoding thread. Raises Full or Closing."""
@@ -80,10 +75,9 @@ class Scheduler:
             self._changed.notify()
         return ticket
 
-    def drain(self, when_idle: Callable[[], None] = lambda: None) -> None:
-        """Take no more requests; when those under way are answered, stop the thread and call when_idle."""
-        # No lock: a signal handler calls this, perhaps in the middle of `submit`.
-        self._when_idle, self._closing = when_idle, True
+    def drain(self) -> None:
+        """Take no more requests; `run` returns when those under way are answered."""
+        self._closing = True  # no lock, which the thread that a signal handler interrupts may hold
 
     @property
     def closing(self) -> bool:
@@ -91,7 +85,8 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether requests are being answered."""
+        return self._alive
 
     @property
     def wait_s(self) -> int:
@@ -99,16 +94,23 @@ class Scheduler:
         left = [t.request.max_new_tokens - len(t.reply.tokens) for t in list(self._running.values())]
         return max(1, min(60, round(min(left, default=0) * self._step_s)))
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, after `drain`."""
-        self._thread.join(timeout)
+    def run(self) -> None:
+        """Decode in this thread until drained.
 
-    def _run(self) -> None:
+        Best the one that loaded the model: OpenMP's workers belong to a thread, and two teams of them on the same cores
+        make a step on a CPU half as slow again.
+        """
+        self._alive = True
+        try:
+            self._loop()
+        finally:
+            self._alive = False
+
+    def _loop(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting and not self._running:
                     if self._closing:
-                        self._when_idle()
                         return
                     self._changed.wait(0.2)  # `drain` does not notify
             try:

@@ -1,7 +1,8 @@
 """Listening until told to stop: the first signal lets answers finish, the second does not."""
 
+import signal
 import socket
-from types import FrameType
+import threading
 
 import uvicorn
 
@@ -15,26 +16,38 @@ from medusa_cli.serving.settings import Settings
 MOST_HEADERS, IDLE_S = 64 << 10, 30
 
 
-class Server(uvicorn.Server):
-    """Answers 503 from the first signal on, and ends when the last answer has been sent."""
+class Server:
+    """Requests are taken by a thread of their own and decoded in the one that calls `run`."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
-        super().__init__(config)
-        self._scheduler = scheduler
+        self._web, self._scheduler = uvicorn.Server(config), scheduler
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._scheduler.closing:
-            super().handle_exit(sig, frame)
-        else:
-            self.stop()
+    @property
+    def started(self) -> bool:
+        return self._web.started and self._scheduler.alive
+
+    def run(self, door: socket.socket) -> None:
+        """Serve until told to stop; in the main thread SIGTERM and Ctrl-C do."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: self.stop())
+        web = threading.Thread(target=self._listen, args=(door,), name="web", daemon=True)
+        web.start()
+        self._scheduler.run()
+        self._web.should_exit = True  # when the last lines have been sent
+        web.join()
 
     def stop(self) -> None:
-        """Finish what is under way, then end."""
+        """Answer 503 from now on, finish what is under way, then end; a second time KeyboardInterrupt ends it all."""
+        if self._scheduler.closing:
+            raise KeyboardInterrupt
+        self._scheduler.drain()
 
-        def leave() -> None:
-            self.should_exit = True
-
-        self._scheduler.drain(leave)
+    def _listen(self, door: socket.socket) -> None:
+        try:
+            self._web.run(sockets=[door])
+        finally:
+            self._scheduler.drain()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -54,7 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def prepare(medusa: Medusa, settings: Settings, *, log_level: str = "warning") -> Server:
-    """A server that `run(sockets=[...])` lets answer; its decoding thread runs already."""
+    """A server, ready to run."""
     app, scheduler = build(medusa, settings)
     config = uvicorn.Config(
         app,
@@ -66,5 +79,4 @@ def prepare(medusa: Medusa, settings: Settings, *, log_level: str = "warning") -
         timeout_keep_alive=IDLE_S,
         server_header=False,
     )
-    scheduler.start()
     return Server(config, scheduler)
