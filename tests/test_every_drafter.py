@@ -77,7 +77,18 @@ def test_each_answers_in_chat_what_the_model_does(place: Path, name: str) -> Non
 def test_all_are_set_side_by_side_in_one_bench(place: Path) -> None:
     words = ["--run", str(place / "run"), "--questions", str(place / "q.jsonl"), "--dtype", "fp32"]
     methods = ["ar", *sorted(OWN)]
-    shown = medusa("bench", *words, "--methods", ",".join(methods), "--max-new-tokens", "20", "--json", "--quiet")
+    shown = medusa(
+        "bench",
+        *words,
+        "--methods",
+        ",".join(methods),
+        "--max-new-tokens",
+        "20",
+        "--tree",
+        "static",
+        "--json",
+        "--quiet",
+    )
     found = json.loads(shown.stdout)["methods"]
     assert list(found) == methods
     for name in OWN:

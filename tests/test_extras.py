@@ -16,7 +16,8 @@ from tests.runs import save_model, save_run
 
 PACKAGE = Path(cli.__file__).parent
 PROJECT = PACKAGE.parent / "pyproject.toml"
-PACKAGES = {"yaml": "pyyaml"}  # by the name that is imported
+# By the name that is imported; FastAPI is made of the other two and brings them.
+PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi"}
 OPTIONAL = {"llama_cpp", "tensorboard"}  # used where they are there, never asked for
 
 

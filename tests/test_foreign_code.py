@@ -110,17 +110,26 @@ def test_a_servers_tokenizer_is_loaded_without_its_code(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "change", [{"peft_type": "PROMPT_TUNING"}, {"megatron_config": {"a": 1}, "megatron_core": "own"}], ids=str
-)
-def test_an_adapter_that_could_name_code_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def changed_adapter(tmp_path: Path, change: dict[str, Any]) -> Path:
     network = tiny_model()
     adapter.attach(network, rank=2, alpha=2.0, dropout=0.0)
     adapter.save(network, tmp_path / "adapter", "tiny")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(UserError, match="is no plain LoRA"):
-        adapter.merge(tiny_model(), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_of_a_kind_that_names_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="PROMPT_TUNING.* at peft_type"):
+        adapter.merge(tiny_model(), changed_adapter(tmp_path, {"peft_type": "PROMPT_TUNING"}))
+
+
+def test_modules_that_an_adapter_names_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "medusa_foreign.py").write_text("raise AssertionError('foreign code ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = changed_adapter(tmp_path, {"megatron_config": {"a": 1}, "megatron_core": "medusa_foreign"})
+    adapter.merge(tiny_model(), folder)
+    assert "medusa_foreign" not in sys.modules
 
 
 def loads(tree: ast.AST) -> Iterator[ast.Call]:

@@ -95,8 +95,8 @@ def test_teacher_and_regress_are_of_the_final_states() -> None:
         states = heads.blocks[k - 1](torch.cat([fused[rows], *(embedded[rows + i] for i in range(k))], dim=-1))
         scores = (states @ heads.matrix(backbone, k - 1).T).log_softmax(-1)
         hard = F.nll_loss(scores, following[rows + k])
-        total += 0.8**k * (0.5 * hard - 0.5 * (aim[rows + k] * scores).sum(-1).mean())
-        apart += 0.8**k * F.smooth_l1_loss(states, final[rows + k])
+        total += 0.8**k * (7 - k) / 7 * (0.5 * hard - 0.5 * (aim[rows + k] * scores).sum(-1).mean())
+        apart += 0.8**k * (7 - k) / 7 * F.smooth_l1_loss(states, final[rows + k])
     found = heads.loss(backbone, batch, Objective(0.8, 0.5, 10.0))
     assert float(found.total.detach()) == pytest.approx(float((total + 10.0 * apart).detach()), rel=1e-4)
 

@@ -42,7 +42,15 @@ def poison(number: float) -> Callable[[Tensor], Tensor]:
 
 
 def renamed(ids: Tensor) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update(draft_ids=ids)
+    """Other tokens for the draft vocabulary; EAGLE-3's files say them as distances from their places."""
+
+    def change(tensors: Tensors) -> None:
+        if "d2t" not in tensors:
+            tensors.update(draft_ids=ids)
+        else:
+            tensors.update(d2t=ids if ids.is_floating_point() else ids.long() - torch.arange(len(ids)))
+
+    return change
 
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
@@ -52,10 +60,10 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "one row": (alter(lambda one: one[:1]), r"is of shape \[1, "),
     "transposed": (alter(lambda one: one[:, :3].contiguous()), "is of shape"),
     "missing": (lambda tensors: tensors.pop(first(tensors)), "is missing"),
-    "ids equal": (renamed(torch.full((20,), 3, dtype=torch.int32)), "draft_ids .* no set"),
-    "ids out of range": (renamed(torch.arange(60, 80, dtype=torch.int32)), "draft_ids .* no set"),
-    "ids below 0": (renamed(torch.arange(-1, 19, dtype=torch.int32)), "draft_ids .* no set"),
-    "ids of floats": (renamed(torch.arange(20).float()), "is of type F32, not I32"),
+    "ids equal": (renamed(torch.full((20,), 3, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "ids out of range": (renamed(torch.arange(60, 80, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "ids below 0": (renamed(torch.arange(-1, 19, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "ids of floats": (renamed(torch.arange(20).float()), "is of type F32, not I(32|64)"),
     "ids too few": (renamed(torch.arange(1, dtype=torch.int32)), r"is of shape \[1\], not \[20\]"),
 }
 

@@ -92,7 +92,7 @@ def _of_hub(source: str, name: str, config: str | None = None, split: str | None
 
     assets.check_hub(name, kind="dataset", flag="--questions")
     try:
-        splits = load_dataset(name, config or None)
+        splits = load_dataset(name, config or None, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         said = " ".join(str(reason).split())
         raise UserError(

@@ -199,11 +199,11 @@ class Sweep:
         from medusa_cli.assets import model_dir
         from medusa_cli.benchmarks.sweep import filled
 
-        folder = model_dir(self.choice.model)
-        room = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None)
+        folder, trusted = model_dir(self.choice.model), bool(self.place.get("trust_remote_code"))
+        room = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), "max_position_embeddings", None)
         if room is not None and context + self.tokens + 64 > room:  # the template adds some tokens
             raise UsageError(f"--values {context}: the model takes {room} tokens, the answer's included", "use fewer")
-        return filled(questions, AutoTokenizer.from_pretrained(folder), context)
+        return filled(questions, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted), context)
 
     def _progress(self, points: "Sequence[Place]", number: int, spent: Sequence[float]) -> str:
         point = points[number]
