@@ -16,8 +16,9 @@ from tests.runs import save_model, save_run
 
 PACKAGE = Path(cli.__file__).parent
 PROJECT = PACKAGE.parent / "pyproject.toml"
-# By the name that is imported; FastAPI is made of the other two and brings them.
-PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi"}
+# By the name that is imported; most of these come with the package that is made of them.
+PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
+PACKAGES["urllib3"] = "requests"
 OPTIONAL = {"llama_cpp", "tensorboard"}  # used where they are there, never asked for
 
 
