@@ -86,8 +86,8 @@ def static_tree(choice: Choice) -> Tree | None:
 
     Warns where it was made for another drafter.
     """
-    if choice.drafter is None:
-        return None
+    if choice.drafter is None or (choice.auto and choice.calibration is not None and choice.calibration.is_file()):
+        return None  # plain decoding, or trees of sizes that the calibration will tell
     if choice.static is not None and choice.calibration is not None:
         accuracies = _calibration(choice).accuracies
         if choice.static > largest(accuracies):

@@ -216,7 +216,11 @@ def test_files_without_questions_are_refused(tmp_path: Path, text: str) -> None:
         (["--questions", "nowhere.jsonl"], 1, "nowhere.jsonl"),
         (["--run", "nowhere"], 1, "nowhere"),
         (["--drafter", "nowhere"], 1, "nowhere"),
-        (["--tree", "dynamc"], 1, "--tree 'dynamc' is no file; use static, static:N, dynamic, dynamic:N or a file"),
+        (
+            ["--tree", "dynamc"],
+            1,
+            "--tree 'dynamc' is no file; use auto, static, static:N, dynamic, dynamic:N or a file",
+        ),
         (["--device", "tpu"], 2, "tpu"),
     ],
 )
@@ -244,7 +248,7 @@ def test_files_of_the_wrong_shape_are_named(place: Path, tmp_path: Path) -> None
     assert shown.exit_code == 1 and "the tree static:40 is" in shown.stderr, shown.stderr
     run.calibration_path.write_text(json.dumps({"accuracies": deep, "temperatures": ["warm"]}))
     shown = bench(place, *words, "--tree", "dynamic")
-    assert shown.exit_code == 1 and "temperatures that are not above 0" in shown.stderr
+    assert shown.exit_code == 1 and "expected float, got str at temperatures[0]" in shown.stderr
     (run.drafter_dir / "config.json").write_text("[1]")
     for methods in ("ar,medusa", "ar,medusa,hydra"):
         shown = bench(place, *words, "--methods", methods)
@@ -292,7 +296,7 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
     words = ["bench", "--questions", str(place / "q.jsonl"), "--limit", "2", "--dtype", "fp32", "--json"]
     words += ["--run", str(outer.path), "--max-new-tokens", "12", "--methods"]
-    shown = medusa(*words, "ar,medusa,hydra,second")
+    shown = medusa(*words, "ar,medusa,hydra,second", "--tree", "static")
     assert shown.exit_code == 0, shown.stderr
     methods = json.loads(shown.stdout)["methods"]
     assert list(methods) == ["ar", "medusa", "hydra", "second"]
@@ -314,7 +318,7 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     refused = medusa(*words, "hydra", "--tree", "static:200")
     assert refused.exit_code == 2 and "--tree static:200 cannot be; these heads allow 1 to 40" in refused.stderr
     searched = medusa(*words, "hydra", "--tree", "static:5")
-    assert searched.exit_code == 0 and "hydra/drafter, tree of 5 nodes" in searched.stderr
+    assert searched.exit_code == 0 and "tree of 5 nodes" in searched.stderr
     assert json.loads(searched.stdout)["drafting"]["hydra"]["tree"] is None
     refused = medusa(*words, "ar,medusa,hydra", "--drafter", str(outer.drafter_dir))
     assert refused.exit_code == 2 and "none of --methods ar,medusa,hydra takes it" in refused.stderr
@@ -352,7 +356,6 @@ def test_what_was_measured_is_shown_before_it_is_saved(place: Path, tmp_path: Pa
         (["--methods", "ar,hf", "--drafter", "{here}/mine/drafter"], "none of --methods ar,hf takes it"),
         (["--context", "20"], "--context 20 says nothing without --steps"),
         (["--batch-size", "2", "--methods", "hf-lookup"], "one sequence at a time"),
-        (["--batch-size", "2", "--tree", "dynamic"], "--tree dynamic"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(

@@ -71,7 +71,8 @@ def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, 
     row = 0
     for one in items:
         for start, end in one.spans:
-            for at in range(start, end):
+            # An answer of one token has no target that a head could learn.
+            for at in range(start, end) if end - start > 1 else ():
                 assert batch.next[row] == one.tokens[at]
                 if at % 3 == 0:
                     expected = reference(family, drafter, one.tokens[:at].tolist())

@@ -43,7 +43,8 @@ def test_each_map_learns_in_its_turn_alone_and_with_a_rate_of_its_own(run: Run) 
         assert torch.equal(second, fresh) == (number <= half)
         assert torch.equal(first, weights[half - 1][0]) == (number >= half)
     assert rates[half] == max(rates) > 5 * rates[half - 1]
-    assert events[0].loss == pytest.approx(events[0].head_losses[0])
+    # Of the head whose turn it is alone, by the share of positions that have a target for it.
+    assert 0.5 * events[0].head_losses[0] < events[0].loss <= events[0].head_losses[0]
     last = [event for event in events if isinstance(event, Validated)][-1]
     assert all(after < before for after, before in zip(last.head_losses, start.head_losses, strict=True))
 

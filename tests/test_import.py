@@ -33,7 +33,7 @@ def drafted(run: Path, model: str) -> tuple[list[int], torch.Tensor, int]:
     backbone = load_backbone(model, dtype="fp32", engine="eager")
     drafter = load_drafter(run / "drafter", backbone)
     torch.manual_seed(8)
-    hidden, root = torch.randn(1, backbone.hidden_size), 11
+    hidden, root = torch.randn(1, backbone.hidden_size * len(drafter.taps)), 11
     [draft] = drafter.draft(backbone, [drafter], [Confirmed(torch.tensor([5]), hidden, root, 0)], TREE)
     return draft.tokens.tolist(), hidden, root
 

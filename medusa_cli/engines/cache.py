@@ -25,7 +25,6 @@ class Cache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    @torch.inference_mode()
     def allocate(self, heads: int, dim: int, like: Tensor) -> None:
         """Make the buffers for KV heads of a width, of the type and on the device of `like`."""
         shape = (self.layers, self.slots, heads)
