@@ -132,8 +132,8 @@ def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
 
 
 def test_a_batch_answers_as_one_at_a_time_does_and_says_its_size(place: Path) -> None:
-    alone = json.loads(bench(place, "--json").stdout)
-    shown = bench(place, "--json", "--batch-size", "3")
+    alone = json.loads(bench(place, "--json", "--tree", "static").stdout)
+    shown = bench(place, "--json", "--tree", "static", "--batch-size", "3")
     assert shown.exit_code == 0, shown.stderr
     document = json.loads(shown.stdout)
     assert (alone["batch_size"], document["batch_size"]) == (1, 3)
