@@ -42,7 +42,7 @@ AVX2 := MEDUSA_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENA
 test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU without AVX-512 and bf16
 	$(BIN)/medusa assets
 	$(AVX2) HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow' tests/test_backbone.py tests/test_lean.py tests/test_kernels.py \
-		tests/test_default_model.py tests/test_rounded.py tests/test_demo.py
+		tests/test_default_model.py tests/test_rounded.py tests/test_machine.py
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets
