@@ -73,14 +73,16 @@ def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
 def test_a_hub_datasets_split_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     splits = {"train": [{"question": "t"}], "test": [{"question": "e"}]}
-    monkeypatch.setattr("datasets.load_dataset", lambda *words: asked.append(words) or splits)
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *words, trust_remote_code: asked.append((*words, trust_remote_code)) or splits
+    )
     monkeypatch.setattr("medusa_cli.assets.check_hub", lambda *words, **more: None)
     assert read_questions("openai/gsm8k:main")[0][0].turns == ("e",)
     assert read_questions("openai/gsm8k:main:train")[0][0].turns == ("t",)
-    assert asked == [("openai/gsm8k", "main")] * 2
+    assert asked == [("openai/gsm8k", "main", False)] * 2
     with pytest.raises(UserError, match="there is no split 'dev'; use one of train, test"):
         read_questions("openai/gsm8k:main:dev")
-    monkeypatch.setattr("datasets.load_dataset", lambda *words: 1 / 0)
+    monkeypatch.setattr("datasets.load_dataset", lambda *words, **more: 1 / 0)
     with pytest.raises(UserError, match="could not be loaded from the hub"):
         read_questions("a/b")
 
