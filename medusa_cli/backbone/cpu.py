@@ -13,8 +13,3 @@ def limited() -> bool:
 def has_bf16() -> bool:
     """Whether the CPU multiplies bf16 numbers: without such instructions bf16 is many times slower than fp32."""
     return not limited() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def has_avx512() -> bool:
-    """Whether the CPU has the instructions that torch's products with rounded weights are written for."""
-    return not limited() and "AVX512" in torch.backends.cpu.get_cpu_capability().upper()

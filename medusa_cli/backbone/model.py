@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,6 @@ from medusa_cli.backbone.dialogue import Malformed, render
 from medusa_cli.backbone.identity import identity_of
 from medusa_cli.backbone.support import refuse_unsupported, usable_positions
 from medusa_cli.errors import UserError
-
-
-class Runs(Protocol):
-    """What runs passes over a backbone: an engine, which knows the backbone and not the other way round."""
-
-    name: str
-    dtype: torch.dtype
-
-    def forward(self, plan: Any, cache: Any) -> Any: ...
-
-    def new_cache(self, slots: int = 1, capacity: int = 256) -> Any: ...
 
 
 class Backbone:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from medusa_cli.engines.pseudo import Pseudo, PseudoRows
 
-LOGITS = ("all", "last", "none")
-
 
 class TreeShape(Protocol):
     """What verification needs of a tree of N nodes: who sees whom, and how deep each node is."""
