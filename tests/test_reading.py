@@ -205,7 +205,7 @@ def medusa(run: Run, *words: str) -> Result:
 FILES = {
     "run.json": ("chat", "--prompt", "w1"),
     "drafter/config.json": ("chat", "--prompt", "w1"),
-    "tree.json": ("chat", "--prompt", "w1"),
+    "tree.json": ("chat", "--prompt", "w1", "--tree", "static"),
     "calibration.json": ("tree", "--budget", "4"),
 }
 

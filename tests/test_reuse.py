@@ -222,3 +222,18 @@ def test_what_a_cache_holds_survives_growing_keeping_swapping_and_forgetting(tra
     assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), held[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_cache_with_a_stride_follows_what_it_holds_up_and_down(transposed: bool) -> None:
+    backbone = backbone_of("fast" if transposed else "eager")
+    cache = Cache(backbone.num_layers, 2, transposed=transposed, stride=4)
+    run(backbone, OPENING[:3], cache, slot=1)
+    held = rows_of(cache, 1).clone()
+    run(backbone, range(20, 50), cache, slot=0)
+    assert cache.capacity == 32 and torch.equal(rows_of(cache, 1), held)
+    cache.reserve(18)  # the longer slot is still there, whoever asks
+    assert cache.capacity == 32
+    cache.truncate(0, 0)
+    run(backbone, [9], cache, slot=1)
+    assert cache.capacity == 4 and torch.equal(rows_of(cache, 1)[..., :3, :], held)

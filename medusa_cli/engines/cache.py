@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 FIRST_ROWS = 256
+# A cache with a stride shrinks where more strides than this are free in all its slots.
+SLACK = 4
 
 
 class Cache:
@@ -13,14 +15,23 @@ class Cache:
 
     Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. What is free holds zeros
     or what was forgotten, so that a product may run over it under a mask. The capacity C doubles as needed up to
-    `most`. Transposed keys are what products of many queries with them want.
+    `most`; with a stride it is kept at the next multiples of it above what is used, growing and shrinking, for products
+    that are slow on a part of a buffer and so read all of it. Transposed keys are what products of many queries with
+    them want.
     """
 
     def __init__(
-        self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS, *, transposed: bool = False, most: int = 1 << 62
+        self,
+        layers: int,
+        slots: int = 1,
+        capacity: int = FIRST_ROWS,
+        *,
+        transposed: bool = False,
+        most: int = 1 << 62,
+        stride: int | None = None,
     ) -> None:
-        self.layers, self.slots, self.transposed, self.most = layers, slots, transposed, most
-        self.capacity = max(1, min(capacity, most))
+        self.layers, self.slots, self.transposed, self.most, self.stride = layers, slots, transposed, most, stride
+        self.capacity = max(1, min(capacity if stride is None else stride, most))
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -40,12 +51,17 @@ class Cache:
         """Make room for so many rows in every slot; ValueError for more than the cache may ever hold."""
         if rows > self.most:
             raise ValueError(f"a cache of {self.most} rows a slot cannot hold {rows}")
-        if rows <= self.capacity:
+        rows, capacity = max(rows, *self.lengths), self.capacity
+        if self.stride is None:
+            while capacity < rows:
+                capacity *= 2
+        elif not rows <= capacity <= rows + SLACK * self.stride:
+            capacity = -(-rows // self.stride) * self.stride
+        capacity = min(capacity, self.most)
+        if capacity == self.capacity:
             return
-        grown = Cache(self.layers, self.slots, self.capacity, transposed=self.transposed)
-        while grown.capacity < rows:
-            grown.capacity *= 2
-        grown.capacity = min(grown.capacity, self.most)
+        grown = Cache(self.layers, self.slots, transposed=self.transposed)
+        grown.capacity = capacity
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
             grown.allocate(self.values.shape[2], self.values.shape[4], self.values)

@@ -28,7 +28,8 @@ class Engine(ABC):
     name: ClassVar[str]
     dtype: torch.dtype
     kernel: Kernel
-    # Attention reads a multiple of so many columns, where every new length costs a product its preparation.
+    # Attention reads a multiple of so many columns, where every new length costs a product its preparation, and where
+    # a product over a part of the cache would first copy it.
     round_to = 1
     transposed = False
     # Whether passes of fixed shapes can be captured as CUDA graphs.
@@ -55,7 +56,8 @@ class Engine(ABC):
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
         """Empty slots with room for `capacity` tokens each; they grow as needed, up to the context and a tree."""
-        return Cache(self.backbone.num_layers, slots, capacity, transposed=self.transposed)
+        stride = self.round_to if self.round_to > 1 else None
+        return Cache(self.backbone.num_layers, slots, capacity, transposed=self.transposed, stride=stride)
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:

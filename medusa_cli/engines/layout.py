@@ -11,6 +11,9 @@ from medusa_cli.engines.cache import Cache
 from medusa_cli.engines.plan import Plan
 from medusa_cli.engines.pseudo import PseudoRows
 
+# From so many rows on, computing over columns that nobody needs costs more than copying those that somebody does.
+LONG = 32
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -34,7 +37,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, most: int, device: torch.dev
     """The layout of a plan in a cache, for which room is made.
 
     most: the model's context: near its end pseudo rows may stand beyond it, where rotary tables may change. round_to:
-    attention reads a multiple of so many columns.
+    attention reads a multiple of so many columns, and few rows all of a cache that is kept small (its `stride`).
     """
     sees, depth = plan.seating(device)
     pseudo = plan.pseudo_rows(device)
@@ -45,6 +48,8 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, most: int, device: torch.dev
     end = max(used) + rows
     cache.reserve(end)
     wide = min(-(-end // round_to) * round_to, cache.capacity)
+    if cache.stride is not None and rows < LONG:
+        wide = cache.capacity
     if size == 1:
         start = used[0]
         visible = F.pad(sees, (start, wide - end), value=False)
