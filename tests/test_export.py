@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -57,6 +57,9 @@ SHAPES = {
     "draft": {"vocabulary": "draft"},
     "draft, one matrix": {"vocabulary": "draft", "matrices": "one", "layers": 1},
     "shared": {"vocabulary": "shared"},
+    "low rank": {"vocabulary": "own", "rank": 8},
+    "draft, low rank": {"vocabulary": "draft", "rank": 8},
+    "draft, one matrix of low rank": {"vocabulary": "draft", "matrices": "one", "rank": 8},
 }
 
 
@@ -104,11 +107,29 @@ def test_matrices_of_low_rank_are_multiplied_out(tmp_path: Path, model: str) -> 
     run = medusa_run(tmp_path / "run", model, "draft", rank=8)
     export_medusa(find_source(f"{run.path}/"), tmp_path / "out")
     narrow = load_file(run.drafter_dir / "medusa_lm_head.safetensors")
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back").run
-    found = load_file(back.drafter_dir / "medusa_lm_head.safetensors")
+    wide = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")["2.2.weight"]
     product = narrow["2.2.weight"].float() @ narrow["2.2.factor"].float()
-    assert torch.equal(found["2.2.weight"], product.to(torch.bfloat16))
-    assert "2.2.factor" not in found and json.loads((back.drafter_dir / "config.json").read_text())["rank"] is None
+    assert torch.equal(wide[narrow["draft_ids"].long()], product.to(torch.bfloat16))
+    # Engines see these alone, and so does an import of what engines see.
+    (tmp_path / "out" / "medusa_cli.json").unlink()
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back").run
+    assert torch.equal(load_file(back.drafter_dir / "medusa_lm_head.safetensors")["2.2.weight"], wide)
+
+
+def test_factors_of_other_heads_are_refused(tmp_path: Path, model: str) -> None:
+    run = medusa_run(tmp_path / "run", model, rank=8)
+    export_medusa(find_source(f"{run.path}/"), tmp_path / "out")
+    factors = load_file(tmp_path / "out" / "medusa_cli.safetensors")
+    save_file({name: one + 1 for name, one in factors.items()}, tmp_path / "out" / "medusa_cli.safetensors")
+    with pytest.raises(UserError, match="medusa_cli.safetensors does not belong to these heads"):
+        import_drafter(str(tmp_path / "out"), f"{tmp_path}/back")
+
+
+def test_guesses_that_lean_on_the_token_before_have_no_place(tmp_path: Path, model: str) -> None:
+    run = medusa_run(tmp_path / "run", model, conditional=4)
+    with pytest.raises(UserError, match="lean on the token drafted before \\(drafter.conditional\\)"):
+        export_medusa(find_source(f"{run.path}/"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_lies_beside_other_heads_is_refused(tmp_path: Path, model: str) -> None:

@@ -45,7 +45,7 @@ def import_drafter(place: str, run: str | None = None, model: str | None = None)
     """
     folder, weights = _fetched(place)
     config = read_object(folder / "config.json", "the config") if (folder / "config.json").is_file() else {}
-    beside = read_object(folder / medusa.BESIDE) if (folder / medusa.BESIDE).is_file() else {}
+    beside = medusa.read_beside(folder)
     owner = model or config.get("base_model_name_or_path") or eagle3.verifier_of(config)
     if not isinstance(owner, str):
         raise UserError(f"{place} does not say which model its drafter is for", "give --model NAME, FOLDER or ID")
@@ -100,7 +100,7 @@ def _fetched(place: str) -> tuple[Path, Path | None]:
     from huggingface_hub import snapshot_download
 
     assets.check_hub(place, flag="PATH|ID")
-    wanted = ["config.json", medusa.BESIDE, INDEX, *(f"{name}{suffix}" for name in FILES for suffix in SUFFIXES)]
+    wanted = ["config.json", medusa.BESIDE, medusa.NARROW, INDEX, *(f"{name}{suffix}" for name in FILES for suffix in SUFFIXES)]
     return Path(snapshot_download(place, allow_patterns=[*wanted, "model-*.safetensors"])), None
 
 

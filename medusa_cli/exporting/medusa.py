@@ -1,6 +1,7 @@
 """Medusa heads in the layout of FasterDecoding, vLLM (to 0.32) and TGI: medusa_lm_head.safetensors and config.json."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.folder import Exported, exporting
 from medusa_cli.exporting.imported import Base, Imported, count_said
 from medusa_cli.exporting.source import Source
-from medusa_cli.exporting.tensors import check_tensors
+from medusa_cli.exporting.tensors import check_tensors, read_tensors
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.reading import convert, read_object
 
 WEIGHTS = "medusa_lm_head.safetensors"
-# What the layout has no place for lies beside it, so that an import finds all of it again.
-BESIDE = "medusa_cli.json"
+# What the layout has no place for lies beside it, so that an import finds all of it again: config and measurements,
+# and matrices of low rank before they were multiplied out.
+BESIDE, NARROW = "medusa_cli.json", "medusa_cli.safetensors"
 KEY = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 
 
@@ -27,7 +29,8 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> E
     """Write Medusa heads with a whole vocabulary matrix each, [V, H]; UserError for any other kind.
 
     A draft vocabulary is widened: tokens outside of it get rows of zeros. Low-rank matrices are multiplied out, and
-    heads that read the model's lm_head are written without any (FasterDecoding's second form).
+    heads that read the model's lm_head are written without any (FasterDecoding's second form). A bias by the token
+    drafted before (`conditional`) has no place in the layout: such heads are refused.
     """
     if source.kind != MedusaHeads.name:
         raise UserError(
@@ -47,7 +50,7 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> E
     if config.vocabulary == "shared":
         notes.append("the heads read the model's own lm_head (FasterDecoding's v2): vLLM needs one matrix a head")
     else:
-        wide = _whole_matrices(source, config.vocab_size, heads, layers)
+        wide = _whole_matrices(source.tensors, config.vocab_size, heads, layers)
         tensors |= {f"{k}.{layers}.weight": wide[k if len(wide) > 1 else 0].clone() for k in range(heads)}
         if config.vocabulary == "draft":
             notes.append(
@@ -68,26 +71,42 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> E
         }
         write_json(part / "config.json", written)
         write_json(part / BESIDE, _beside(source))
+        if config.rank is not None:
+            save_file(_narrow(source.tensors, layers), part / NARROW)
     served = f'vllm serve {source.model} --speculative-config \'{{"method": "medusa", "model": "{output}", '
     return Exported(output, (f'{served}"num_speculative_tokens": {heads}}}\' (vLLM up to 0.32)',), tuple(notes))
 
 
-def _whole_matrices(source: Source, vocabulary: int, heads: int, layers: int) -> list[Tensor]:
-    """The vocabulary matrices [V, H], one or one a head."""
+def _whole_matrices(tensors: Mapping[str, Tensor], vocabulary: int, heads: int, layers: int) -> list[Tensor]:
+    """The vocabulary matrices [V, H] of a drafter's tensors, one or one a head."""
     found = []
     for k in range(heads):
         name = f"{k}.{layers}.weight"
-        if name not in source.tensors:
+        if name not in tensors:
             break
-        matrix, factor = source.tensors[name], source.tensors.get(f"{k}.{layers}.factor")
+        matrix, factor = tensors[name], tensors.get(f"{k}.{layers}.factor")
         if factor is not None:
             matrix = (matrix.float() @ factor.float()).to(matrix.dtype)
-        if "draft_ids" in source.tensors:
+        if "draft_ids" in tensors:
             wide = matrix.new_zeros(vocabulary, matrix.shape[1])
-            wide[source.tensors["draft_ids"].long()] = matrix
+            wide[tensors["draft_ids"].long()] = matrix
             matrix = wide
         found.append(matrix)
     return found
+
+
+def _narrow(tensors: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The vocabulary matrices as they are, with their inner factors."""
+    key = re.compile(rf"\d+\.{layers}\.(weight|factor)")
+    return {name: one.contiguous() for name, one in tensors.items() if key.fullmatch(name)}
+
+
+def read_beside(folder: Path) -> dict[str, Any]:
+    """What export_medusa left beside heads; empty where it did not write the folder."""
+    if not (folder / BESIDE).is_file():
+        return {}
+    narrow = read_tensors(folder / NARROW) if (folder / NARROW).is_file() else {}
+    return {**read_object(folder / BESIDE), "narrow": narrow}
 
 
 def _beside(source: Source) -> dict[str, Any]:
@@ -165,36 +184,51 @@ def _filled(tensors: dict[str, Tensor], heads: int, layers: int, config: dict[st
 def _restored(
     tensors: dict[str, Tensor], ours: dict[str, Any], beside: dict[str, Any], heads: int, layers: int
 ) -> Imported:
-    """The drafter as it was before export_medusa, bit for bit but for matrices of low rank; UserError where what lies
-    beside the heads is not theirs."""
-    config, ids = beside.get("config"), beside.get("draft_ids")
+    """The drafter as it was before export_medusa, bit for bit; UserError where what lies beside the heads is not
+    theirs."""
+    config, ids, narrow = beside.get("config"), beside.get("draft_ids"), beside["narrow"]
     wrong = UserError(f"{BESIDE} does not belong to these heads", f"delete {BESIDE} to import them as they are")
     if not isinstance(config, dict) or not isinstance(ids, list | None):
         raise wrong
-    kept = {key: value for key, value in ours.items() if key in ("vocabulary", "draft_vocab_size", "matrices")}
+    kept = {key: ours[key] for key in ("vocabulary", "draft_vocab_size", "matrices", "rank")}
+    matrices = [f"{k}.{layers}.weight" for k in range(heads)]
     if config.get("vocabulary") == "draft":
-        if (
-            not ids
-            or not all(type(one) is int and 0 <= one < ours["vocab_size"] for one in ids)
-            or len(set(ids)) < len(ids)
-        ):
+        words = ours["vocab_size"]
+        if not ids or not all(type(one) is int and 0 <= one < words for one in ids) or len(set(ids)) < len(ids):
             raise wrong
         rows = torch.tensor(ids)
-        outside = torch.ones(ours["vocab_size"], dtype=torch.bool).index_fill(0, rows, False)
-        for k in range(heads):
-            name = f"{k}.{layers}.weight"
+        outside = torch.ones(words, dtype=torch.bool).index_fill(0, rows, False)
+        for name in matrices:
             if name not in tensors or tensors[name][outside].any():
                 raise wrong
             tensors[name] = tensors[name][rows].clone()
         tensors["draft_ids"] = rows.to(torch.int32)
         kept |= {"vocabulary": "draft", "draft_vocab_size": len(ids)}
     if config.get("matrices") == "one" and ours["vocabulary"] == "own":
-        if any(
-            not torch.equal(tensors[f"{k}.{layers}.weight"], tensors[f"0.{layers}.weight"]) for k in range(1, heads)
-        ):
+        if any(not torch.equal(tensors[name], tensors[matrices[0]]) for name in matrices[1:]):
             raise wrong
-        for k in range(1, heads):
-            del tensors[f"{k}.{layers}.weight"]
+        for name in matrices[1:]:
+            del tensors[name]
         kept["matrices"] = "one"
+    if config.get("rank") is not None and narrow:
+        _divide(tensors, narrow, config["rank"], [name for name in matrices if name in tensors])
+        kept["rank"] = config["rank"]
     calibration, tree = (one if isinstance(one, dict) else None for one in map(beside.get, ("calibration", "tree")))
     return Imported("medusa", {**config, **ours, **kept}, tensors, calibration, tree)
+
+
+def _divide(tensors: dict[str, Tensor], narrow: dict[str, Tensor], rank: Any, matrices: list[str]) -> None:
+    """Put factors in the place of the matrices that they make; UserError where they make others."""
+    if not isinstance(rank, int):
+        raise UserError(f"{BESIDE} names the rank {rank!r}", f"delete {BESIDE} to import the heads as they are")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in matrices:
+        words, size = tensors[name].shape
+        shapes |= {name: (words, rank), name.replace("weight", "factor"): (rank, size)}
+    check_tensors(narrow, shapes, NARROW)
+    for name in matrices:
+        product = narrow[name].float() @ narrow[name.replace("weight", "factor")].float()
+        # Not bit for bit: sums of products may be made in another order elsewhere.
+        if not torch.allclose(product.to(tensors[name].dtype).float(), tensors[name].float(), rtol=2e-2, atol=1e-4):
+            raise UserError(f"{NARROW} does not belong to these heads", f"delete {BESIDE} to import them as they are")
+    tensors.update(narrow)
