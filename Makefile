@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp bench-gpu docs verify-hf verify-vllm verify-llama-cpp soak clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -95,6 +95,9 @@ bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures
 bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by rows at 1B and 7B, captured against eager
 	$(BIN)/pytest -q -m gpu
 	$(BIN)/medusa bench-gpu --device cuda
+
+reproduce: $(READY) ## the papers' headlines on the default model, about an hour on two cores, into docs/results/
+	$(BIN)/medusa reproduce
 
 docs: $(READY) ## the documentation as pages, in build/docs
 	$(BIN)/mkdocs build --strict

@@ -30,8 +30,8 @@ COMMANDS = {
     "assets": "fetch the default model and the data",
     "demo": "plain and drafted decoding side by side",
 }
-# Measurements of a design and of a device: `make bench-firp` and `make bench-gpu` run them.
-HIDDEN = ("bench-firp", "bench-gpu")
+# Measurements of designs, of a device and of papers, which targets of the Makefile of the same names run.
+HIDDEN = ("bench-firp", "bench-gpu", "reproduce")
 
 
 def function_of(name: str) -> Any:
