@@ -1,6 +1,5 @@
 """The Python API: a model with its drafter, and what it answers: at once, as it comes, or many prompts side by side."""
 
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,26 +60,25 @@ class Medusa:
         drafter: a run, a folder, a hub id; left out: the run's, else the one that ships; None: plain decoding. Without
         a model the run's is taken, else the default one. Raises UserError for what cannot be found or does not fit.
         """
-        with _in_python():
-            source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
-            if run is not None and source is not None:
-                raise UsageError("run and drafter name a run each", "leave one of them out")
-            choice = choose(
-                None if model is None else str(model),
-                source if run is None else str(run),
-                folder,
-                None if tree is None else str(tree),
-                need_drafter=drafter is not None,
-            )
-            made = assemble(
-                choice,
-                device=device,
-                dtype=dtype,
-                engine=engine,
-                load_in_4bit=load_in_4bit,
-                load_in_8bit=load_in_8bit,
-            )
-            return cls(made)
+        source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
+        if run is not None and source is not None:
+            raise UsageError("@run and @drafter name a run each", "leave one of them out")
+        choice = choose(
+            None if model is None else str(model),
+            source if run is None else str(run),
+            folder,
+            None if tree is None else str(tree),
+            need_drafter=drafter is not None,
+        )
+        made = assemble(
+            choice,
+            device=device,
+            dtype=dtype,
+            engine=engine,
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+        )
+        return cls(made)
 
     def request(
         self,
@@ -104,17 +102,16 @@ class Medusa:
         end the answer; stop_ids: token ids that do, in place of the model's own. logprobs: how many of the likeliest
         tokens to tell beside each. Raises UsageError for what cannot be.
         """
-        with _in_python():
-            if logprobs is not None and logprobs < 0:
-                raise UsageError(f"logprobs {logprobs} cannot be", "use 0 or more, or None")
-            return Request(
-                tuple(self.encode(prompt, raw=raw)),
-                max_new_tokens,
-                sampling_of(sampling, temperature, top_p, top_k, seed),
-                None if stop_ids is None else frozenset(stop_ids),
-                (stop,) if isinstance(stop, str) else tuple(stop),
-                logprobs,
-            )
+        if logprobs is not None and logprobs < 0:
+            raise UsageError(f"@logprobs {logprobs} cannot be", "use 0 or more, or None")
+        return Request(
+            tuple(self.encode(prompt, raw=raw)),
+            max_new_tokens,
+            sampling_of(sampling, temperature, top_p, top_k, seed),
+            None if stop_ids is None else frozenset(stop_ids),
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            logprobs,
+        )
 
     def stream(self, prompt: Prompt | Request, **rules: Any) -> "Stream":
         """The answer's text as it comes; the rules are those of `request`. The prompt is read before this returns."""
@@ -134,10 +131,10 @@ class Medusa:
     def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Any) -> list[Answer]:
         """The answers to many prompts, batch_size at a time: what each gets alone, drawn with seed plus its number."""
         if batch_size < 1:
-            raise UsageError(f"batch_size {batch_size} is too small", "use 1 or more")
+            raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
         asked = [self._request(prompt, rules) for prompt in prompts]
         replies = [Reply(self.backbone, request.stop_strings) for request in asked]
-        with self._turn, _in_python():
+        with self._turn:
             decoder = self.decoder(max(1, min(batch_size, len(asked))))
             for number, request in enumerate(asked):
                 while not decoder.room:
@@ -173,7 +170,7 @@ class Medusa:
     @contextmanager
     def _turns(self) -> Iterator[list[Decoder]]:
         """One thread at a time, with the decoders of one slot that nobody uses."""
-        with self._turn, _in_python():
+        with self._turn:
             yield self._idle
 
 
@@ -260,15 +257,3 @@ def _message(message: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         raise UsageError(f"{dict(message)!r} is no message", 'give {"role": ..., "content": ...}, both texts')
     return dict(message)
-
-
-@contextmanager
-def _in_python() -> Iterator[None]:
-    """Say errors in this module's words: `--max-new-tokens` is max_new_tokens here, commands to run stay commands."""
-    try:
-        yield
-    except UserError as reason:
-        said = re.sub(r"`[^`]*`|--([a-z][\w-]+)", lambda m: m[1].replace("-", "_") if m[1] else m[0], str(reason))
-        if said == str(reason):
-            raise
-        raise type(reason)(said) from reason

@@ -59,7 +59,7 @@ def assemble(
 ) -> Assembled:
     """Load what was chosen; UserError where drafter, tree and model do not fit.
 
-    on_progress is told of steps that are timed where --tree auto meets a drafter for the first time on this machine.
+    on_progress is told of steps that are timed where the tree auto meets a drafter for the first time on this machine.
     """
     tree = static_tree(choice)
     backbone = load_backbone(
@@ -92,7 +92,7 @@ def static_tree(choice: Choice) -> Tree | None:
         accuracies = _calibration(choice).accuracies
         if choice.static > largest(accuracies):
             there = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
-            raise UsageError(f"--tree static:{choice.static} cannot be", there)
+            raise UsageError(f"@tree static:{choice.static} cannot be", there)
         return search(accuracies, choice.static)
     if choice.tree is None:  # dynamic trees of a number of nodes, or sizes to be found
         return None if choice.auto else Tree.root_only()
@@ -158,7 +158,7 @@ def pace_of(
 
 
 def growth_of(choice: Choice, tree: "Tree | Growth | Pace", drafter: Drafter) -> Growth:
-    """Dynamic trees of as many nodes as --tree says, or as the static tree has, at the calibrated temperatures.
+    """Dynamic trees of as many nodes as were asked for, or as the static tree has, at the calibrated temperatures.
 
     Where `tree --budget auto` made the static tree, it knows from which chance on a node pays on this machine: then
     that alone decides, up to MOST_PAYING nodes.
@@ -184,11 +184,11 @@ def describe(shape: "Tree | Growth | Pace | None") -> str:
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:
-    """UserError for a tree (a file, or what --tree says) that asks for more heads or guesses than the drafter has."""
+    """UserError for a tree (a file, or what names one) that asks for more heads or guesses than the drafter has."""
     if tree.max_depth > drafter.num_heads:
         raise UserError(
             f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",
-            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another --tree",
+            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another @tree",
         )
     vocabulary = len(getattr(drafter, "draft_ids", ())) or None
     if vocabulary is not None and max(tree.widths, default=0) > vocabulary:

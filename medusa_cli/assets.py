@@ -79,11 +79,11 @@ def model_dir(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"--model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
+            raise UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(
-            f"--model {name!r} is no model folder", "give a folder with config.json, a hub id, or a named model"
+            f"@model {name!r} is no model folder", "give a folder with config.json, a hub id, or a named model"
         )
     check_hub(name)
     return name
@@ -92,12 +92,12 @@ def model_dir(name: str) -> str:
 def untrusted(model: str) -> UserError:
     """What to tell of a model that transformers refused as it wants to run Python files of its own."""
     return UserError(
-        f"--model {model!r} needs Python files of its own to be run, and none is",
-        "read them, and give --trust-remote-code if you trust them",
+        f"@model {model!r} needs Python files of its own to be run, and none is",
+        "read them, and give @trust_remote_code if you trust them",
     )
 
 
-def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
+def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
     """Say within seconds that a hub id cannot be had, instead of retrying for half a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -109,12 +109,12 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
         ):
             return
     except HFValidationError as reason:
-        raise UserError(f"{flag} {name!r} is no hub id", "give OWNER/NAME or a local folder") from reason
+        raise UserError(f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder") from reason
     remedy = (
         f"check the name, give a local path, or use the default {DEFAULT_MODEL if kind == 'model' else DEFAULT_SEED!r}"
     )
     if HF_HUB_OFFLINE:
-        raise UserError(f"{flag} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy)
+        raise UserError(f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy)
     import socket
     from urllib.parse import urlparse
 
@@ -128,10 +128,10 @@ def check_hub(name: str, kind: str = "model", flag: str = "--model") -> None:
             socket.create_connection((address.hostname or "", port), timeout=3).close()
         HfApi().repo_info(name, repo_type=kind, timeout=5)
     except HfHubHTTPError as reason:
-        raise UserError(f"{flag} {name!r} was not given by the hub: {str(reason).splitlines()[0]}", remedy) from reason
+        raise UserError(f"{named} {name!r} was not given by the hub: {str(reason).splitlines()[0]}", remedy) from reason
     except Exception as reason:  # the hub client raises whatever its HTTP library does
         raise UserError(
-            f"{flag} {name!r} is not on this machine and the model hub cannot be reached", remedy
+            f"{named} {name!r} is not on this machine and the model hub cannot be reached", remedy
         ) from reason
 
 

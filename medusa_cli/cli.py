@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from medusa_cli import __version__, extras
-from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, explain_os
+from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags
 
 # Each is the function of its name in the file of its name in commands/, which is imported when the command is typed;
 # one that is a word of Python's has an underscore there.
@@ -118,19 +118,19 @@ def explain(reason: Exception) -> tuple[str, int]:
     """What to tell the user about an exception, and the exit code."""
     match reason:
         case UserError():
-            return str(reason), reason.exit_code
+            return in_flags(reason), reason.exit_code
         case typer.TyperException():
             return reason.format_message().rstrip("."), reason.exit_code
         case typer.Abort():
             return "aborted", 1
         case OSError():
-            return explain_os(reason), 1
+            return in_flags(reason), 1
         case ModuleNotFoundError() if said := extras.named(reason.name):
             return said, 1
         case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
             return "no disk space left; free some space or choose another --run, then run again", 1
         case _ if isinstance(reason, MemoryError) or "DefaultCPUAllocator" in str(reason):  # so torch says it
-            return OUT_OF_MEMORY, 1
+            return in_flags(OUT_OF_MEMORY), 1
         case _ if type(reason).__name__ == "OutOfMemoryError":  # torch's, which must not be imported here
             return "the device is out of memory; use a smaller batch, --load-in-4bit, or --device cpu", 1
     said = f"{type(reason).__name__}: {reason}".removesuffix(": ")

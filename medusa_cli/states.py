@@ -57,7 +57,7 @@ class StateStore:
         """Rows first .. first + count as bf16 [count, H]; UserError where the file is too short."""
         if first < 0 or first + count > self.rows:
             raise UserError(
-                f"{self.path} ends before state row {first + count}", "distil or train again in a fresh --run"
+                f"{self.path} ends before state row {first + count}", "distil or train again in a fresh @run"
             )
         size = self.rows * self.hidden_size
         whole = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.bfloat16)

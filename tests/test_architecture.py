@@ -1,12 +1,17 @@
 """Imports point one way, nothing is imported by star, and what the command line starts with stays light."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+
+from medusa_cli.errors import in_flags
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
 # What is exported beside a model is no part of the package: transformers alone runs it.
@@ -114,6 +119,46 @@ def test_only_the_screen_prints(path: Path) -> None:
     calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     printed = [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert not printed, f"print() in lines {printed}: return it, or use console"
+
+
+# Lines for other programs hold their flags, and so do what pip is started with and a style sheet's variables.
+LAUNCHED = ("vllm serve", "python -m sglang.launch_server", "python convert_hf_to_gguf.py")
+FOREIGN = {"assets", "benchmarks.ink"}
+SPOKEN = {"cli", "commands", "options", "console"}
+CORE = [path for path in MODULES if parts(path)[0] not in SPOKEN and ".".join(parts(path)) not in FOREIGN]
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Each string of a module, what an f-string fills in left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "...".join(one.value for one in node.values if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        yield from texts(node) if not isinstance(node, ast.JoinedStr) else ()
+
+
+def test_the_core_names_settings_and_no_flags() -> None:
+    """A command to type stands in backticks; what else says --word would be wrong in Python and over HTTP."""
+    for path in CORE:
+        for line, text in texts(ast.parse(path.read_text(encoding="utf-8"))):
+            if not any(one in text for one in LAUNCHED):
+                said = re.search(r"(?<![\w-])--[a-z]", re.sub(r"`[^`]*`", "", text))
+                assert not said, f"{path.name}, line {line}: {text}"
+
+
+def test_every_setting_that_an_error_names_is_one() -> None:
+    """On the command line or in Python: @max_new_tokens becomes --max-new-tokens, which must be there."""
+    from medusa_cli import cli
+    from medusa_cli.api import Medusa
+
+    commands = typer.main.get_command(cli.app).commands.values()
+    known = {flag for one in commands for option in one.params for flag in option.opts + option.secondary_opts}
+    known |= {in_flags(f"@{name}") for name in inspect.signature(Medusa.request).parameters}
+    for path in MODULES:
+        for line, text in texts(ast.parse(path.read_text(encoding="utf-8"))):
+            named = re.findall(r"(?<!\S)@[a-z]\w*(?![\w/@-])", re.sub(r"`[^`]*`", "", text))
+            assert {in_flags(name) for name in named if not name.endswith("_")} <= known, f"{path.name}, line {line}"
 
 
 FIRST = [path for path in MODULES if parts(path)[0] in {"cli", "__main__", "commands"} | SCREEN | LEAVES]

@@ -239,7 +239,7 @@ def test_seconds_of_all_rows_add_up_to_no_more_than_the_whole() -> None:
 
 def test_what_cannot_be_batched_is_refused() -> None:
     backbone = tiny_backbone(positions=32)
-    with pytest.raises(UsageError, match="--batch-size 0"):
+    with pytest.raises(UsageError, match="batch_size 0"):
         together(backbone, None, None, size=0)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):
         together(backbone, None, None, [[5], [5] * 40])

@@ -100,9 +100,9 @@ def test_the_temperature_that_fits_is_found(heat: float) -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     oracle = Oracle((0, 0))
     backbone = tiny_backbone()
-    with pytest.raises(UsageError, match="--top 0 is too small"):
+    with pytest.raises(UsageError, match="top 0 is too small"):
         calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=0)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="--top 65 is more than the 64 tokens"):
+    with pytest.raises(UsageError, match="top 65 is more than the 64 tokens"):
         calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=65)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no conversation is held out"):
         calibrate(backbone, oracle, dataset_of(), top=3)  # type: ignore[arg-type]

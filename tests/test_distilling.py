@@ -155,7 +155,7 @@ def test_files_without_a_conversation_are_refused(tmp_path: Path, text: str, mes
 
 
 def test_a_missing_seed_file_is_named() -> None:
-    with pytest.raises(UserError, match="--seed 'nowhere.jsonl' does not exist"):
+    with pytest.raises(UserError, match="seed 'nowhere.jsonl' does not exist"):
         read_seeds("nowhere.jsonl")
 
 

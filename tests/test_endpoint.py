@@ -174,7 +174,7 @@ def test_the_first_name_that_the_server_knows_is_taken(server: Server, model: st
     endpoint = Endpoint([server.url], "", Tokenizer(model), first_pause=0.01)
     endpoint.find(["first", "second", "third"])
     assert endpoint.model == "second" and len(server.requests) == 2
-    with pytest.raises(UserError, match="'first': status 404.*; give the name .* as --endpoint-model"):
+    with pytest.raises(UserError, match="'first': status 404.*; give the name .* as endpoint_model"):
         endpoint.find(["first", "third"])
     assert endpoint.listed() == ["served"]
 

@@ -103,7 +103,7 @@ def test_the_flag_runs_it_and_the_greeting_says_so(tmp_path: Path) -> None:
 
 def test_a_servers_tokenizer_is_loaded_without_its_code(tmp_path: Path) -> None:
     model = booby_trapped(tmp_path / "model", "own-kind")
-    with pytest.raises(UserError, match="--trust-remote-code"):
+    with pytest.raises(UserError, match="trust_remote_code"):
         Tokenizer(model)
     assert not (tmp_path / "model" / "ran").exists()
     assert Tokenizer(model, trust_remote_code=True).hidden_size == 32

@@ -219,7 +219,7 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
     backbone = tiny_backbone(positions=32)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):
         next(generate_plain(backbone, [5] * 40, max_new_tokens=5))
-    with pytest.raises(UsageError, match="--max-new-tokens 0"):
+    with pytest.raises(UsageError, match="max_new_tokens 0"):
         next(generate_plain(backbone, PROMPT, max_new_tokens=0))
     with pytest.raises(UserError, match="empty"):
         next(generate_plain(backbone, [], max_new_tokens=5))

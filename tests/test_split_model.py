@@ -198,7 +198,7 @@ def test_what_cannot_be_split_is_refused(words: list[str], place: dict, size: in
 
 
 def test_an_engine_and_a_network_that_cannot_be_split_are_refused() -> None:
-    with pytest.raises(UsageError, match="--engine fast cannot run layers split"):
+    with pytest.raises(UsageError, match="engine fast cannot run layers split"):
         load_backbone("x", engine="fast", shard=True)
     config = SimpleNamespace(model_type="odd", get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
     with pytest.raises(UserError, match="'odd' has no list of layers to split"):

@@ -154,7 +154,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(
             f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
-            "give the --model it was trained with",
+            "give the @model it was trained with",
         ) from reason
 
 

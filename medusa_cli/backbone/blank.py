@@ -54,7 +54,7 @@ def blank_config(name: str) -> Any:
 
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
-        raise UsageError(f"--model {name!r}: there is no shape of the name {shape!r}", f"use {', '.join(SHAPES)}")
+        raise UsageError(f"@model {name!r}: there is no shape of the name {shape!r}", f"use {', '.join(SHAPES)}")
     return LlamaConfig(**SHAPES[shape], dtype="bfloat16")
 
 

@@ -128,7 +128,7 @@ def _extend(speaker: Speaker, tokens: list[int], text: str, messages: list[dict[
     if not longer.startswith(text):
         raise UserError(
             f"the chat template of {speaker.id!r} rewrites earlier turns, so answers have no fixed place",
-            "use --data with single-turn conversations, or data made by `medusa distill`",
+            "use @data with single-turn conversations, or data made by `medusa distill`",
         )
     # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole if it can be.
     whole = speaker.tokenizer.encode(longer, add_special_tokens=False)

@@ -39,9 +39,9 @@ def load_network(
     place = resolve_device(device)
     kind = resolve_dtype(dtype, model, place, trust_remote_code)
     if load_in_4bit or load_in_8bit:
-        extras.need("quant", "--load-in-4bit" if load_in_4bit else "--load-in-8bit")
+        extras.need("quant", "@load_in_4bit" if load_in_4bit else "@load_in_8bit")
     if load_in_4bit and load_in_8bit:
-        raise UsageError("--load-in-4bit and --load-in-8bit exclude each other", "give one of them")
+        raise UsageError("@load_in_4bit and @load_in_8bit exclude each other", "give one of them")
     options: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}
     options["use_safetensors"] = True  # a pickle may hold any code
     if load_in_4bit or load_in_8bit:
@@ -56,7 +56,7 @@ def load_network(
         options["device_map"] = {"": place}
     if model.startswith(blank.PREFIX):
         if "quantization_config" in options:
-            raise UsageError(f"--model {model!r} is not quantised", "leave --load-in-4bit and --load-in-8bit out")
+            raise UsageError(f"@model {model!r} is not quantised", "leave @load_in_4bit and @load_in_8bit out")
         return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
     source = assets.model_dir(model)
     check_config(source)
@@ -90,31 +90,31 @@ def _placed(network: Any, place: str, shard: bool) -> Any:
 
 
 def resolve_device(device: str) -> str:
-    """The torch device a --device value stands for; UsageError where it is unknown or absent."""
+    """The torch device a value of device stands for; UsageError where it is unknown or absent."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
     except RuntimeError as reason:
-        raise UsageError(f"--device {device!r} is no device", "use auto, cpu, cuda or cuda:N") from reason
+        raise UsageError(f"@device {device!r} is no device", "use auto, cpu, cuda or cuda:N") from reason
     absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if absent.get(place.type):
         name = place.type.upper()
-        raise UsageError(f"--device {device!r}: this machine has no usable {name} device", "use --device cpu or auto")
+        raise UsageError(f"@device {device!r}: this machine has no usable {name} device", "use @device cpu or auto")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         most = torch.cuda.device_count() - 1
-        raise UsageError(f"--device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{most}")
+        raise UsageError(f"@device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{most}")
     return device
 
 
 def resolve_dtype(dtype: str, model: str, place: str, trust_remote_code: bool = False) -> torch.dtype:
-    """The torch dtype a --dtype value stands for; UsageError where it is unknown."""
+    """The torch dtype a value of dtype stands for; UsageError where it is unknown."""
     if dtype == "auto":
         own = checkpoint_dtype(model, trust_remote_code)
         slow = torch.device(place).type == "cpu" and (own == torch.float16 or not has_bf16())
         return torch.float32 if slow else own
     if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
+        raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -155,7 +155,7 @@ def unloadable(model: str, reason: Exception) -> UserError:
         return assets.untrusted(model)
     first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
     return UserError(
-        f"--model {model!r} could not be loaded: {first}",
+        f"@model {model!r} could not be loaded: {first}",
         f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {assets.DEFAULT_MODEL!r}",
     )
 

@@ -43,6 +43,6 @@ def _layers(network: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return list(module)
     raise UserError(
-        f"--shard: the model type {network.config.model_type!r} has no list of layers to split",
-        "train without --shard",
+        f"@shard: the model type {network.config.model_type!r} has no list of layers to split",
+        "train without @shard",
     )

@@ -43,7 +43,7 @@ def check_complete(info: dict[str, Any], model: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
-            f"--model {model!r}: its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}",
+            f"@model {model!r}: its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}",
             "get the model again",
         )
 
@@ -55,7 +55,7 @@ def check_ends(owners: Sequence[Any], model: str) -> None:
         if not all(
             type(one) is int for one in (found if isinstance(found, list) else [] if found is None else [found])
         ):
-            raise UserError(f"--model {model!r}: eos_token_id={shown(found)} is no token id", "get the model again")
+            raise UserError(f"@model {model!r}: eos_token_id={shown(found)} is no token id", "get the model again")
 
 
 @torch.no_grad()
@@ -70,13 +70,11 @@ def check_finite(network: Any, model: str) -> None:
         if isinstance(reason, torch.OutOfMemoryError):
             raise
         said = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        raise UserError(
-            f"--model {model!r} cannot be run: {said}", "check its config.json, or get it again"
-        ) from reason
+        raise UserError(f"@model {model!r} cannot be run: {said}", "check its config.json, or get it again") from reason
     if not finite:
         kind = str(rows.dtype).removeprefix("torch.")
         raise UserError(
-            f"--model {model!r} computes numbers that are not finite in {kind}: its weights are damaged, or need more "
+            f"@model {model!r} computes numbers that are not finite in {kind}: its weights are damaged, or need more "
             "range",
-            "get the model again, or try --dtype fp32",
+            "get the model again, or try @dtype fp32",
         )

@@ -110,7 +110,7 @@ def tally(
 class Judge:
     """An OpenAI-compatible server's model; a key in MEDUSA_API_KEY goes along as a bearer token.
 
-    Raises UserError, naming the flag, where the server does not answer or refuses.
+    Raises UserError, naming the judge, where the server does not answer or refuses.
     """
 
     def __init__(self, url: str, model: str, key: str | None = None) -> None:
@@ -132,13 +132,13 @@ class Judge:
             reply = self._session.post(self.address, json=body, timeout=(10, 600))
             if reply.status_code != 200:
                 said = " ".join(reply.text.split())[:200]
-                remedy = "check --judge-model and MEDUSA_API_KEY"
-                raise UserError(f"--judge {self.address} answered {reply.status_code}: {said}", remedy)
+                remedy = "check @judge_model and MEDUSA_API_KEY"
+                raise UserError(f"@judge {self.address} answered {reply.status_code}: {said}", remedy)
             return str(reply.json()["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError, requests.exceptions.JSONDecodeError) as reason:
-            what = f"--judge {self.address} gave no chat completion"
+            what = f"@judge {self.address} gave no chat completion"
             raise UserError(what, "give an OpenAI-compatible server") from reason
         except (requests.RequestException, ValueError) as reason:
             raise UserError(
-                f"--judge {self.address} does not answer ({type(reason).__name__})", "start it, or mend the address"
+                f"@judge {self.address} does not answer ({type(reason).__name__})", "start it, or mend the address"
             ) from reason

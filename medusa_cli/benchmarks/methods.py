@@ -37,7 +37,7 @@ class Method(Protocol):
 
 
 def parse_methods(text: str) -> list[str]:
-    """The names of --methods hf,ar,medusa in order, each once."""
+    """The names in a list such as hf,ar,medusa, in order, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
@@ -46,7 +46,7 @@ def check_names(text: str, names: Sequence[str], also: Collection[str] = ()) -> 
     unknown = [name for name in names if name not in METHODS and name not in also]
     if unknown or not names:
         raise UsageError(
-            f"--methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
+            f"@methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
         )
 
 
@@ -54,20 +54,20 @@ def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
     """UsageError where llama.cpp is not installed, has no file to read, or would not decode greedily."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise UsageError(
-            "--methods llama.cpp: the package llama-cpp-python is not installed",
+            "@methods llama.cpp: the package llama-cpp-python is not installed",
             "install it (it is compiled for minutes), or leave the method out",
         )
     if gguf is None and model not in MODELS:
-        raise UsageError(f"--methods llama.cpp: no GGUF file of {model!r} is known", "give --gguf FILE")
+        raise UsageError(f"@methods llama.cpp: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
-        raise UsageError("--methods llama.cpp compares greedy decoding alone", "leave --temperature out")
+        raise UsageError("@methods llama.cpp compares greedy decoding alone", "leave @temperature out")
 
 
 def check_batch(names: Sequence[str]) -> None:
     """UsageError for a method that cannot decode side by side."""
     for name in names:
         if name in ALONE:
-            raise UsageError(f"--methods {name} decodes one sequence at a time", "leave it out, or use --batch-size 1")
+            raise UsageError(f"@methods {name} decodes one sequence at a time", "leave it out, or use @batch_size 1")
 
 
 def build_methods(

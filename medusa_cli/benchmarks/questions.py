@@ -24,7 +24,7 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:
-            raise UsageError(f"--category {name!r} is none of these questions'", f"use some of {', '.join(known)}")
+            raise UsageError(f"@category {name!r} is none of these questions'", f"use some of {', '.join(known)}")
     return [question for question in questions if question.category in names]
 
 
@@ -33,7 +33,7 @@ def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
     if limit is None:
         return list(questions)
     if limit < 1:
-        raise UsageError(f"--limit {limit} is too small", "use 1 or more")
+        raise UsageError(f"@limit {limit} is too small", "use 1 or more")
     groups: dict[str, list[int]] = {}
     for place, question in enumerate(questions):
         groups.setdefault(question.category, []).append(place)

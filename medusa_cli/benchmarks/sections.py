@@ -153,7 +153,7 @@ def trees(sources: Sequence[Measured]) -> Section:
         section.charts.append(Chart(tree_hits(Tree.from_json(shape), hits, title), wide=True))
     if section.charts:
         section.words = "Numbers in the nodes are ranks of the guess; a node that is hardly ever accepted costs a row."
-    return _silent(section, silent, "no static tree (--tree static), or no record of its nodes")
+    return _silent(section, silent, "no static tree, or no record of its nodes")
 
 
 def parting(sources: Sequence[Measured]) -> Section | None:

@@ -36,7 +36,7 @@ def read_questions(source: str | Path) -> tuple[list[Question], int]:
             questions.append(question)
     if not questions:
         raise UserError(
-            f"--questions {str(source)!r} holds no usable question ({skipped} records skipped)",
+            f"@questions {str(source)!r} holds no usable question ({skipped} records skipped)",
             f"each record needs the user's words under one of {', '.join(WORDS)}",
         )
     if {question.category for question in questions} >= SPEC_BENCH:
@@ -52,7 +52,7 @@ def _records(source: str) -> Iterator[Any]:
     name, *parts = source.split(":")
     if path.suffix in FORMS or source.startswith((".", "/", "~")) or name.count("/") != 1 or len(parts) > 2:
         remedy = f"give a file ({', '.join(FORMS)}) or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]"
-        raise UserError(f"--questions {source!r} does not exist", remedy)
+        raise UserError(f"@questions {source!r} does not exist", remedy)
     yield from _of_hub(source, name, *parts)
 
 
@@ -64,14 +64,14 @@ def _of_file(path: Path) -> Iterator[Any]:
         try:
             yield from pyarrow.parquet.read_table(path).to_pylist()
         except pyarrow.ArrowException as reason:
-            raise UserError(f"--questions {str(path)!r} is no Parquet file", "check the path") from reason
+            raise UserError(f"@questions {str(path)!r} is no Parquet file", "check the path") from reason
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".json" or (path.suffix != ".txt" and text.lstrip().startswith("[{")):
         try:
             found = parse_json(text)
         except ValueError as reason:
-            raise UserError(f"--questions {str(path)!r} is no JSON: {reason}", "give an array of records") from reason
+            raise UserError(f"@questions {str(path)!r} is no JSON: {reason}", "give an array of records") from reason
         yield from found if isinstance(found, list) else [found]
         return
     for line in text.split("\n"):  # a question may hold any other line break
@@ -90,18 +90,18 @@ def _of_hub(source: str, name: str, config: str | None = None, split: str | None
     """The rows of a hub dataset: the split that is named, else test, validation, train, or the first."""
     from datasets import load_dataset
 
-    assets.check_hub(name, kind="dataset", flag="--questions")
+    assets.check_hub(name, kind="dataset", named="@questions")
     try:
         splits = load_dataset(name, config or None, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         said = " ".join(str(reason).split())
         raise UserError(
-            f"--questions {source!r} could not be loaded from the hub: {said}", "name the config as OWNER/NAME:CONFIG"
+            f"@questions {source!r} could not be loaded from the hub: {said}", "name the config as OWNER/NAME:CONFIG"
         ) from reason
     usual = (one for one in ("test", "validation", "train", *splits) if one in splits)
     chosen = split or next(usual)
     if chosen not in splits:
-        raise UserError(f"--questions {source!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
+        raise UserError(f"@questions {source!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
     yield from splits[chosen]
 
 

@@ -33,8 +33,8 @@ def find_rivals(names: list[str], model: str | None, run: str | None, tree: str 
         else:
             place = run or "NAME"
             raise UserError(
-                f"--methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
-                f"train one with `medusa train drafter={name} --run runs/{place}/{name}`, and give --run {place}",
+                f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
+                f"train one with `medusa train drafter={name} --run runs/{place}/{name}`, and give @run {place}",
             )
     return found
 

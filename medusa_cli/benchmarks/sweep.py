@@ -37,9 +37,9 @@ AXES = {
 
 
 def parse_values(name: str, text: str | None) -> list[float]:
-    """The values of --values 2,4,8 for an axis, rising, its usual ones for None; UsageError for what cannot be one."""
+    """An axis's values in a list such as 2,4,8, rising, its usual ones for None; UsageError where one cannot be."""
     if name not in AXES:
-        raise UsageError(f"--sweep {name!r} is unknown", f"use one of {', '.join(AXES)}")
+        raise UsageError(f"@sweep {name!r} is unknown", f"use one of {', '.join(AXES)}")
     axis, found = AXES[name], set[float]()
     for word in text.split(",") if text is not None else ():
         try:
@@ -48,7 +48,7 @@ def parse_values(name: str, text: str | None) -> list[float]:
             value = float("nan")
         if not axis.least <= value < float("inf") or (axis.whole and value != int(value)):
             kind = "a whole number" if axis.whole else "a number"
-            raise UsageError(f"--values {text!r}: {word.strip()!r} cannot be", f"use {kind} of {axis.least:g} or more")
+            raise UsageError(f"@values {text!r}: {word.strip()!r} cannot be", f"use {kind} of {axis.least:g} or more")
         found.add(value)
     return sorted(found) if text is not None else list(axis.values)
 

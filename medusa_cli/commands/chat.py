@@ -10,7 +10,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.commands.history import check_system, fit
-from medusa_cli.errors import INTERRUPTED, UserError, explain_os
+from medusa_cli.errors import INTERRUPTED, UserError, in_flags
 
 MAX_NEW_TOKENS = 512
 HELP = """/help          this list
@@ -144,7 +144,7 @@ class Session:
                 else:
                     self.answer(line)
             except (UserError, OSError) as reason:
-                console.error(explain_os(reason) if isinstance(reason, OSError) else str(reason))
+                console.error(in_flags(reason))
                 failed = not ask
 
     def command(self, line: str) -> bool:

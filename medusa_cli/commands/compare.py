@@ -86,7 +86,7 @@ def _row(name: str) -> dict[str, Any]:
     from medusa_cli.runs.run import Run
     from medusa_cli.training.log import NAME, read_log
 
-    run = Run.open(name, flag="RUN")
+    run = Run.open(name, named="RUN")
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")

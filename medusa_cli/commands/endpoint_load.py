@@ -18,7 +18,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED, model_dir
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, in_flags
 
 # Answers come in seconds; a model may take longer to load.
 STARTS_WITHIN = 300
@@ -147,5 +147,5 @@ if __name__ == "__main__":
     try:
         typer.run(endpoint_load)
     except UserError as reason:
-        console.error(str(reason))
+        console.error(in_flags(reason))
         sys.exit(reason.exit_code)

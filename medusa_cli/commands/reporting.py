@@ -81,7 +81,7 @@ def bench_of(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".json":
         return path
-    folder = Run.open(name, flag="RUN").bench_dir
+    folder = Run.open(name, named="RUN").bench_dir
     found = sorted(one for one in folder.glob("*.json") if not one.name.startswith("sweep-"))
     if not found:
         raise UserError(f"{folder} holds no bench", f"run `medusa bench --run {name}` first")

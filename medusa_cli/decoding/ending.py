@@ -22,7 +22,7 @@ class Ending:
         stop_strings: Sequence[str],
     ) -> None:
         if max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {max_new_tokens} is too small", "use 1 or more")
+            raise UsageError(f"@max_new_tokens {max_new_tokens} is too small", "use 1 or more")
         if not prompt:
             raise UserError("the prompt is empty", "give at least one token")
         if len(prompt) >= backbone.max_positions:

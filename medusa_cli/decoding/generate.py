@@ -98,7 +98,7 @@ def generate_batch(
     Every prompt gets what it would get alone, drawn with the seed plus its number.
     """
     if batch_size < 1:
-        raise UsageError(f"--batch-size {batch_size} is too small", "use 1 or more")
+        raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
     stop_ids = None if stop_ids is None else frozenset(stop_ids)  # read by every prompt
     decoder = Decoder(backbone, drafter, tree, slots=max(1, min(batch_size, len(prompts))))
     for number, prompt in enumerate(prompts):

@@ -24,19 +24,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UsageError(f"--sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
+            raise UsageError(f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
         if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"--temperature {self.temperature} cannot be", "use 0 for greedy, or a positive number")
+            raise UsageError(f"@temperature {self.temperature} cannot be", "use 0 for greedy, or a positive number")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p {self.top_p} cannot be", "use a number above 0 and at most 1")
+            raise UsageError(f"@top_p {self.top_p} cannot be", "use a number above 0 and at most 1")
         if self.top_k < 0:
-            raise UsageError(f"--top-k {self.top_k} cannot be", "use 0 for no cut, or a positive number")
-        cuts = {"--top-p": self.top_p if self.top_p < 1 else None, "--top-k": self.top_k or None}
-        for flag, value in cuts.items():
+            raise UsageError(f"@top_k {self.top_k} cannot be", "use 0 for no cut, or a positive number")
+        cuts = {"@top_p": self.top_p if self.top_p < 1 else None, "@top_k": self.top_k or None}
+        for name, value in cuts.items():
             if self.mode == "typical" and value is not None:
                 raise UsageError(
-                    f"{flag} {value} says nothing to --sampling typical, whose own rule cuts off unlikely tokens",
-                    f"leave {flag} out, or use --sampling exact",
+                    f"{name} {value} says nothing to @sampling typical, whose own rule cuts off unlikely tokens",
+                    f"leave {name} out, or use @sampling exact",
                 )
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
             raise UsageError(
@@ -52,7 +52,7 @@ class Sampling:
 def sampling_of(
     mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
 ) -> Sampling:
-    """The decoding rule the sampling flags ask for; a temperature alone means exact sampling."""
+    """The decoding rule the words for sampling ask for; a temperature alone means exact sampling."""
     heat = temperature if temperature is not None else (0.7 if mode in ("exact", "typical") else 0.0)
     kind = mode or ("exact" if heat > 0 else "greedy")
     return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)

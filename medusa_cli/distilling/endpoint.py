@@ -76,13 +76,13 @@ class Endpoint:
                 self._session.get(f"{server.url}/v1/models", timeout=5.0)
             except ValueError as reason:  # what requests raises for addresses it cannot read
                 raise UserError(
-                    f"--endpoint {server.url} is no address", "give one such as http://localhost:8000"
+                    f"@endpoint {server.url} is no address", "give one such as http://localhost:8000"
                 ) from reason
             except requests.RequestException as reason:
                 silent.append(f"{server.url} does not answer ({type(reason).__name__})")
                 self._rest(server, time.monotonic())
         if len(silent) == len(self._servers):
-            raise UserError(f"--endpoint {', '.join(silent)}", "start it, or mend the address")
+            raise UserError(f"@endpoint {', '.join(silent)}", "start it, or mend the address")
         return silent
 
     def listed(self) -> list[str]:
@@ -105,8 +105,8 @@ class Endpoint:
             except UserError as reason:
                 reasons.append(f"{name!r}: {reason.message}")
         raise UserError(
-            f"--endpoint {self.urls[0]} does not answer for the model {'; '.join(reasons)}",
-            "give the name it serves the model under as --endpoint-model",
+            f"@endpoint {self.urls[0]} does not answer for the model {'; '.join(reasons)}",
+            "give the name it serves the model under as @endpoint_model",
         )
 
     def stop(self) -> None:

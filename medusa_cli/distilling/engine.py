@@ -38,18 +38,18 @@ class Settings:
     self_talk: bool = False
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--max-new-tokens", self.max_new_tokens, 1),
-            ("--max-turns", self.max_turns, 1),
-            ("--temperature", self.temperature, 0.0),
-            ("--batch-size", self.batch_size, 1),
+        for name, value, least in (
+            ("@max_new_tokens", self.max_new_tokens, 1),
+            ("@max_turns", self.max_turns, 1),
+            ("@temperature", self.temperature, 0.0),
+            ("@batch_size", self.batch_size, 1),
         ):
             if value < least:
-                raise UsageError(f"{flag} {value} is too small", f"use {least} or more")
+                raise UsageError(f"{name} {value} is too small", f"use {least} or more")
         if self.max_new_tokens >= self.capacity:
             raise UsageError(
-                f"--max-new-tokens {self.max_new_tokens} leaves no room for a prompt in --context {self.capacity}",
-                "lower --max-new-tokens or raise --context",
+                f"@max_new_tokens {self.max_new_tokens} leaves no room for a prompt in @context {self.capacity}",
+                "lower @max_new_tokens or raise @context",
             )
 
 

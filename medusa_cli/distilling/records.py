@@ -41,7 +41,7 @@ class RecordWriter:
         if self.states.rows < rows:
             raise UserError(
                 f"{run.states_path} holds {self.states.rows} state rows, but {self.path} names {rows}",
-                "the two files do not belong together: distil into another --run",
+                "the two files do not belong together: distil into another @run",
             )
         self.states.truncate(rows)
         self.stream = self.path.open("a", encoding="utf-8")
@@ -70,7 +70,7 @@ class RecordWriter:
             except ValueError as reason:
                 raise UserError(
                     f"{self.path} line {number} is no conversation of `medusa distill`",
-                    "mend or delete that line, or choose another --run",
+                    "mend or delete that line, or choose another @run",
                 ) from reason
             whole += len(text)
         with self.path.open("r+b") as out:
@@ -153,5 +153,5 @@ def _check_header(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
         if old.get(key) != new.get(key):
             raise UserError(
                 f"{path} was distilled with {key} {json.dumps(old.get(key))}, not {json.dumps(new.get(key))}",
-                "repeat the earlier flags to resume it, or choose another --run",
+                "repeat the earlier settings to resume it, or choose another @run",
             )

@@ -65,7 +65,7 @@ def read_seeds(source: str) -> tuple[list[Seed], SeedReport]:
     if not seeds:
         why = f" ({report})" if report.skipped or report.cut_off else ""
         raise UserError(
-            f"--seed {source!r} holds no usable conversation{why}",
+            f"@seed {source!r} holds no usable conversation{why}",
             'each record needs "conversations" (from/value) or "messages" (role/content) with a user turn',
         )
     return seeds, report
@@ -81,7 +81,7 @@ def _records(source: str, report: SeedReport) -> Iterator[Any]:
     path = Path(source).expanduser()
     if path.is_file():
         if path.stat().st_size == 0:
-            raise UserError(f"--seed {source!r} is empty", "give a file with conversations")
+            raise UserError(f"@seed {source!r} is empty", "give a file with conversations")
         with path.open("rb") as stream:
             head = stream.read(4096).lstrip()
         yield from _json_array(path, report) if head.startswith(b"[") else _json_lines(path, report)
@@ -89,7 +89,7 @@ def _records(source: str, report: SeedReport) -> Iterator[Any]:
     looks_local = path.suffix in {".json", ".jsonl"} or source.startswith((".", "/", "~")) or source.count("/") != 1
     if looks_local:
         raise UserError(
-            f"--seed {source!r} does not exist",
+            f"@seed {source!r} does not exist",
             f"give one of {', '.join(NAMED)}, a .json or .jsonl file, or a hub dataset OWNER/NAME",
         )
     yield from _hub_rows(source)
@@ -105,7 +105,7 @@ def _json_array(path: Path, report: SeedReport) -> Iterator[Any]:
         except ijson.IncompleteJSONError:
             report.cut_off = True
         except (ijson.JSONError, ValueError) as reason:  # no JSON or no UTF-8
-            raise UserError(f"--seed {str(path)!r} is no JSON: {reason}", "give a JSON array or JSONL") from reason
+            raise UserError(f"@seed {str(path)!r} is no JSON: {reason}", "give a JSON array or JSONL") from reason
 
 
 def _json_lines(path: Path, report: SeedReport) -> Iterator[Any]:
@@ -123,12 +123,12 @@ def _hub_rows(name: str) -> Iterator[Any]:
     """The rows of a hub dataset's training split (its first split where there is none of that name)."""
     from datasets import load_dataset
 
-    assets.check_hub(name, kind="dataset", flag="--seed")
+    assets.check_hub(name, kind="dataset", named="@seed")
     try:
         splits = load_dataset(name, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         raise UserError(
-            f"--seed {name!r} could not be loaded from the hub: {str(reason).splitlines()[0]}",
+            f"@seed {name!r} could not be loaded from the hub: {str(reason).splitlines()[0]}",
             f"check the name, or use one of {', '.join(NAMED)} or a file",
         ) from reason
     yield from splits["train" if "train" in splits else next(iter(splits))]

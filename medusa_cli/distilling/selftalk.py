@@ -21,8 +21,8 @@ def check_self_talk(backbone: Backbone) -> None:
     if not after or after[0] not in backbone.eos_ids:
         why = "cannot be cut before a user's turn" if cut is None else "ends a user's turn without an end token"
         raise UserError(
-            f"--self-talk: the chat template of {backbone.id!r} {why}",
-            "leave --self-talk out and use a seed with several human turns",
+            f"@self_talk: the chat template of {backbone.id!r} {why}",
+            "leave @self_talk out and use a seed with several human turns",
         )
 
 

@@ -50,7 +50,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
         raise UserError(
             f"the drafter in {folder} is for hidden size {widths[0]} and vocabulary {widths[1]}, "
             f"the model {backbone.id!r} has {backbone.hidden_size} and {backbone.vocab_size}",
-            "give the drafter's own --model or another --drafter",
+            "give the drafter's own @model or another @drafter",
         )
     made_for = config.provenance.identity
     if made_for:
@@ -60,6 +60,6 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
             had, has = (f"adapter {one}" if one else "no adapter" for one in both)
             raise UserError(
                 f"the drafter in {folder} was trained for the model with {had}, which was loaded with {has}",
-                "give the --run that holds drafter and adapter together",
+                "give the @run that holds drafter and adapter together",
             )
     return kind.load(Path(folder), backbone)

@@ -19,10 +19,10 @@ T = TypeVar("T", bound="HeadDrafter")
 
 def read_heads(kind: type[T], folder: Path, backbone: Backbone) -> T:
     """The drafter in a folder, in fp32 on the CPU; UserError where its files cannot be used."""
-    path, remedy = folder / "config.json", "train it again, or give another --drafter"
+    path, remedy = folder / "config.json", "train it again, or give another @drafter"
     config = convert(kind.read_config(read_object(path, WHAT)), kind.config_class, f"{WHAT} {path}", remedy)
     if (config.hidden_size, config.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
-        raise UserError(f"{WHAT} {path} has other sizes than the model {backbone.id!r}", "give its own --model")
+        raise UserError(f"{WHAT} {path} has other sizes than the model {backbone.id!r}", "give its own @model")
     kind.check_fit(config, backbone)
     with torch.device("meta"):  # the sizes that the file must have, before there is any memory for them
         shapes = {name: tuple(one.shape) for name, one in kind(config).named_weights().items()}

@@ -273,7 +273,7 @@ class Eagle(HeadDrafter):
         if not taps or list(taps) != sorted(set(taps)) or not all(1 <= one < backbone.num_layers for one in taps):
             raise UserError(
                 f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
-                "give the drafter's own --model",
+                "give the drafter's own @model",
             )
 
 

@@ -89,7 +89,7 @@ class HydraHeads(HeadDrafter):
         if list(taps) != sorted(set(taps)) or any(layer >= backbone.num_layers for layer in taps):
             raise UserError(
                 f"the drafter reads states after the layers {list(taps)}, the model has {backbone.num_layers} layers",
-                "give the drafter's own --model",
+                "give the drafter's own @model",
             )
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ def load_backbone(
     load_network's. Raises UserError for what cannot be found or used.
     """
     if engine not in ENGINES:
-        raise UsageError(f"--engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
+        raise UsageError(f"@engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
     if shard and engine not in ("auto", "eager"):
-        raise UsageError(f"--engine {engine} cannot run layers split by --shard", "leave one of them out")
+        raise UsageError(f"@engine {engine} cannot run layers split by @shard", "leave one of them out")
     quantised = load_in_4bit or load_in_8bit
     given: dict[str, Any] = {
         "device": device,
@@ -71,7 +71,7 @@ def load_backbone(
 
     foreign = trust_remote_code and has_own_code(model)  # whose layers no other engine knows
     if foreign and engine not in ("auto", "eager"):
-        raise UsageError(f"--engine {engine} cannot run the own code of {model!r}", "use --engine auto or eager")
+        raise UsageError(f"@engine {engine} cannot run the own code of {model!r}", "use @engine auto or eager")
     if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
         kernel = choose_kernel(model, resolve_device(device), dtype, engine, rows)
         try:
@@ -108,9 +108,9 @@ def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = No
 
 
 def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
-    """The kernel that --dtype and --engine come to on a device; UsageError for those that contradict each other."""
+    """The kernel that dtype and engine come to on a device; UsageError for those that contradict each other."""
     if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
+        raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     place, own = torch.device(device), checkpoint_dtype(model)
     if engine in BITS:
         check_rounding(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
@@ -134,14 +134,14 @@ def check_rounding(engine: str, dtype: torch.dtype, device: torch.device) -> Non
     """UsageError where an engine of rounded weights has no kernels."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         raise UsageError(
-            f"--engine {engine} rounds bf16 weights on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
-            "use --dtype bf16 --device cpu, or --load-in-8bit",
+            f"@engine {engine} rounds bf16 weights on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
+            "use @dtype bf16 @device cpu, or @load_in_8bit",
         )
 
 
 def refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
     """What to tell of an engine that cannot run a model."""
-    return UsageError(f"--engine {engine} cannot run the model {model!r}: {reason}", "use --engine auto or eager")
+    return UsageError(f"@engine {engine} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
 
 
 def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:

@@ -35,7 +35,7 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> E
     if source.kind != KIND:
         raise UserError(
             f"{source.run.drafter_dir} is a {source.kind} drafter, and this layout is for {KIND} ones",
-            "use --to hf, which takes it, or a --run with an eagle drafter (`medusa train drafter=eagle`)",
+            "use @to hf, which takes it, or a @run with an eagle drafter (`medusa train drafter=eagle`)",
         )
     config = _config(source)
     maps = {"d2t": (config["draft_vocab_size"],), "t2d": (config["vocab_size"],)}
@@ -208,7 +208,7 @@ def _taps(plain: dict[str, Any], base: Base) -> list[int]:
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or [2, depth // 2, depth - 3]
     if not isinstance(taps, list) or not all(type(one) is int and 1 <= one < depth for one in taps):
         raise UserError(
-            f"the drafter reads the layers {taps}, the model has {depth}", "give the --model it was made for"
+            f"the drafter reads the layers {taps}, the model has {depth}", "give the @model it was made for"
         )
     return taps
 

@@ -26,11 +26,11 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give an empty folder to fill, which becomes `folder` once its checksums are written; UserError where that holds
     anything but an earlier export and `overwrite` is not set."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {folder} is a file", "give the name of a new folder")
+        raise UserError(f"@output {folder} is a file", "give the name of a new folder")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise UserError(f"--output {folder} is not empty", "give a new folder, or --overwrite to replace it")
+        raise UserError(f"@output {folder} is not empty", "give a new folder, or @overwrite to replace it")
     if overwrite and folder.is_dir() and any(folder.iterdir()) and not (folder / CHECKSUMS).is_file():
-        raise UserError(f"--output {folder} holds other things than an export", "give a new folder")
+        raise UserError(f"@output {folder} holds other things than an export", "give a new folder")
     with replacing_folder(folder) as part:
         yield part
         for path in part.rglob("*"):

@@ -48,7 +48,7 @@ def import_drafter(place: str, run: str | None = None, model: str | None = None)
     beside = medusa.read_beside(folder)
     owner = model or config.get("base_model_name_or_path") or eagle3.verifier_of(config)
     if not isinstance(owner, str):
-        raise UserError(f"{place} does not say which model its drafter is for", "give --model NAME, FOLDER or ID")
+        raise UserError(f"{place} does not say which model its drafter is for", "give @model NAME, FOLDER or ID")
     base = base_of(owner)
     tensors = _tensors(folder, weights)
     format = _format(tensors, config, place)
@@ -56,7 +56,7 @@ def import_drafter(place: str, run: str | None = None, model: str | None = None)
     check_config(found)
     target = Run.open(run or (Path(place).resolve().stem if Path(place).exists() else Path(place).name), create=True)
     if (target.drafter_dir / "config.json").is_file():
-        raise UserError(f"{target.path} has a drafter already", "give another --run")
+        raise UserError(f"{target.path} has a drafter already", "give another @run")
     _write(found, base, target, {"from": str(place), "format": format})
     heads = found.config.get("num_heads") or found.config["medusa_num_heads"]
     return Arrived(target, found.kind, format, heads, found.calibration is not None, found.notes)
@@ -99,8 +99,14 @@ def _fetched(place: str) -> tuple[Path, Path | None]:
         raise UserError(f"{place} does not exist", "give a folder, a file of weights, or a hub id OWNER/NAME")
     from huggingface_hub import snapshot_download
 
-    assets.check_hub(place, flag="PATH|ID")
-    wanted = ["config.json", medusa.BESIDE, medusa.NARROW, INDEX, *(f"{name}{suffix}" for name in FILES for suffix in SUFFIXES)]
+    assets.check_hub(place, named="PATH|ID")
+    wanted = [
+        "config.json",
+        medusa.BESIDE,
+        medusa.NARROW,
+        INDEX,
+        *(f"{name}{suffix}" for name in FILES for suffix in SUFFIXES),
+    ]
     return Path(snapshot_download(place, allow_patterns=[*wanted, "model-*.safetensors"])), None
 
 

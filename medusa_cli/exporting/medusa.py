@@ -35,13 +35,13 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> E
     if source.kind != MedusaHeads.name:
         raise UserError(
             f"{source.run.drafter_dir} is a {source.kind} drafter, and this layout is for medusa heads",
-            "use --to hf, which takes it, or a --run with medusa heads",
+            "use @to hf, which takes it, or a @run with medusa heads",
         )
     if source.config.get("conditional"):
         raise UserError(
             f"the heads in {source.run.drafter_dir} lean on the token drafted before (drafter.conditional), and this "
             "layout has no place for that",
-            "use --to hf, which takes it",
+            "use @to hf, which takes it",
         )
     config = convert(MedusaHeads.read_config(source.config), MedusaHeads.config_class, "the drafter's config")
     heads, layers = config.num_heads, config.num_layers

@@ -65,11 +65,11 @@ def find_source(run: str | None = None, model: str | None = None) -> Source:
     name = model or DEFAULT_MODEL
     target = Run.open(run) if run else Run.pretrained(name)
     if target is None:
-        raise UserError(f"no drafter ships for the model {name!r}", "train one, then give its --run")
+        raise UserError(f"no drafter ships for the model {name!r}", "train one, then give its @run")
     folder = target.drafter_dir
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} holds no drafter", "run `medusa train` or `medusa import` first, or give another --run"
+            f"{folder} holds no drafter", "run `medusa train` or `medusa import` first, or give another @run"
         )
     kind = drafter_kind(folder)
     config = read_object(folder / "config.json", "the drafter's config")

@@ -34,7 +34,7 @@ class Heads:
             return self
         if number < 1 or (self.count is not None and number > self.count):
             there = f"1 to {self.count}" if self.count is not None else "1 or more"
-            raise UsageError(f"--heads {number} cannot be", f"use {there}")
+            raise UsageError(f"@heads {number} cannot be", f"use {there}")
         return replace(self, accuracies=self.accuracies[:number], count=number)
 
 

@@ -27,7 +27,7 @@ def sole_writer(folder: Path, what: str, warn: Callable[[str], None]) -> Iterato
         lock.acquire()
     except Timeout as reason:
         raise UserError(
-            f"the run {folder} is being written by {_holder(path)}", "wait until that has ended, or use another --run"
+            f"the run {folder} is being written by {_holder(path)}", "wait until that has ended, or use another @run"
         ) from reason
     except PermissionError:
         raise

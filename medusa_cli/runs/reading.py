@@ -80,7 +80,7 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
 def check_regular(path: Path) -> None:
     """UserError for a path that is there and is no file: a reader might wait for ever at a pipe."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file", "move it away, or choose another --run")
+        raise UserError(f"{path} is no regular file", "move it away, or choose another @run")
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

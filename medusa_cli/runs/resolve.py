@@ -1,4 +1,4 @@
-"""From --model, --run, --drafter and --tree to the files that belong together, before anything heavy is loaded."""
+"""From the names of a model, a run, a drafter and a tree to the files that belong together, nothing heavy loaded."""
 
 import os
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Choice:
 def choose(
     model: str | None, run: str | None, drafter: Path | None, tree: str | None, *, need_drafter: bool = True
 ) -> Choice:
-    """Explicit flags first, then the run, then what ships for the model; UserError where nothing is to be had."""
+    """What was named first, then the run, then what ships for the model; UserError where nothing is to be had."""
     target = Run.open(run) if run else None
     name = model or (target.model if target else None) or DEFAULT_MODEL
     auto = tree in (None, "auto")
@@ -52,20 +52,20 @@ def choose(
     if folder is None:
         raise UserError(
             f"no drafter ships for the model {name!r}",
-            f"train one with `medusa distill --model {name}` and `medusa train`, then give its --run",
+            f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run",
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
     heat = source.calibration_path if source else None
     if static is not None and (heat is None or not heat.is_file()):
-        remedy = "run `medusa calibrate` first" if source else "give the --run that it belongs to"
-        raise UserError(f"--tree {tree}: {folder} is not calibrated", remedy)
+        remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
+        raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
     own = source.tree_path if source and source.tree_path.is_file() else None
     shape = None if static else file or own
     measured = heat is not None and heat.is_file()
     if shape is None and not (static or dynamic or (auto and measured)):  # a number of nodes needs no tree beside it
-        remedy = f"make one with `medusa tree --run {run}`" if run else "give the --run that it belongs to"
-        raise UserError(f"there is no tree for {folder}", f"{remedy}, or give --tree FILE")
+        remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
+        raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
     adapter = target.adapter if target and drafter is None else None
     return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto)
 
@@ -79,7 +79,7 @@ def find_drafter(name: str) -> tuple[str | None, Path | None]:
     if not place.is_dir() and (RUNS / name).is_dir():
         place = RUNS / name
     if not place.is_dir():
-        check_hub(name, flag="--drafter")
+        check_hub(name, named="@drafter")
         from huggingface_hub import snapshot_download
 
         place = Path(snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"]))
@@ -87,18 +87,18 @@ def find_drafter(name: str) -> tuple[str | None, Path | None]:
         return f"{place.absolute()}{os.sep}", None
     if (place / "config.json").is_file():
         return None, place
-    raise UserError(f"--drafter {name!r}: {place} holds no drafter", "give a run, a drafter's folder, or a hub id")
+    raise UserError(f"@drafter {name!r}: {place} holds no drafter", "give a run, a drafter's folder, or a hub id")
 
 
 def _tree_words(tree: str) -> tuple[Path | None, int | None, int | None]:
-    """What --tree says: a file, nodes of a static tree to search, of dynamic ones; UserError for anything else."""
+    """What a tree's name says: file, nodes of a static tree to search, of dynamic ones; UserError for anything else."""
     word, colon, number = tree.partition(":")
     if word not in ("static", "dynamic"):
         if not Path(tree).is_file():
-            raise UserError(f"--tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
+            raise UserError(f"@tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
         return Path(tree), None, None
     if not colon:
         return None, None, None if word == "static" else 0
     if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MOST_GROWN:
-        raise UsageError(f"--tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
+        raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
     return None, *((int(number), None) if word == "static" else (None, int(number)))

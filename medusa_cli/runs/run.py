@@ -39,18 +39,18 @@ class Run:
         self.template_path = path / "chat_template.jinja"
 
     @classmethod
-    def open(cls, name: str = DEFAULT_RUN, create: bool = False, flag: str = "--run") -> "Run":
+    def open(cls, name: str = DEFAULT_RUN, create: bool = False, named: str = "@run") -> "Run":
         """The run runs/NAME, or the folder itself when the name has a path separator; UserError if it is missing.
 
-        flag is what the error says named it.
+        named: by what, as an error says.
         """
         path = cls._place(name)
         if name in ("", ".", "..") or not name.isprintable():
-            raise UsageError(f"{flag} {ascii(name)} is no name of a run", "use letters, digits and - or _")
+            raise UsageError(f"{named} {ascii(name)} is no name of a run", "use letters, digits and - or _")
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
-            raise UserError(f"{flag} {name!r}: {path} does not exist", "check the name, or run `medusa distill` first")
+            raise UserError(f"{named} {name!r}: {path} does not exist", "check the name, or run `medusa distill` first")
         run = cls(path)
         for folder in (run.drafter_dir, run.adapter_dir):
             restore(folder)
@@ -85,7 +85,7 @@ class Run:
         if given is not None and known is not None and given != known:
             raise UserError(
                 f"the run {self.path} lays out its conversations with another chat template, {self.template_path.name}",
-                "leave chat_template out, or choose another --run",
+                "leave chat_template out, or choose another @run",
             )
         return given or known
 
@@ -161,5 +161,5 @@ def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) 
 
         raise UserError(
             f"{what} was made for the model {name(expected)}, not for {name(actual)}",
-            f"give --model {expected.get('id')} or another --run",
+            f"give @model {expected.get('id')} or another @run",
         )

@@ -19,7 +19,7 @@ from medusa_cli.api import Medusa
 from medusa_cli.errors import UserError
 from medusa_cli.serving.gate import Gate
 from medusa_cli.serving.metrics import Metrics
-from medusa_cli.serving.refusal import ErrorBody, Refusal, refusal_of
+from medusa_cli.serving.refusal import ErrorBody, Refusal, refusal_for, refusal_of
 from medusa_cli.serving.scheduler import Closing, Event, Full, Scheduler, Ticket
 from medusa_cli.serving.schema import ChatRequest, CompletionRequest
 from medusa_cli.serving.settings import Settings
@@ -153,9 +153,9 @@ class Desk:
                 )
         except UserError as reason:
             # Where the model lies on this machine is nobody's business.
-            said = str(reason).replace(self._medusa.backbone.id, settings.name)
-            param = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise Refusal(400, f"{param}: {said}", param=param, code="invalid_prompt") from reason
+            refusal = refusal_for(reason, "messages" if isinstance(body, ChatRequest) else "prompt")
+            refusal.detail.message = refusal.detail.message.replace(self._medusa.backbone.id, settings.name)
+            raise refusal from reason
         most = min(settings.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
         if len(asked.prompt) > most:
             said = f"the prompt has {len(asked.prompt):,} tokens, this server takes {most:,}"
@@ -220,5 +220,5 @@ def _line(data: dict[str, Any]) -> str:
 def _failure(reason: Exception) -> Refusal:
     """What a client hears of a request that failed on its way; our own faults without their details."""
     if isinstance(reason, UserError):
-        return Refusal(400, str(reason), code="invalid_prompt")
+        return refusal_for(reason)
     return Refusal(500, "the answer could not be finished", code="internal_error")

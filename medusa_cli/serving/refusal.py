@@ -6,6 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from medusa_cli.errors import UserError, worded
+
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -58,6 +60,19 @@ class Refusal(Exception):
 def whole(text: str) -> str:
     """A text without half characters."""
     return text.encode(errors="replace").decode()
+
+
+def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
+    """What a client hears of what cannot be; param: what is to blame where no setting is."""
+    said, setting = worded(reason.text, _field), reason.about
+    if setting is not None:
+        return Refusal(400, said, param=_field(setting), code="invalid_value")
+    return Refusal(400, f"{param}: {said}" if param else said, param=param, code="invalid_prompt")
+
+
+def _field(setting: str) -> str:
+    """A setting as OpenAI's requests name it."""
+    return {"max_new_tokens": "max_tokens"}.get(setting, setting)
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:

@@ -60,9 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as reason:
         door.close()
         said = getattr(reason, "strerror", None) or str(reason)
-        raise UsageError(
-            f"--host {host} --port {port} cannot be had: {said}", "give another --port or --host"
-        ) from reason
+        raise UsageError(f"@host {host} @port {port} cannot be had: {said}", "give another @port or @host") from reason
     return door
 
 

@@ -52,12 +52,10 @@ def calibrate(
     head.
     """
     if top < 1:
-        raise UsageError(f"--top {top} is too small", "use 1 or more")
+        raise UsageError(f"@top {top} is too small", "use 1 or more")
     vocabulary = len(drafter.draft_ids)
     if top > vocabulary:
-        raise UsageError(
-            f"--top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less"
-        )
+        raise UsageError(f"@top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less")
     chosen = dataset.held_out if answers is None else answers
     if not chosen:
         raise UserError("no conversation is held out for calibration", "distil more than one conversation")

@@ -41,7 +41,7 @@ def earlier_path(path: Path) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that a new training finds: --resume must not take it for the new one's.
+    """Rename a checkpoint that a new training finds: a resumed training must not take it for the new one's.
 
     It is not deleted before the new one has saved its first: a start by mistake, or one that fails at once, costs
     nothing that renaming it back would not mend.
@@ -59,7 +59,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
             f"the checkpoint {path} could not be written: {str(reason).splitlines()[0]}",
-            "free disk space or choose another --run",
+            "free disk space or choose another @run",
         ) from reason
 
 
@@ -68,13 +68,13 @@ def load(path: Path) -> Checkpoint:
     if not path.is_file():
         earlier = earlier_path(path)
         aside = f", or rename {earlier}, which an earlier training left" if earlier.is_file() else ""
-        raise UserError(f"--resume: {path} does not exist", f"train without --resume{aside}")
+        raise UserError(f"@resume: {path} does not exist", f"train without @resume{aside}")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
         found.pop("rng", None)  # of a version whose steps drew on from one another's random numbers
         return convert(found, Checkpoint)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
-        raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
+        raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
 
 def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: Recipe) -> None:
@@ -83,20 +83,20 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:
         raise UsageError(
-            f"--resume: {', '.join(changed)} changed since the checkpoint",
-            "resume with the recipe as it was, or train without --resume",
+            f"@resume: {', '.join(changed)} changed since the checkpoint",
+            "resume with the recipe as it was, or train without @resume",
         )
     check_backbone(checkpoint.backbone, backbone, "the checkpoint")
     before, now = checkpoint.backbone.get("rounding"), backbone.get("rounding")
     if before != now and "weights" in checkpoint.backbone:  # earlier versions did not say
         raise UsageError(
-            f"--resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
-            f"give --load-in-{before}" if before else f"leave --load-in-{now} out",
+            f"@resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
+            f"give @load_in_{before}" if before else f"leave @load_in_{now} out",
         )
     if checkpoint.data != data:
         raise UserError(
-            "--resume: the training data changed since the checkpoint",
-            "train without --resume to use the data as it is",
+            "@resume: the training data changed since the checkpoint",
+            "train without @resume to use the data as it is",
         )
 
 

@@ -28,7 +28,7 @@ class World:
     def join(cls, device: str = "auto", backend: str | None = None) -> "World":
         """What the launcher's environment variables say; the processes find each other at the first call.
 
-        Where the --device asked for gives each a GPU of its own, they sum what lies there through NCCL; all else, or
+        Where the device asked for gives each a GPU of its own, they sum what lies there through NCCL; all else, or
         all by a named backend, goes through gloo. UsageError where there are fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -41,7 +41,7 @@ class World:
             if world.local_rank >= count:
                 raise UsageError(
                     f"process {world.local_rank + 1} of this machine finds only {count} GPUs",
-                    f"start torchrun with --nproc_per_node {count}, or give --device cpu",
+                    f"start `torchrun --nproc_per_node {count} ...`, or give @device cpu",
                 )
             torch.cuda.set_device(world.local_rank)
         if not torch.distributed.is_initialized():

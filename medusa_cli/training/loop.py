@@ -179,7 +179,7 @@ class Trainer:
         return Validated(self.step, *meter.means(), meter.positions, done, meter.mean_parts())
 
     def save(self) -> None:
-        """Write the checkpoint that --resume takes up; the first process does."""
+        """Write the checkpoint that a resumed training takes up; the first process does."""
         if not self.world.first:
             return
         checkpoints.save(
@@ -206,7 +206,7 @@ class Trainer:
         try:
             self._take_up(checkpoint)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
-            raise UserError(f"--resume: {path} is damaged", "delete it and train without --resume") from reason
+            raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
     def _take_up(self, checkpoint: checkpoints.Checkpoint) -> None:
         self.drafter.load_state_dict({name: checkpoint.drafter[name] for name in self.drafter.state_dict()})

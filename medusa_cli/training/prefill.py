@@ -86,7 +86,7 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
         raise UserError(
             f"{path} ({size:,} bytes) does not hold the {rows:,} state rows of width {width} that its data "
             f"names for the model {backbone.id!r}",
-            "delete it to compute the states again" if exact else "distil again into a fresh --run",
+            "delete it to compute the states again" if exact else "distil again into a fresh @run",
         )
     store = StateStore(path, width)
     try:

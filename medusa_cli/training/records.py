@@ -87,7 +87,7 @@ def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadRepo
     if not records:
         raise UserError(
             f"{path} holds no usable conversation ({report})",
-            "make data with `medusa distill`, or give --data",
+            "make data with `medusa distill`, or give @data",
         )
     return records, report
 
@@ -97,7 +97,7 @@ def parse(path: Path, report: ReadReport) -> Iterator[Any]:
 
     UserError for a missing or empty file.
     """
-    remedy = "make it with `medusa distill`, or give other data with --data"
+    remedy = "make it with `medusa distill`, or give other data with @data"
     if not path.is_file():
         raise UserError(f"{path} does not exist", remedy)
     if path.stat().st_size == 0:

@@ -26,18 +26,18 @@ def check_shard(train: TrainRecipe, place: dict[str, Any], world: World) -> None
         return
     if world.size == 1:
         raise UsageError(
-            "--shard splits the model over several processes, and there is one",
-            "start it with `torchrun --nproc_per_node N -m medusa_cli train ... --run-dir RUN`, or give --no-shard",
+            "@shard splits the model over several processes, and there is one",
+            "start it as `torchrun --nproc_per_node N -m medusa_cli train ... --run-dir RUN`, or use train.shard=false",
         )
     tuning = train.tuning if train.stage == 2 else None
     if tuning == "full":
         raise UsageError(
-            "--shard splits frozen weights, and train.tuning=full trains them all",
-            "use train.tuning=lora, or give --no-shard",
+            "@shard splits frozen weights, and train.tuning=full trains them all",
+            "use train.tuning=lora, or train.shard=false",
         )
     if tuning == "qlora" or place["load_in_4bit"] or place["load_in_8bit"]:
         raise UsageError(
-            "--shard cannot split weights of 4 or 8 bits", "leave --qlora and --load-in-... out, or give --no-shard"
+            "@shard cannot split weights of 4 or 8 bits", "train in whole weights, or use train.shard=false"
         )
 
 

@@ -37,7 +37,7 @@ def figures(depth: int) -> dict[int, list[Choice]]:
     UserError for a model of one layer, which has none to enter at.
     """
     if depth < 2:
-        raise UserError("a model of one layer has none that FIRP's heads could enter at", "give another --model")
+        raise UserError("a model of one layer has none that FIRP's heads could enter at", "give another @model")
 
     def entry(share: float) -> int:
         """The layer at that share of the depth, and in any case one that heads can enter at."""

@@ -18,9 +18,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
-        raise UsageError(
-            f"--budget {budget} cannot be", f"these heads allow 1 to {possible:,} nodes, the root included"
-        )
+        raise UsageError(f"@budget {budget} cannot be", f"these heads allow 1 to {possible:,} nodes, the root included")
     # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents, ranks, depths, values = [-1], [0], [0], [1.0]
