@@ -32,16 +32,19 @@ style: $(READY) ## ruff: lint and format, changing nothing
 check: style ## style and mypy
 	$(BIN)/mypy
 
+# Two processes, a file of tests to one of them: as many as the smallest machine has cores, each with one thread.
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
+
 test: $(READY) ## the tests, offline once the model and the data are fetched
 	$(BIN)/medusa assets
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 # The program and its libraries held to what most desktops' processors have.
 AVX2 := MEDUSA_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
 test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU without AVX-512 and bf16
 	$(BIN)/medusa assets
-	$(AVX2) HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow' tests/test_backbone.py tests/test_lean.py tests/test_kernels.py \
+	$(AVX2) $(PYTEST) -m 'not slow' tests/test_backbone.py tests/test_lean.py tests/test_kernels.py \
 		tests/test_default_model.py tests/test_rounded.py tests/test_machine.py
 
 test-slow: $(READY) ## the tests that take minutes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.costs import costs_for
+from medusa_cli.decoding.costs import costs_for, fortunes_for
 from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
@@ -148,13 +148,15 @@ def pace_of(
 ) -> Pace:
     """The trees of several sizes that suit this machine, by the calibration; without one the run's tree, or none."""
     assert choice.drafter is not None
-    costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+    stamp = stamp_of(choice.drafter)
+    costs = costs_for(backbone, drafter, stamp, on_progress=on_progress)
+    fortunes = fortunes_for(backbone, drafter, stamp)
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if accuracies:
         known = len(getattr(drafter, "draft_ids", ())) or None
-        return Pace.of(budgets([row[:known] for row in accuracies], costs), costs)
+        return Pace.of(budgets([row[:known] for row in accuracies], costs), costs, fortunes)
     assert tree is not None
-    return Pace([Size(tree, 1 + UNMEASURED * tree.max_depth)], costs)
+    return Pace([Size(tree, 1 + UNMEASURED * tree.max_depth)], costs, fortunes)
 
 
 def growth_of(choice: Choice, tree: "Tree | Growth | Pace", drafter: Drafter) -> Growth:

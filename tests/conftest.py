@@ -1,11 +1,26 @@
-"""What all tests share: one thread, as tiny models lose by more; those marked gpu need a CUDA device."""
+"""What all tests share: one thread, as tiny models lose by more; a cache folder apart; those marked gpu need CUDA."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 # Set before torch is imported. Two threads that wait for each other are many times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what tests measure of the machine beside pytest's own cache; what was fetched is read where it is."""
+    if hasattr(config, "workerinput"):  # one of several processes, which inherits the first one's folder
+        return
+    from medusa_cli.assets import home
+
+    fetched, apart = home(), Path(config.cache.mkdir("home"))  # type: ignore[union-attr]
+    for name in ("downloads", "files", "models"):
+        if (fetched / name).is_dir() and not (apart / name).exists():
+            (apart / name).unlink(missing_ok=True)
+            (apart / name).symlink_to((fetched / name).resolve())
+    os.environ["MEDUSA_HOME"] = str(apart)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

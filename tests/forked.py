@@ -28,8 +28,42 @@ class Child:
     seconds: float = 0.0  # of processor time: unlike the clock's, other work does not stretch them
 
 
-def start(words: Sequence[str], place: Path, *, die_at: int = 0, rank: int = 0, size: int = 1, port: int = 0) -> Child:
-    """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never)."""
+@dataclass
+class Done:
+    """What came of a command of one or several processes: the exit code, results, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(words: Sequence[str], place: Path, size: int = 1) -> Done:
+    """`medusa WORDS` in a folder, by so many processes as torchrun would start them, to the end."""
+    place.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    children = [
+        start(words, place, die_at=None, rank=rank, size=size, port=port, results=place / f"results-{rank}.txt")
+        for rank in range(size)
+    ]
+    end(children)
+    said = "".join(child.said.read_text() for child in children)
+    results = "".join((place / f"results-{rank}.txt").read_text() for rank in range(size))
+    codes = [child.code for child in children if child.code]
+    return Done(codes[0] if codes else 0, results, said)
+
+
+def start(
+    words: Sequence[str],
+    place: Path,
+    *,
+    die_at: int | None = 0,
+    rank: int = 0,
+    size: int = 1,
+    port: int = 0,
+    results: Path | None = None,
+) -> Child:
+    """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never, None: none is
+    counted); results: where standard output goes, if not beside what the command says."""
     said = place / f"said-{rank}.txt"
     pid = os.fork()
     if pid:
@@ -40,11 +74,14 @@ def start(words: Sequence[str], place: Path, *, die_at: int = 0, rank: int = 0, 
         with said.open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
+        if results is not None:
+            with results.open("w") as out:
+                os.dup2(out.fileno(), 1)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if size > 1:
             places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
-        operations = count_operations(die_at)
+        operations = [0] if die_at is None else count_operations(die_at)
         try:
             cli.app(list(words))
         except SystemExit as done:

@@ -8,7 +8,7 @@ import torch
 
 from medusa_cli.decoding import Sampling, Verdict
 from medusa_cli.decoding import accept as accept_many
-from medusa_cli.decoding.sampling import Rule, target_probs
+from medusa_cli.decoding.sampling import FEW, Rule, candidates, draw
 from medusa_cli.drafters.base import Draft
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
@@ -18,10 +18,25 @@ VOCAB = 7
 
 def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
     """One draft alone, with the random numbers given."""
-    rule = Rule(sampling, logits.device)
+    rule = Rule(sampling)
     rule.generator = generator
     (verdict,) = accept_many(logits[None], [draft], [rule])
     return verdict
+
+
+def target_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distributions [N, V] tokens are drawn from, the plain way: over the whole vocabulary, in its order."""
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, index = probs.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
 
 
 def random_tree(chance: random.Random, nodes: int) -> Tree:
@@ -132,11 +147,25 @@ def test_sampling_depends_on_the_seed_alone() -> None:
     assert draws(1) == draws(1) != draws(2)
 
 
-def test_the_nucleus_and_top_k_cut_what_they_should() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert target_probs(logits, Sampling("exact", 1.0, top_k=2))[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert target_probs(logits, Sampling("exact", 1.0, top_p=0.7))[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert target_probs(logits, Sampling("exact", 1.0, top_p=0.01))[0].tolist() == [1, 0, 0, 0]
+CUTS = [(1.0, 0), (0.9, 0), (0.01, 0), (1.0, 5), (0.7, 40), (0.999, 3 * FEW)]
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), CUTS)
+@pytest.mark.parametrize("sharpness", [0.1, 3.0])  # a nucleus of nearly all tokens, and one of few
+def test_what_is_drawn_from_is_the_distribution_after_its_cuts(top_p: float, top_k: int, sharpness: float) -> None:
+    logits = sharpness * torch.randn(3, 4 * FEW, generator=torch.Generator().manual_seed(1))
+    rule = Sampling("exact", 0.8, top_p, top_k)
+    weights, ids = candidates(logits, rule)
+    found = weights / weights.sum(-1, keepdim=True)
+    if ids is not None:
+        found = torch.zeros_like(logits).scatter_(-1, ids, found)
+    assert torch.allclose(found, target_probs(logits, rule), atol=1e-6)
+
+
+def test_a_draw_is_where_its_number_falls() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0])
+    uniforms = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 1e-12], dtype=torch.double)
+    assert draw(weights.expand(6, -1), uniforms).tolist() == [1, 1, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-"""Two processes under torchrun train what one process trains, and one of them writes."""
+"""Two processes train what one process trains, and one of them writes."""
 
 import json
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from medusa_cli.errors import UsageError
 from medusa_cli.training import World
 from medusa_cli.training.prefill import _join, _part
+from tests import forked
 from tests.runs import save_model
 from tests.test_joint import records
 
@@ -37,12 +36,16 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def train(launcher: list[str], model: str, run: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "-m", "medusa_cli", "train", "--run-dir", str(run), "--model", model, *COMMON, *SMALL, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+def training(model: str, run: Path, *words: str) -> list[str]:
+    return ["train", "--run-dir", str(run), "--model", model, *COMMON, *SMALL, *words]
 
 
+def train(size: int, model: str, run: Path, *words: str) -> forked.Done:
+    """Train by so many processes: forked, as each would else spend seconds on its imports."""
+    return forked.run(training(model, run, *words), run.parent / f"{run.name}-said", size)
+
+
+# As a user starts two processes: what a test that kills one of them needs.
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -58,9 +61,9 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
 def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     model = save_model(tmp_path / "model")
     logs, said = [], []
-    for name, launcher in (("one", [sys.executable]), ("two", TWO)):
+    for name, size in (("one", 1), ("two", 2)):
         run = prepared(tmp_path / name)
-        done = train(launcher, model, run, *words)
+        done = train(size, model, run, *words)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["steps"] > 2  # one document: the second process is silent
         assert (run / "drafter" / "config.json").is_file()

@@ -249,3 +249,18 @@ def test_exact_sampling_is_reproducible_and_typical_accepts_more() -> None:
     loose = Sampling("typical", 2.0, epsilon=1e-6, delta=1e-6)
     stats = Stats.of(generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=40, sampling=loose, stop_ids=()))
     assert stats.acceptance_rate > 3
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_sampling_with_a_seed_gives_what_plain_sampling_with_it_gives(right: float, cuts: dict) -> None:
+    """Each token is drawn by a random number of its own, so that the drafts change nothing at all."""
+    backbone = tiny_backbone("qwen3")
+    rule = Sampling("exact", 1.2, seed=5, **cuts)
+    expected = plain(backbone, 60, sampling=rule)
+    assert len(set(expected)) > 10
+    steps = list(
+        generate(backbone, Oracle(expected, right), SPARSE, PROMPT, max_new_tokens=60, stop_ids=(), sampling=rule)
+    )
+    assert [t for s in steps for t in s.tokens] == expected
+    assert Stats.of(steps).acceptance_rate > 3 if right == 1.0 else True

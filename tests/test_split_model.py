@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +26,11 @@ from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import check_shard
 from tests import passes
 from tests.runs import save_model
-from tests.test_distributed import COMMON, SMALL, TWO, prepared, train
+from tests.test_distributed import TWO, prepared, train, training
 from tests.test_firp import backbone_of
 from tests.test_sharding import _children, _environment
 from tests.tiny import tiny_model
 
-ONE = [sys.executable]
 JOINT = ["--stage", "2", "train.lora_dropout=0", "train.backbone_lr=0.01"]
 FIRP = ["drafter=firp", "drafter.num_heads=1", "drafter.vocabulary=draft", "drafter.draft_vocab_size=40"]
 
@@ -60,8 +58,8 @@ def test_a_part_each_is_as_good_as_the_whole(tmp_path: Path, family: str, words:
     one, two = prepared(tmp_path / "one"), prepared(tmp_path / "two")
     # One micro-batch to validate on, and for whole conversations one alone in the last step: not to be shared by two.
     words = [*words, "train.validation_tokens=20"]
-    for run, launcher, flags in ((one, ONE, []), (two, TWO, ["--shard"])):
-        done = train(launcher, model, run, *words, *flags)
+    for run, size, flags in ((one, 1, []), (two, 2, ["--shard"])):
+        done = train(size, model, run, *words, *flags)
         assert done.returncode == 0, done.stderr
     assert_alike(losses(two), losses(one))
     held = two / "adapter" if "--stage" in words else None
@@ -80,8 +78,8 @@ def test_a_killed_training_goes_on_in_parts_and_whole(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     one, two, whole = prepared(tmp_path / "one"), prepared(tmp_path / "two"), tmp_path / "whole"
     words = [*JOINT, "train.epochs=5", "train.checkpoint_every=1"]
-    assert train(ONE, model, one, *words).returncode == 0
-    command = [*TWO, "-m", "medusa_cli", "train", "--run-dir", str(two), "--model", model, *COMMON, *SMALL, *words]
+    assert train(1, model, one, *words).returncode == 0
+    command = [*TWO, "-m", "medusa_cli", *training(model, two, *words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         [*command, "--shard"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -95,8 +93,8 @@ def test_a_killed_training_goes_on_in_parts_and_whole(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     assert child.wait(timeout=60) != 0 and len(losses(two)) < len(losses(one))
     shutil.copytree(two, whole)
-    for run, launcher, flag in ((two, TWO, "--shard"), (whole, ONE, "--no-shard")):
-        done = train(launcher, model, run, *words, flag, "--resume")
+    for run, size, flag in ((two, 2, "--shard"), (whole, 1, "--no-shard")):
+        done = train(size, model, run, *words, flag, "--resume")
         assert done.returncode == 0, done.stderr
         assert_alike(losses(run), losses(one))
 

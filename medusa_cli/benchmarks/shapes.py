@@ -38,7 +38,7 @@ def time_shape(
         backbone = load_backbone(model, device=device, dtype="bf16", engine=engine)
         found["weight_bytes"] = backbone.engine.weight_bytes
         found["ceiling_ms"] = 1e3 * backbone.engine.weight_bytes / bandwidth
-        for captured in (False, True) if backbone.engine.captures else (False,):
+        for captured in (False, True) if backbone.engine.captures is not False else (False,):
             way = "captured" if captured else engine
             say(f"{model}: {way}")
             try:

@@ -1,11 +1,11 @@
 """Which drafted tokens stand: greedy and exact follow the backbone's own choice, typical takes what is plausible."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from medusa_cli.decoding.sampling import Rule, Sampling, target_probs
+from medusa_cli.decoding.sampling import Rule, Sampling
 from medusa_cli.decoding.types import Verdict
 from medusa_cli.drafters.base import Draft
 
@@ -17,25 +17,34 @@ def accept(logits: Tensor, drafts: Sequence[Draft], rules: Sequence[Rule]) -> li
     for number, (draft, rule) in enumerate(zip(drafts, rules, strict=True)):
         scores = logits[number, : draft.tree.size]
         if rule.greedy:
-            verdicts.append(_follow(draft, best[number]))
+            verdicts.append(_follow(draft, best[number].__getitem__))
         elif rule.sampling.mode == "typical":
             verdicts.append(_typical(scores, draft, rule.sampling))
         else:
-            # One draw a node up front equals drawing at the visited nodes alone: the others' are never looked at.
-            drawn = torch.multinomial(target_probs(scores, rule.sampling), 1, generator=rule.generator)
-            verdicts.append(_follow(draft, drawn[:, 0].tolist()))
+            verdicts.append(_sampled(scores, draft, rule))
     return verdicts
 
 
-def _follow(draft: Draft, chosen: list[int]) -> Verdict:
-    """Walk from the root to the child that holds the backbone's token, for as long as there is one.
+def _sampled(scores: Tensor, draft: Draft, rule: Rule) -> Verdict:
+    """Follow the backbone's own draws: what is emitted is what plain decoding would draw by the same numbers."""
+    depths, numbers = draft.tree.depths, rule.coming(draft.tree.max_depth + 1)
+    if scores.device.type == "cpu":  # few nodes are visited, and each costs its softmax over the vocabulary
+        verdict = _follow(draft, lambda node: rule.sample(scores[node, None], [numbers[depths[node]]])[0])
+    else:  # where every look is a wait all are drawn at once; those of nodes that are not visited are never looked at
+        verdict = _follow(draft, rule.sample(scores, [numbers[depth] for depth in depths]).__getitem__)
+    rule.used(len(verdict.path))
+    return verdict
 
-    With chosen tokens sampled from the backbone this is exact: what is emitted is always the backbone's own draw.
+
+def _follow(draft: Draft, chosen: Callable[[int], int]) -> Verdict:
+    """Walk from the root to the child that holds the token chosen after its parent, for as long as there is one.
+
+    With tokens sampled from the backbone this is exact: what is emitted is always the backbone's own draw.
     """
     tokens, children = draft.tokens.tolist(), draft.tree.children
     path = [0]
     while True:
-        wanted = chosen[path[-1]]
+        wanted = chosen(path[-1])
         child = next((node for node in children[path[-1]] if tokens[node] == wanted), None)
         if child is None:
             return Verdict(path, wanted)

@@ -1,7 +1,7 @@
-"""A step's pass, greedy acceptance and compaction as one function of tensors alone, captured as CUDA graphs.
+"""A step's pass, acceptance and compaction as one function of tensors alone, captured as CUDA graphs.
 
-A graph is made for each tree and each number of columns that attention reads. Without CUDA the same function runs as
-it is, which is how it is tested.
+A graph is made for each tree, each number of columns that attention reads, and each kind of choosing tokens. Without
+CUDA the same function runs as it is, which is how it is tested.
 """
 
 import logging
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_cli.decoding.choosing import FIELDS, GREEDY, choose, demands, kind_of
 from medusa_cli.decoding.sampling import Rule
 from medusa_cli.decoding.types import Settled
 from medusa_cli.drafters.base import Draft
@@ -31,36 +32,37 @@ class Captured:
     def __init__(self, engine: Engine, cache: Cache, taps: tuple[int, ...]) -> None:
         self._engine, self._cache, self._taps = engine, cache, taps
         self._lengths = torch.zeros(cache.slots, dtype=torch.long, device=engine.backbone.device)
-        self._steps: dict[tuple[Tree, int, int], _FixedStep] = {}
+        self._steps: dict[tuple[Tree, int, int, str], _FixedStep] = {}
         self._buffer = 0  # where the cache lay when the graphs were made
         # One step runs at a time, so all graphs may use the same memory.
         on_device = engine.backbone.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_device else None
 
     def can(self, drafts: Sequence[Draft], rules: Sequence[Rule], pseudo: Pseudo | None) -> bool:
-        """Whether a step is of a kind that runs so: greedy, over one static tree for all, without pseudo rows."""
+        """Whether a step is of a kind that runs so: greedy or exact, over one static tree for all, no pseudo rows."""
         alike = all(draft.tree is drafts[0].tree for draft in drafts)
-        fits = alike and pseudo is None and all(rule.greedy for rule in rules)
+        fits = alike and pseudo is None and all(rule.greedy or rule.sampling.mode == "exact" for rule in rules)
         if not fits:
             log.debug("this step runs uncaptured")
         return fits
 
-    def verify(self, tokens: Tensor, tree: Tree) -> list[Settled]:
+    def verify(self, tokens: Tensor, tree: Tree, rules: Sequence[Rule]) -> list[Settled]:
         """Verify tokens [B, N] over a tree and keep each sequence's accepted path."""
-        cache, size = self._cache, len(tokens)
+        cache, size, kind = self._cache, len(tokens), kind_of(rules)
         wide = -(-(max(cache.lengths[:size]) + tree.size) // COLUMNS) * COLUMNS
         cache.reserve(wide)
         assert cache.values is not None
         if cache.values.data_ptr() != self._buffer:
             self._steps, self._buffer = {}, cache.values.data_ptr()
         self._lengths.copy_(torch.tensor(cache.lengths))
-        key = (tree, wide, size)
+        key = (tree, wide, size, kind)
         if key not in self._steps:
-            self._steps[key] = _FixedStep(self._engine, cache, self._lengths[:size], tree, wide, self._taps)
-        found, hidden = self._steps[key](tokens, self._pool)
+            self._steps[key] = _FixedStep(self._engine, cache, self._lengths[:size], tree, wide, self._taps, kind)
+        found, hidden = self._steps[key](tokens, demands(rules, tree, kind), self._pool)
         settled = []
         for slot, (count, bonus, *path) in enumerate(found.tolist()):
             cache.lengths[slot] += count
+            rules[slot].used(count)
             # The graph's next run overwrites its states.
             settled.append(Settled(path[:count], bonus, hidden[slot, :count].clone()))
         return settled
@@ -70,11 +72,15 @@ class _FixedStep:
     """One step for one tree, one number of columns and one number of sequences."""
 
     def __init__(
-        self, engine: Engine, cache: Cache, lengths: Tensor, tree: Tree, wide: int, taps: tuple[int, ...]
+        self, engine: Engine, cache: Cache, lengths: Tensor, tree: Tree, wide: int, taps: tuple[int, ...], kind: str
     ) -> None:
         device, size = engine.backbone.device, tree.size
+        self._kind = kind
         self._engine, self._cache, self._lengths, self._wide, self._taps = engine, cache, lengths, wide, taps
         self._tokens = torch.zeros(len(lengths), size, dtype=torch.long, device=device)
+        # Of each sequence how it chooses, and the random numbers of its next tokens.
+        numbers = FIELDS + tree.max_depth + 1 if kind != GREEDY else 0
+        self._demands = torch.zeros(len(lengths), numbers, dtype=torch.double, device=device)
         self._depth, self._sees = tree.depth.to(device), tree.mask.to(device)
         self._parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=device)
         self._root = torch.arange(size, device=device) == 0
@@ -88,12 +94,14 @@ class _FixedStep:
         self._out: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
-    def __call__(self, tokens: Tensor, pool: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, tokens: Tensor, demands: Tensor | None, pool: Any) -> tuple[Tensor, Tensor]:
         """Tokens [B, N] to (accepted rows, bonus, path) [B, 2 + P] and the path's states [B, P, H * taps].
 
-        pool: the graphs' memory; None runs without a graph.
+        demands: what `choosing.demands` says of the sequences; pool: the graphs' memory, None runs without a graph.
         """
         self._tokens.copy_(tokens)
+        if demands is not None:
+            self._demands.copy_(demands)
         if pool is None:
             return self._run()
         if self._graph is None:
@@ -121,7 +129,7 @@ class _FixedStep:
         engine, positions = self._engine, self._engine.backbone.max_positions
         layout = lay_out_at(self._lengths, self._sees[None], self._depth[None], engine.masks, positions, 0, self._wide)
         states, final = engine.run(self._tokens, layout, self._cache, self._taps)
-        chosen = engine.lm_head(final).float().argmax(-1)  # [B, N]
+        chosen = choose(engine.lm_head(final).float(), self._demands, self._depth, self._kind)  # [B, N]
         right = (chosen[:, self._parents] == self._tokens) | self._root
         stands = (right[:, None] | ~self._sees).all(-1)  # every ancestor was right too
         # No torch.where with a number: it would be copied from the host, which no capture allows.

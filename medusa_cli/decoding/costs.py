@@ -4,7 +4,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from medusa_cli.assets import home
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.decoder import Decoder
+from medusa_cli.decoding.luck import Fortunes
 from medusa_cli.decoding.types import Step
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engines.machine import machine_key
@@ -27,17 +30,22 @@ ROUNDS = 7
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not worth the time it takes to time them.
 HOPELESS = 6.0
+UNUSABLE = "%s cannot be used; steps are timed anew (%s)"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The times that are kept for a drafter: seconds by the nodes of a tree, and by the levels of a draft."""
+    """What is kept for a drafter: seconds by the nodes of a tree, and by the levels of a draft, and its luck by kind of
+    sampling."""
 
     verify: dict[str, float]
     draft: dict[str, float]
+    luck: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not all(0 <= share < 1e4 for share in self.luck.values()):
+            raise ValueError("a luck is none")
         if "1" not in self.verify or not all(0 < one < 1e4 for one in (*self.verify.values(), *self.draft.values())):
             raise ValueError("a time is none")
         if not all(0 < int(size) <= SIZES[-1] for size in (*self.verify, *self.draft)):
@@ -109,27 +117,62 @@ def costs_for(
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Costs:
     """The kept costs of a drafter (by its stamp) on a backbone on this machine, or new ones, which are kept."""
-    path = home() / "steps.json"
-    facts = [machine_key(backbone.config), str(backbone.device), backbone.engine.title, str(backbone.dtype)]
-    facts += [drafter.name, str(drafter.num_heads), stamp or ""]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    kept: dict[str, Any] = {}
-    if path.is_file():
+    facts, key = _entry(backbone, drafter, stamp)
+    kept = _read()
+    if not again and stamp is not None and key in kept:
         try:
-            kept = read_object(path, "the step times")
-            if not again and key in kept and stamp is not None:
-                return convert(kept[key], Kept, f"the step times {path}").costs()
+            return convert(kept[key], Kept, f"the step times {_path()}").costs()
         except UserError as reason:
-            log.warning("%s cannot be used; steps are timed anew (%s)", path, str(reason).split(";")[0])
-            kept = {}
+            log.warning(UNUSABLE, _path(), str(reason).split(";")[0])
     log.info("timing decoding steps on this machine, once for this drafter")
     found = measure_costs(backbone, drafter, on_progress=on_progress)
     if stamp is not None:
         try:
-            write_json(path, {**kept, key: {"facts": facts, "verify": found.verify, "draft": found.draft}})
+            write_json(_path(), {**kept, key: {"facts": facts, "verify": found.verify, "draft": found.draft}})
         except OSError as reason:
             log.warning("the step times cannot be kept: %s", reason.strerror)
     return found
+
+
+def fortunes_for(backbone: Backbone, drafter: Drafter, stamp: str | None) -> Fortunes:
+    """What is known of a drafter's luck on this machine, whose costs are kept; what is learnt is kept beside them."""
+    key = _entry(backbone, drafter, stamp)[1]
+    mine = _read(quietly=True).get(key) if stamp is not None else None
+    try:
+        known = convert(mine, Kept, "the step times").luck
+    except UserError:
+        return Fortunes()
+
+    def keep(shares: dict[str, float]) -> None:
+        every = _read(quietly=True)
+        if isinstance(every.get(key), dict):
+            with suppress(OSError):
+                write_json(_path(), {**every, key: {**every[key], "luck": shares}})
+
+    return Fortunes(known, keep)
+
+
+def _path() -> Path:
+    return home() / "steps.json"
+
+
+def _entry(backbone: Backbone, drafter: Drafter, stamp: str | None) -> tuple[list[str], str]:
+    """What step times hang on, and the name they are kept by."""
+    facts = [machine_key(backbone.config), str(backbone.device), backbone.engine.title, str(backbone.dtype)]
+    facts += [drafter.name, str(drafter.num_heads), stamp or ""]
+    return facts, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _read(quietly: bool = False) -> dict[str, Any]:
+    """All that is kept; nothing where there is no file, or none that can be used."""
+    if not _path().is_file():
+        return {}
+    try:
+        return read_object(_path(), "the step times")
+    except UserError as reason:
+        if not quietly:
+            log.warning(UNUSABLE, _path(), str(reason).split(";")[0])
+        return {}
 
 
 def _bushy(nodes: int, depth: int) -> Tree:

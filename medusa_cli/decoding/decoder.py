@@ -10,10 +10,12 @@ from medusa_cli.decoding.accept import accept
 from medusa_cli.decoding.captured import Captured
 from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.ending import Ending, fitting
+from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Rule, Sampling
 from medusa_cli.decoding.sequence import Sequence
 from medusa_cli.decoding.slots import Slots
+from medusa_cli.decoding.trial import captures
 from medusa_cli.decoding.types import Settled, Step
 from medusa_cli.drafters.base import Confirmed, Draft, Drafter
 from medusa_cli.engines import Plan, Pseudo
@@ -41,14 +43,16 @@ class Decoder:
         slots: int = 1,
         captured: bool | None = None,
     ) -> None:
-        """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where there is."""
+        """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where a trial says so."""
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
         self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
         self.slots = Slots(self.engine.new_cache(slots))
         self.rows: list[Sequence] = []
-        fixed = self.engine.captures if captured is None else captured
+        fixed = captures(self.engine) if captured is None else captured
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
+        # Whether drafts come with the pass before their own, so that they are chosen before it.
+        self._rides = drafter is not None and drafter.pseudo(1) is not None
         self._next: Tree | Growth = self._choose()
 
     @property
@@ -59,7 +63,7 @@ class Decoder:
     def draft_over(self, shape: Tree | Growth) -> None:
         """Let steps from the next one on draft this; where drafts ride in the pass before, from the one after it."""
         self.shape = shape
-        if self.drafter is None or self.drafter.pseudo(1) is None:
+        if not self._rides:
             self._next = shape
 
     @torch.inference_mode()
@@ -81,15 +85,19 @@ class Decoder:
         Raises UserError for a prompt longer than the context, UsageError for limits that cannot be.
         """
         ending = Ending(self.backbone, prompt, max_new_tokens, stop_ids, stop_strings)
-        clock, rule = Clock(self.backbone), Rule(sampling or Sampling(), self.backbone.device, number)
+        sampling = sampling or Sampling()
+        clock, rule = Clock(self.backbone), Rule(sampling, number)
+        fortune = self.shape.begin(sampling) if isinstance(self.shape, Pace) else None
         slot = len(self.rows)
+        if not slot:  # with others under way, what rides in their passes is of the depth that was chosen before
+            self._next = self._choose(fortune)
         kept = self.slots.take(slot, prompt, self.drafter)
         tokens = torch.tensor(list(prompt[kept.length :]), device=self.backbone.device)
         plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=self._pseudo())
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, confirmed, top, kept.length)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], top, kept.length, fortune)
         self.rows.append(sequence)
         likely = sequence.likelihoods(out.logits[0, -1:], [root])
         step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
@@ -108,7 +116,8 @@ class Decoder:
             return []
         drafts = self._draft(self._next)
         draft_s = clock.lap() / len(rows)
-        self._next = self._choose()
+        if self._rides:
+            self._next = self._choose()
 
         starts = cache.lengths[: len(rows)]
         verdicts = self._verify(drafts)
@@ -134,7 +143,9 @@ class Decoder:
             for fresh, draft, v, top in zip(gained, drafts, verdicts, likely, strict=True)
         ]
         if isinstance(self.shape, Pace):
-            self.shape.record(steps)
+            self.shape.record(steps, self._fortunes())
+        if not self._rides:
+            self._next = self._choose()
         found = list(zip(rows, steps, strict=True))
         self._leave()
         return found
@@ -145,7 +156,7 @@ class Decoder:
         rules, pseudo = [sequence.rule for sequence in self.rows], self._pseudo()
         asked = [sequence.top is not None for sequence in self.rows]
         if self.captured is not None and not any(asked) and self.captured.can(drafts, rules, pseudo):
-            return self.captured.verify(tokens, drafts[0].tree)
+            return self.captured.verify(tokens, drafts[0].tree, rules)
         out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", pseudo), self.slots.cache)
         settled = []
         for slot, verdict in enumerate(accept(out.logits, drafts, rules)):
@@ -169,9 +180,14 @@ class Decoder:
         """Keep nothing of earlier texts for the prompts to come."""
         self.slots.forget()
 
-    def _choose(self) -> Tree | Growth:
-        """What the next step drafts."""
-        return self.shape.choose(len(self.rows)) if isinstance(self.shape, Pace) else self.shape
+    def _choose(self, *beginning: Fortune | None) -> Tree | Growth:
+        """What the next step drafts, for a text that begins beside those under way."""
+        if not isinstance(self.shape, Pace):
+            return self.shape
+        return self.shape.choose([*self._fortunes(), *(one for one in beginning if one is not None)])
+
+    def _fortunes(self) -> list[Fortune]:
+        return [sequence.fortune for sequence in self.rows if sequence.fortune is not None]
 
     def _draft(self, shape: Tree | Growth) -> list[Draft]:
         """A draft for every sequence; near its context's end a sequence has a tree of its own, cut to what fits."""
@@ -189,7 +205,7 @@ class Decoder:
         rows = [self.rows[index] for index in mine]
         states = [sequence.drafter for sequence in rows if sequence.drafter is not None]
         if self.drafter is None or not shape.max_depth:
-            roots = [torch.tensor([one.confirmed.root], device=self.backbone.device) for one in rows]
+            roots = [torch.tensor([one.root], device=self.backbone.device) for one in rows]
             return [Draft(root, ROOT) for root in roots]
         drafts = self.drafter.draft(self.backbone, states, [one.confirmed for one in rows], shape)
         for sequence in rows:
@@ -203,6 +219,8 @@ class Decoder:
             if sequence.done:
                 last = len(self.rows) - 1
                 self.slots.release(index, sequence.tokens, sequence.drafter)
+                if isinstance(self.shape, Pace):
+                    self.shape.end()
                 self.slots.swap(index, last)
                 self.rows[index] = self.rows[last]
                 self.rows.pop()

@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from medusa_cli.decoding.luck import PRIOR, Fortune, Fortunes, Luck
+from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.decoding.types import Step
 from medusa_cli.tree.budget import Budget, Costs
 from medusa_cli.tree.tree import Tree
 
-# Accepted drafts that what is expected beforehand counts for.
-PRIOR = 4.0
-# How much of what was seen before a step is left after it.
-MEMORY = 0.98
-# Another size must promise so much more before the pace changes.
-MARGIN = 1.03
+# Another size must promise so much more before the pace changes, and any size so much more than none.
+MARGIN, EDGE = 1.03, 1.02
 # A step that takes so many times what is known of its size was held up by something else, unless the next is, too.
 HELD = 1.5
-# Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps.
-PATIENCE, MOST_PATIENCE, TRY = 48, 512, 4
+# Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps, and goes on
+# while drafts come true.
+PATIENCE, MOST_PATIENCE, TRY = 32, 512, 2
 # How quickly what steps are seen to take corrects what was measured, and the most one step may add.
 QUICK, HELD_UP = 0.1, 3.0
 
@@ -32,26 +31,29 @@ class Size:
 class Pace:
     """Chooses the next step's tree among sizes that are ready, the root alone among them.
 
-    One number is learnt of the drafter as the text goes: `luck`, the share of the expected accepted drafts that come.
-    A size then gives 1 + luck (expected - 1) tokens a step. Its seconds are those measured, by the number of sequences
-    side by side, corrected by steps as they go.
+    One number is learnt of each text as it goes: its luck, the share of the expected accepted drafts that come. A size
+    then gives 1 + luck (expected - 1) tokens a step. A text begins with the luck of its kind of sampling, and gives up
+    within a few steps where it has none. A size's seconds are those measured, by the number of sequences side by side,
+    corrected by steps as they go.
     """
 
-    def __init__(self, sizes: Sequence[Size], costs: Costs) -> None:
+    def __init__(self, sizes: Sequence[Size], costs: Costs, fortunes: Fortunes | None = None) -> None:
         drafting = [size for size in sizes if size.tree.size > 1]
         self._sizes = [Size(Tree.root_only(), 1.0), *drafting]
         self._costs = costs
-        self._slower: dict[tuple[int, int], float] = {}  # by nodes and sequences: seconds over those measured
-        self._hoped = self._came = PRIOR
-        self._batch = 1
+        self._fortunes = fortunes or Fortunes()
+        self._known: dict[tuple[int, int], float] = {}  # by nodes and sequences: seconds that were measured
+        self._slower: dict[tuple[int, int], float] = {}  # and those seen while decoding over them
+        self._quickest: dict[int, float] = {}  # the least of these by sequences
+        self._texts: tuple[Luck, ...] = (Luck(PRIOR, PRIOR),)
         self._plain_steps, self._patience, self._trying = 0, PATIENCE, 0
         self._held = False
         self._now = self._best()
 
     @classmethod
-    def of(cls, budgets: Sequence[Budget], costs: Costs) -> "Pace":
+    def of(cls, budgets: Sequence[Budget], costs: Costs, fortunes: Fortunes | None = None) -> "Pace":
         """A pace among the best trees of several sizes."""
-        return cls([Size(one.tree, one.expected) for one in budgets], costs)
+        return cls([Size(one.tree, one.expected) for one in budgets], costs, fortunes)
 
     @property
     def max_depth(self) -> int:
@@ -64,18 +66,27 @@ class Pace:
 
     @property
     def luck(self) -> float:
-        return self._came / self._hoped
+        """The mean of the texts that are under way."""
+        return sum(text.came / text.hoped for text in self._texts) / len(self._texts)
 
-    def choose(self, batch: int = 1) -> Tree:
-        """The next step's tree, for so many sequences side by side."""
-        if batch != self._batch and batch:
-            self._batch = batch
-            if not self._trying:
-                self._now = self._best()
+    def begin(self, sampling: Sampling) -> Fortune:
+        """The luck of a text that begins; it is looked at anew, however seldom the last one was."""
+        self._plain_steps, self._patience = 0, PATIENCE
+        return self._fortunes.begin(sampling)
+
+    def end(self) -> None:
+        """A text has ended."""
+        self._fortunes.tell()
+
+    def choose(self, texts: Sequence[Fortune]) -> Tree:
+        """The next step's tree, for these texts side by side."""
+        if texts and [*map(id, texts)] != [*map(id, self._texts)]:
+            self._texts, self._trying = tuple(texts), 0
+            self._now = self._best()
         return self._now.tree
 
-    def record(self, steps: Sequence[Step]) -> None:
-        """Learn from a step of one or more sequences, and settle on the next size."""
+    def record(self, steps: Sequence[Step], texts: Sequence[Fortune]) -> None:
+        """Learn from a step of one or more texts, and settle on the next size."""
         nodes, batch = steps[0].nodes, len(steps)
         size = next((one for one in self._sizes if one.tree.size == nodes), None)
         if size is None or any(step.nodes != nodes for step in steps):  # cut by the context's end
@@ -87,20 +98,25 @@ class Pace:
         if before or not self._held:
             new = (nodes, batch) not in self._slower
             self._slower[nodes, batch] = ratio if new else (1 - QUICK) * slower + QUICK * ratio
+            self._quickest[batch] = min(one for (_, many), one in self._slower.items() if many == batch)
+        came = 0
         if nodes > 1:
-            for step in steps:
-                self._hoped = MEMORY * self._hoped + size.expected - 1
-                self._came = MEMORY * self._came + len(step.path) - 1
+            for step, text in zip(steps, texts, strict=True):
+                self._fortunes.learn(text, size.expected - 1, len(step.path) - 1)
+                came += len(step.path) - 1
         if self._trying:
-            self._trying -= 1
-            if not self._trying:
-                self._now = self._best()
-                self._patience = PATIENCE if self.size > 1 else min(2 * self._patience, MOST_PATIENCE)
+            if nodes == 1:  # chosen before the try was
+                return
+            self._trying -= not came
+            if self._trying and self._rate(size) < EDGE * self._rate(self._sizes[0]):
+                return
+            self._trying, self._now = 0, self._best()
+            self._patience = PATIENCE if self.size > 1 else min(2 * self._patience, MOST_PATIENCE)
         elif self.size == 1:
             self._rest()
         else:
             best = self._best()
-            if self._rate(best) > MARGIN * self._rate(self._now):
+            if best is self._sizes[0] or self._rate(best) > MARGIN * self._rate(self._now):
                 self._now, self._plain_steps, self._patience = best, 0, PATIENCE
 
     def _rest(self) -> None:
@@ -108,19 +124,24 @@ class Pace:
         self._plain_steps += 1
         if self._plain_steps >= self._patience and len(self._sizes) > 1:
             self._plain_steps, self._trying = 0, TRY
+            for text in self._texts:
+                text.doubt()
             self._now = min(self._sizes[1:], key=self._seconds)
 
     def _best(self) -> Size:
-        return max(self._sizes, key=self._rate)
+        plain, *drafting = self._sizes
+        best = max(drafting, key=self._rate, default=plain)
+        return best if self._rate(best) > EDGE * self._rate(plain) else plain
 
     def _rate(self, size: Size) -> float:
         """Tokens a second of one sequence to be expected."""
         return (1 + self.luck * (size.expected - 1)) / self._seconds(size)
 
     def _seconds(self, size: Size) -> float:
-        nodes = size.tree.size
-        known = self._costs.step(nodes, size.tree.max_depth, self._batch)
+        at = (size.tree.size, len(self._texts))
+        known = self._known.get(at)
+        if known is None:
+            known = self._known[at] = self._costs.step(size.tree.size, size.tree.max_depth, len(self._texts))
         # What was never seen here is taken to be as slow as the quickest that was; the root alone is worth a try.
-        seen = [ratio for (_, batch), ratio in self._slower.items() if batch == self._batch]
-        unseen = min(seen) if seen and nodes > 1 else 1.0
-        return known * self._slower.get((nodes, self._batch), unseen)
+        quickest = self._quickest.get(at[1], 1.0)
+        return known * self._slower.get(at, quickest if at[0] > 1 else min(quickest, 1.0))

@@ -1,5 +1,6 @@
 """How the next token is chosen from logits: greedy, exact sampling, or the paper's typical acceptance."""
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from medusa_cli.errors import UsageError
 
 MODES = ("greedy", "exact", "typical")
+# A nucleus is rarely larger; to find so many of a large vocabulary takes a tenth of sorting it.
+FEW = 512
 
 
 @dataclass(frozen=True)
@@ -58,32 +61,84 @@ def sampling_of(
     return Sampling(kind, heat, top_p, top_k, seed=random_seed or 0)
 
 
-def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distributions [N, V] tokens are drawn from: temperature first, then the top-k cut, then the nucleus."""
-    scores = logits.float() / sampling.temperature
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """What tokens [.., V] are drawn from: weights [.., C] and the tokens they are of, None for all in their order.
+
+    Temperature first, then the top-k cut, then the nucleus.
+    """
+    scores, ids = logits.float() / sampling.temperature, None
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
+        scores, ids = scores.topk(sampling.top_k, dim=-1)
     probs = scores.softmax(-1)
     if sampling.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True)
-        # A token stays while the mass before it is below top_p, so the most likely one always stays.
-        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
-        probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
-        probs /= probs.sum(-1, keepdim=True)
-    return probs
+        if ids is None:
+            probs, ids = _likeliest(probs, sampling.top_p)
+        probs = nucleus(probs, sampling.top_p)
+    return probs, ids
+
+
+def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
+    """Probabilities in falling order without those that the likelier ones make up top_p without.
+
+    A token stays while the mass before it is below top_p, so the most likely one always stays.
+    """
+    return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+
+
+def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The largest probabilities, which make up top_p at least, in falling order, and whose they are."""
+    if probs.device.type == "cpu" and probs.shape[-1] > FEW:  # elsewhere a look at the sum would cost more than a sort
+        best = probs.topk(FEW, dim=-1)
+        if bool((best.values.sum(-1) > top_p).all()):
+            return best.values, best.indices
+    ordered = probs.sort(dim=-1, descending=True)
+    return ordered.values, ordered.indices
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The place [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
+
+    Inverting the distribution takes one random number a row, where the usual race of exponential ones takes C.
+    """
+    summed = weights.cumsum(-1, dtype=torch.double)
+    at = uniforms.to(summed)[..., None] * summed[..., -1:]
+    return torch.searchsorted(summed, at, right=True).clamp(max=weights.shape[-1] - 1)[..., 0]
 
 
 class Rule:
-    """How one sequence chooses its tokens: its sampling, and random numbers of its own."""
+    """How one sequence chooses its tokens: its sampling, and random numbers of its own, one for each token.
 
-    def __init__(self, sampling: Sampling, device: torch.device, number: int = 0) -> None:
+    The same numbers whatever device decodes and whatever is drafted: an answer depends on its seed alone.
+    """
+
+    def __init__(self, sampling: Sampling, number: int = 0) -> None:
         self.sampling, self.greedy = sampling, sampling.greedy
         # Sequences side by side draw apart; the first draws as it would alone.
-        self.generator = torch.Generator(device).manual_seed((sampling.seed + number) % 2**63)
+        self.generator = torch.Generator().manual_seed((sampling.seed + number) % 2**63)
+        self._ahead: list[float] = []
+
+    def coming(self, count: int) -> list[float]:
+        """The random numbers of the next so many tokens."""
+        missing = count - len(self._ahead)
+        if missing > 0:
+            self._ahead += torch.rand(missing, generator=self.generator, dtype=torch.double).tolist()
+        return self._ahead[:count]
+
+    def used(self, count: int) -> None:
+        """So many tokens have been chosen."""
+        del self._ahead[:count]
+
+    def sample(self, logits: Tensor, numbers: Several[float]) -> list[int]:
+        """A token of each row of logits [n, V], by the number of each."""
+        weights, ids = candidates(logits, self.sampling)
+        places = draw(weights, torch.tensor(numbers, dtype=torch.double, device=logits.device))
+        found: list[int] = (places if ids is None else ids.gather(-1, places[:, None])[:, 0]).tolist()
+        return found
 
     def choose(self, logits: Tensor) -> int:
         """One token from one row of logits [V]."""
         if self.greedy or self.sampling.mode == "typical":
             return int(logits.float().argmax())
-        return int(torch.multinomial(target_probs(logits[None], self.sampling)[0], 1, generator=self.generator))
+        (token,) = self.sample(logits[None], self.coming(1))
+        self.used(1)
+        return token

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa_cli.decoding.ending import Ending
 from medusa_cli.decoding.likelihood import Likelihood, likelihoods
+from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.sampling import Rule
 from medusa_cli.drafters.base import Confirmed, Drafter
 
@@ -18,7 +19,7 @@ class Sequence:
 
     tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot. top:
     how many of the likeliest tokens each step names beside its own, None for no likelihoods at all. reused: the tokens
-    of the prompt that its slot held already.
+    of the prompt that its slot held already. fortune: how its drafts fare, where the decoder goes by that.
     """
 
     number: int
@@ -26,11 +27,26 @@ class Sequence:
     ending: Ending
     rule: Rule
     drafter: Drafter | None
-    confirmed: Confirmed
+    unseen: list[Confirmed]
     top: int | None = None
     reused: int = 0
+    fortune: Fortune | None = None
     cancelled: bool = False
     seen: bool = field(default=False)
+
+    @property
+    def root(self) -> int:
+        """The next token, decided but not yet in the slot."""
+        return self.unseen[-1].root
+
+    @property
+    def confirmed(self) -> Confirmed:
+        """What the drafter has not seen yet, in one piece: joined when it is asked for, not at every plain step."""
+        if len(self.unseen) > 1:
+            first, last = self.unseen[0], self.unseen[-1]
+            tokens, hidden = (torch.cat([getattr(one, name) for one in self.unseen]) for name in ("tokens", "hidden"))
+            self.unseen = [replace(last, tokens=tokens, hidden=hidden, start=first.start)]
+        return self.unseen[0]
 
     @property
     def done(self) -> bool:
@@ -44,12 +60,5 @@ class Sequence:
         """Take what a step has settled; a drafter that was not asked in between finds it all together."""
         self.tokens += fresh.tokens.tolist()
         if self.seen or self.drafter is None:
-            self.confirmed, self.seen = fresh, False
-            return
-        before = self.confirmed
-        self.confirmed = replace(
-            fresh,
-            tokens=torch.cat([before.tokens, fresh.tokens]),
-            hidden=torch.cat([before.hidden, fresh.hidden]),
-            start=before.start,
-        )
+            self.unseen, self.seen = [], False
+        self.unseen.append(fresh)

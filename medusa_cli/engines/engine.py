@@ -32,8 +32,8 @@ class Engine(ABC):
     # a product over a part of the cache would first copy it.
     round_to = 1
     transposed = False
-    # Whether passes of fixed shapes can be captured as CUDA graphs.
-    captures = False
+    # Whether steps are captured as CUDA graphs; None: not tried yet.
+    captures: bool | None = False
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone

@@ -37,7 +37,7 @@ class LeanEngine(Engine):
         self.kernel, self.dtype = kernel, kernel.rows
         self._masks = Masks(backbone.config, self.dtype)
         self.transposed = backbone.device.type == "cpu"
-        self.captures = backbone.device.type == "cuda"
+        self.captures = None if backbone.device.type == "cuda" else False
         # bf16 products are prepared anew for every new length.
         self.round_to = 64 if self.transposed and self.dtype != torch.float32 else 1
         model, config = backbone.model, backbone.config
