@@ -46,13 +46,14 @@ def test_what_ships_is_small_whole_and_says_what_made_it() -> None:
 
 def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None:
     words = ["chat", "--dtype", "fp32", "--max-new-tokens", "48", "--prompt", "Name three primary colours and why."]
-    drafted, plain = medusa(*words), medusa(*words, "--baseline")
+    drafted, plain = medusa(*words, "--tree", "static"), medusa(*words, "--baseline")
     assert drafted["answer"] == plain["answer"] and drafted["tokens"] == plain["tokens"]
     assert drafted["acceptance_rate"] > 1.3 and plain["acceptance_rate"] == 1
 
 
 def test_bf16_runs_on_real_questions() -> None:
-    document = medusa("bench", "--mt-bench", "--limit", "2", "--max-new-tokens", "32", "--methods", "hf,ar,medusa")
+    words = ["--limit", "2", "--max-new-tokens", "32", "--methods", "hf,ar,medusa", "--tree", "static"]
+    document = medusa("bench", "--mt-bench", *words)
     methods = document["methods"]
     assert methods["medusa"]["acceptance_rate"] > 1.3 and methods["medusa"]["overhead"] > 0
     assert {len(one["per_category"]) for one in methods.values()} == {2}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from medusa_cli.decoding.sampling import Sampling
 
 # Accepted drafts that what is known beforehand counts for, of a text and of a kind.
-PRIOR = 1.0
+PRIOR = 2.0
 # How much of what was seen of a text, and of a kind, before a step is left after it.
 MEMORY, LONG_MEMORY = 0.98, 0.995
 # A kind's luck is told where it is this far from what was told last.

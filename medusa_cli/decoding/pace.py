@@ -15,7 +15,7 @@ MARGIN, EDGE = 1.03, 1.02
 HELD = 1.5
 # Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps, and goes on
 # while drafts come true.
-PATIENCE, MOST_PATIENCE, TRY = 32, 512, 2
+PATIENCE, MOST_PATIENCE, TRY = 12, 512, 2
 # How quickly what steps are seen to take corrects what was measured, and the most one step may add.
 QUICK, HELD_UP = 0.1, 3.0
 
