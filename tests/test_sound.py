@@ -1,6 +1,7 @@
 """Model folders and adapters that are damaged are refused by name, and no pickle is ever opened."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,11 @@ def test_an_adapters_damaged_weights_are_refused(model: Path, adapted: Path) -> 
     save_file({key: one for key, one in tensors.items() if key != name}, path)
     with pytest.raises(UserError, match="lack 1 tensors"):
         load_backbone(str(model), dtype="fp32", adapter=adapted)
+
+
+def test_hints_on_kernels_that_a_cpu_can_do_without_are_not_passed_on(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load_network(str(model))
+    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("a kernel could not be loaded")
+    assert "kernel" not in capfd.readouterr().err

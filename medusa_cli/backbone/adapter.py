@@ -1,7 +1,6 @@
 """LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
 
 import hashlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,19 +170,13 @@ def untie(network: Any) -> None:
 def _quiet() -> Iterator[None]:
     """Without the libraries' hints.
 
-    They are on kernels that a CPU can do without, on tied weights, which `untie` parts, and on names that peft uses.
+    They are on tied weights, which `untie` parts, and on names that peft uses.
     """
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-            yield
-    finally:
-        logger.setLevel(level)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def digest(folder: Path) -> str:

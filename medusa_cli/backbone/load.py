@@ -1,5 +1,6 @@
 """From a name to a network: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
 
+import logging
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ def load_network(
     files of the model's run. Raises UserError for what cannot be found or used.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
+    disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
+    # It hints at kernels that a CPU can do without, whenever one of the libraries imports it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     place = resolve_device(device)
     kind = resolve_dtype(dtype, model, place, trust_remote_code)
     if load_in_4bit or load_in_8bit:
