@@ -432,3 +432,48 @@ def test_states_computed_again_give_the_same_gradients() -> None:
     assert any(float(grad.abs().max()) > 0 for grad in kept)
     for one, other in zip(kept, again, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_lora_on_the_last_layers_alone_is_saved_merged_and_taken_up_as_such(
+    place: tuple[str, str], tmp_path: Path
+) -> None:
+    model, run = place
+    assert train(place).exit_code == 0
+    few = (model, str(tmp_path / "few"))
+    words = ["--stage", "2", "--from", run, "--schedule", "constant", "train.loss=lk", "train.backbone_lr=0.01"]
+    done = train(few, *words, "train.lora_layers=1", "train.lora_rank=8")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "few" / "adapter"
+    names = load_file(folder / adapter.WEIGHTS)
+    assert {name.split(".layers.")[1][0] for name in names if ".layers." in name} == {"1"}
+    assert any("lm_head" in name for name in names) and len(names) == 2 * (7 + 1)
+    merged, plain = adapter.merge(load_network(model, dtype="fp32")[0], folder), load_network(model, dtype="fp32")[0]
+    ours, theirs = (dict(one.named_parameters()) for one in (merged, plain))
+    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert changed and all("layers.1." in name or "lm_head" in name for name in changed)
+    # An adapter on all layers cannot take it up, nor the other way round: what it lacks would be lost unseen.
+    more = ["--stage", "2", "--from", str(tmp_path / "few"), "--data", f"{run}/distill.jsonl", "train.lora_rank=8"]
+    done = train((model, str(tmp_path / "all")), *more)
+    assert done.exit_code == 1 and "keep train.lora_rank and train.lora_layers" in done.stderr, done.output
+    done = train((model, str(tmp_path / "again")), *more, "train.lora_layers=1")
+    assert done.exit_code == 0 and "the heads and the adapter start from" in done.stderr, done.output
+    done = train((model, str(tmp_path / "deep")), *words, "train.lora_layers=3")
+    assert done.exit_code == 2 and "train.lora_layers=3 is more than this model's 2 layers" in done.stderr
+    done = train(place, "train.lora_layers=1")
+    assert done.exit_code == 2 and "says nothing to train.stage=1" in done.stderr
+
+
+def test_heads_that_know_what_was_drafted_before_them_learn_in_stage_2_too(place: tuple[str, str]) -> None:
+    run, kind = Path(place[1]), ["drafter=hydra", "drafter.prefix_layers=1"]
+    assert train(place, *kind).exit_code == 0
+    before = load_file(run / "drafter" / "drafter.safetensors")
+    words = ["--schedule", "constant", "train.loss=lk", "train.backbone_lr=0.01", "train.optimizer=muon"]
+    done = train(place, *kind, "--stage", "2", *words)
+    assert done.exit_code == 0 and "the heads start from" in done.stderr, done.output
+    log = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    checks = [line for line in log if line["event"] == "validated"]
+    assert checks[0]["parts"]["kl"] == pytest.approx(0, abs=1e-6) and checks[-1]["parts"]["kl"] > 1e-4
+    after = load_file(run / "drafter" / "drafter.safetensors")
+    assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("weight"))
+    said = CliRunner().invoke(app, ["calibrate", "--run", str(run), "--top", "3", "--dtype", "fp32", "--quiet"])
+    assert said.exit_code == 0, said.output

@@ -12,6 +12,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from medusa_cli.backbone.layers import decoder_layers
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing_folder
 from medusa_cli.runs.reading import read_as
@@ -28,18 +29,24 @@ class AdapterConfig:
     peft_type: Literal["LORA"]
     r: Annotated[int, Meta(ge=1, le=65_536)]
     lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
-    target_modules: Annotated[list[str], Meta(min_length=1, max_length=256)]
+    target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)]
 
 
-def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
+def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int | None = None) -> None:
     """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 2.2.2).
 
-    Attach before the network becomes a Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
+    layers: of its decoder layers, only so many of the last ones have it; None: all. Attach before the network becomes a
+    Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
     """
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
 
-    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    depth = network.config.get_text_config().num_hidden_layers
+    below = [] if layers is None else decoder_layers(network, "train.lora_layers")[: depth - layers]
+    left_out = {id(module) for layer in below for module in layer.modules()}
+    found = [name for name, module in network.named_modules()
+             if isinstance(module, nn.Linear) and id(module) not in left_out]  # fmt: skip
+    names = {name if left_out else name.rpartition(".")[2] for name in found}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
     with _quiet():
         inject_adapter_in_model(config, network)
@@ -78,10 +85,12 @@ def take_up(network: Any, folder: Path) -> None:
     """Copy a saved adapter into the attached one, to train it on; UserError where it is not of the same shape."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
-    try:
-        saved = read_weights(folder / WEIGHTS, WHAT, {keys[name]: one.shape for name, one in weights.items()})
-    except UserError as reason:
-        raise UserError(f"{reason.message}: not as the one to be trained has it", "keep train.lora_rank") from reason
+    saved = read_weights(folder / WEIGHTS, WHAT)
+    if {name: one.shape for name, one in saved.items()} != {keys[name]: one.shape for name, one in weights.items()}:
+        raise UserError(
+            f"{WHAT} {folder / WEIGHTS} are not of the shape that is to be trained",
+            "keep train.lora_rank and train.lora_layers as they were",
+        )
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved[keys[name]])

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from medusa_cli.errors import UserError
 
 
 class Unsupported(Exception):
@@ -26,3 +28,13 @@ class Layers:
         rotary = self.base.rotary_emb
         cos, sin = rotary(x, positions, kind) if self._by_kind else rotary(x, positions)
         return cos, sin
+
+
+def decoder_layers(network: Any, setting: str) -> list[nn.Module]:
+    """The decoder layers of any network; UserError, naming the setting that needs them, where it has no list."""
+    depth = network.config.get_text_config().num_hidden_layers
+    for module in network.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return list(module)
+    kind = network.config.model_type
+    raise UserError(f"{setting}: the model type {kind!r} has no list of layers", "leave it out")

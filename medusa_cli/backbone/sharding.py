@@ -4,9 +4,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
-from medusa_cli.errors import UserError
+from medusa_cli.backbone.layers import decoder_layers
 
 
 def split_layers(network: Any, device: str) -> None:
@@ -21,7 +20,7 @@ def split_layers(network: Any, device: str) -> None:
     from torch.distributed.tensor import DTensor
 
     base = network.base_model
-    layers = _layers(network)
+    layers = decoder_layers(network, "@shard")
     mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
     network.requires_grad_(False)
     for layer in layers:
@@ -35,14 +34,3 @@ def split_layers(network: Any, device: str) -> None:
     for tensor in chain(network.parameters(), network.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
-
-
-def _layers(network: Any) -> list[nn.Module]:
-    depth = network.config.get_text_config().num_hidden_layers
-    for module in network.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return list(module)
-    raise UserError(
-        f"@shard: the model type {network.config.model_type!r} has no list of layers to split",
-        "train without @shard",
-    )

@@ -69,7 +69,8 @@ class TrainRecipe:
     """How to train: sizes are in positions (answer tokens), intervals in optimiser steps.
 
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
-    all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). Head k's loss weighs
+    all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). optimizer muon takes the
+    matrices inside the drafter, at the peak rate muon_lr (null: lr), and leaves the rest to adamw. Head k's loss weighs
     decay^k (Medusa, section 2.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
     lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
     ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
@@ -80,11 +81,12 @@ class TrainRecipe:
     which takes longer and no room on the disk (max_length and batch_tokens are then as in stage 2). shard: of several
     processes each holds a part of the backbone's layers, and gathers a layer to run it.
 
-    Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight. objective:
-    KL to the original model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup
-    (heads alone for the share heads_first of the steps, 1 for all, then rising to the end) or sine. backbone_lr: null
-    is a quarter of the heads'. max_length: where conversations are cut; batch_tokens counts their tokens then, padding
-    included. gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
+    Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight.
+    lora_layers: how many of the last layers it is on, beside the lm_head (null: all). objective: KL to the original
+    model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup (heads alone for the share
+    heads_first of the steps, 1 for all, then rising to the end) or sine. backbone_lr: null is a quarter of the heads'.
+    max_length: where conversations are cut; batch_tokens counts their tokens then, padding included.
+    gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
     """
 
     stage: int = _setting(1, least=1, most=2)
@@ -92,6 +94,7 @@ class TrainRecipe:
     lora_rank: int = _setting(32, least=1, most=65_536)
     lora_alpha: float = _setting(16.0, least=0.0)
     lora_dropout: float = _setting(0.05, least=0.0, most=1.0)
+    lora_layers: int | None = _setting(None, least=1, most=65_536)
     objective: str = _setting("kl", among=("kl", "ce"))
     lambda_0: float = _setting(0.2, least=0.0)
     schedule: str = _setting("warmup", among=("constant", "warmup", "sine"))
@@ -100,7 +103,8 @@ class TrainRecipe:
     max_length: int = _setting(1024, least=16)
     gradient_checkpointing: bool = False
     shard: bool = False
-    optimizer: str = _setting("adamw", among=("adamw", "adamw8bit"))
+    optimizer: str = _setting("adamw", among=("adamw", "adamw8bit", "muon"))
+    muon_lr: float | None = _setting(None, least=0.0)
     epochs: int = _setting(2, least=1, most=10_000)
     max_tokens: int | None = _setting(800_000, least=1)
     lr: float | None = _setting(None, least=0.0)

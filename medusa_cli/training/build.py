@@ -47,6 +47,17 @@ def check_drafter(recipe: Recipe) -> None:
             "distribution in any case",
             "use train.soft=0, or train.loss=ce",
         )
+    if train.muon_lr is not None and train.optimizer != "muon":
+        raise UsageError(
+            f"train.muon_lr={train.muon_lr:g} says nothing to train.optimizer={train.optimizer}",
+            "leave it out, or use train.optimizer=muon",
+        )
+    if train.lora_layers is not None and (train.stage == 1 or train.tuning == "full"):
+        way = "train.stage=1" if train.stage == 1 else "train.tuning=full"
+        raise UsageError(
+            f"train.lora_layers={train.lora_layers} says nothing to {way}: it trains no LoRA",
+            "leave it out, or use train.stage=2 with train.tuning=lora",
+        )
     # Such heads learn beside the lm_head's weight without the adapter, and would score with the merged one.
     if train.stage == 2 and recipe.drafter.vocabulary == "shared":
         raise UsageError(

@@ -13,7 +13,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.memory import peak_memory
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UserError
-from medusa_cli.runs.recipe import Recipe, TrainRecipe
+from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.training import checkpoints
 from medusa_cli.training.conversations import Conversations
@@ -21,8 +21,9 @@ from medusa_cli.training.data import Dataset
 from medusa_cli.training.distributed import World
 from medusa_cli.training.events import Averages, Event, Found, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Joint
+from medusa_cli.training.optimizers import optimizer_of
 from medusa_cli.training.schedule import learning_rate, turn_of
-from medusa_cli.training.task import Frozen, Group, Task, Traced
+from medusa_cli.training.task import Frozen, Task, Traced
 
 
 class Trainer:
@@ -59,8 +60,8 @@ class Trainer:
         groups = self.task.groups()
         self.parameters = [p for group in groups for p in group.parameters]
         self.world.spread(self.parameters)
-        self.optimizer = _optimizer(groups, train, backbone.device.type)
-        self.peaks = [group.lr for group in groups for _ in (0, 1)]
+        self.optimizer = optimizer_of(groups, drafter, train, backbone.device.type)
+        self.peaks = [one["lr"] for one in self.optimizer.param_groups]
         self.batches = self.task.batches()
         self.steps = math.ceil(len(self.batches) / train.accumulation)
         self.validation = _first(self.task.held_out(), train.validation_tokens)
@@ -216,21 +217,6 @@ class Trainer:
         self.task.load_state(checkpoint.backbone_weights)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         self.step = checkpoint.step
-
-
-def _optimizer(groups: list[Group], train: TrainRecipe, device: str) -> torch.optim.Optimizer:
-    """AdamW (in 8 bits on request) over two groups each: matrices, which decay, and vectors, which do not."""
-    parts: list[dict[str, Any]] = []
-    for group in groups:
-        for decays in (True, False):
-            chosen = [p for p in group.parameters if (p.dim() > 1) == decays]
-            parts.append({"params": chosen, "weight_decay": train.weight_decay if decays else 0.0, "lr": group.lr})
-    betas = (train.beta1, train.beta2)
-    if train.optimizer == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(parts, betas=betas)
-    return torch.optim.AdamW(parts, betas=betas, fused=device in ("cpu", "cuda"))
 
 
 def _seed(seed: int, step: int, number: int) -> int:

@@ -63,8 +63,15 @@ def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
     if train.tuning == "full":
         network = network.float()
     else:
+        depth = network.config.get_text_config().num_hidden_layers
+        if (train.lora_layers or 0) > depth:
+            raise UsageError(
+                f"train.lora_layers={train.lora_layers} is more than this model's {depth} layers",
+                f"use {depth} or less, or leave it out for all of them",
+            )
         torch.manual_seed(train.seed)
-        adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        sizes: dict[str, Any] = {"rank": train.lora_rank, "alpha": train.lora_alpha, "dropout": train.lora_dropout}
+        adapter.attach(network, **sizes, layers=train.lora_layers)
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
     attach(backbone, "eager")  # gradients pass through the network's own layers alone
     adapter.unfreeze(network, everything=train.tuning == "full")
