@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "measure speedup, acceptance and overhead",
     "report": "what was measured as one page, charts and tables",
     "compare": "several trainings side by side",
+    "doctor": "why is acceptance low? faults of a run, and what helps",
     "machine": "what this machine is fast at, and what auto takes",
     "export": "write a drafter for transformers, vLLM and others",
     "import": "take in a drafter that was trained elsewhere",

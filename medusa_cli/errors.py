@@ -54,7 +54,8 @@ class UserError(Exception):
 
     def __init__(self, message: str, remedy: str = "") -> None:
         message = cut(message)
-        self.message, self.text = message, f"{message}; {remedy}" if remedy else message
+        self.message, self.remedy = message, remedy
+        self.text = f"{message}; {remedy}" if remedy else message
         super().__init__(worded(self.text))
 
     @property

@@ -36,7 +36,7 @@ def _engine(value: str) -> str:
     return value
 
 
-def _temperature(value: float | None) -> float | None:
+def check_temperature(value: float | None) -> float | None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"{value} is not a number of 0 or more; 0 is greedy")
     if value is not None and 0 < value < COLDEST:
@@ -201,7 +201,7 @@ Temperature = Annotated[
     typer.Option(
         "--temperature",
         metavar="T",
-        callback=_temperature,
+        callback=check_temperature,
         help="Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]",
         show_default=False,
     ),

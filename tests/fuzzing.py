@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": BENCH,
     "calibrate": ("calibrate", "--run", "{run}", "--dtype", "fp32"),
     "compare": ("compare", "{run}"),
+    "doctor": ("doctor", "--run", "{run}", "--quick", "--dtype", "fp32"),
 }
 # These would leave the machine, ask for one that is not here, or show tracebacks.
 LEFT_OUT = {"--endpoint", "--help", "--debug", "--device", "--load-in-4bit", "--load-in-8bit", "--gguf"}

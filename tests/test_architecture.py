@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"commands"},
-    {"serving", "exporting"},
+    {"serving", "exporting", "diagnosis"},
     {"api"},
     {"distilling", "training", "benchmarks"},
     {"assembly"},

@@ -35,6 +35,7 @@ NAMES = [
     "bench",
     "report",
     "compare",
+    "doctor",
     "machine",
     "export",
     "import",
@@ -42,7 +43,12 @@ NAMES = [
     "demo",
 ]
 # Words that mean what they mean elsewhere, with bounds or a default of their own.
-OWN = {("--batch-size", "distill"), ("--batch-size", "serve"), ("--max-new-tokens", "serve")}
+OWN = {
+    ("--batch-size", "distill"),
+    ("--batch-size", "serve"),
+    ("--max-new-tokens", "serve"),
+    ("--temperature", "doctor"),
+}
 runner = CliRunner()
 
 

@@ -26,5 +26,5 @@ def test_a_damaged_run_would_be_noticed() -> None:
 
 
 def test_every_command_that_writes_a_run_is_killed() -> None:
-    elsewhere = {"chat", "compare", "demo", "assets", "machine", "serve", "report", "export"}
+    elsewhere = {"chat", "compare", "doctor", "demo", "assets", "machine", "serve", "report", "export"}
     assert {job.words[0] for job in JOBS} == set(COMMANDS) - elsewhere - {"import"}

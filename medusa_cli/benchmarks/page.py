@@ -6,6 +6,7 @@ from pathlib import Path
 from medusa_cli import __version__
 from medusa_cli.benchmarks import background, sections
 from medusa_cli.benchmarks.pieces import Measured, Section, Table
+from medusa_cli.benchmarks.trade_off import trade_off
 
 
 def contents(sources: Sequence[Measured]) -> list[Section]:
@@ -14,6 +15,7 @@ def contents(sources: Sequence[Measured]) -> list[Section]:
         sections.headline(sources),
         *sections.categories(sources),
         sections.decomposition(sources),
+        trade_off(sources),
         sections.depths(sources),
         sections.trees(sources),
         background.step_costs(sources),

@@ -74,7 +74,7 @@ def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadRepo
     seen: set[str] = set()
     for raw in parse(path, report):
         try:
-            record = _record(raw, backbone)
+            record = record_of(raw, backbone)
         except Malformed as reason:
             report.skip(str(reason))
             continue
@@ -136,7 +136,8 @@ def _parse_array(path: Path, data: bytes, report: ReadReport) -> Iterator[Any]:
         yield record
 
 
-def _record(raw: Any, backbone: Backbone) -> Record:
+def record_of(raw: Any, backbone: Backbone) -> Record:
+    """A parsed line as a record, tokenised where it has no token ids; Malformed, with the reason, where it is none."""
     if not isinstance(raw, dict):
         raise Malformed("not an object")
     try:

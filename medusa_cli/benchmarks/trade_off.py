@@ -1,0 +1,57 @@
+"""The report's section on models trained with their heads: how far each moved, and what it accepts for it."""
+
+from collections.abc import Sequence
+
+from medusa_cli.benchmarks.charts import scatter
+from medusa_cli.benchmarks.intervals import bootstrap, ratio_of_rates
+from medusa_cli.benchmarks.pieces import Chart, Measured, Section, Table, shown
+
+
+def trade_off(sources: Sequence[Measured]) -> Section | None:
+    """KL to the original model against tokens a step, one point a run; None unless some run moved its model.
+
+    Heads on a frozen model stand at 0, and the first of them is what the others are held against, question by question.
+    """
+    found = [(source, moved) for source in sources if source.drafted and (moved := _moved(source)) is not None]
+    if len(found) < 2 or not any(moved for _, moved in found):
+        return None
+    base = next((source for source, moved in found if not moved), None)
+    rows, points = [], {}
+    for source, moved in found:
+        method = source.drafted[0]
+        accepted = source.acceptance(method)
+        points[source.name] = [(moved, accepted.value)]
+        rows.append([source.name, f"{moved:.4f}", shown(accepted), _gain(source, base)])
+    against = f" over {base.name}" if base is not None else ""
+    head = ["run", "KL to the original, nats a token", "mean accepted length (with +1)", f"times as many{against}"]
+    words = (
+        "What a training of heads and model together gains, against how far it moved the model: KL on held-out "
+        "conversations, from each training's last validation."
+    )
+    names = [source.name for source, _ in found]
+    asked = "/".join(str(count) for count in sorted({source.questions for source, _ in found}))
+    title = f"Acceptance against the model's change, {asked} questions"
+    chart = scatter(points, "KL to the original, nats a token", "tokens a step", title, names)
+    return Section("What the model's change buys", words, [Table(head, rows)], [Chart(chart)])
+
+
+def _moved(source: Measured) -> float | None:
+    """Nats a token from the original at the last validation: 0 for a frozen model, None where nothing tells."""
+    checks = [line for line in source.training if line["event"] == "validated"]
+    if not checks:
+        return None
+    parts = checks[-1].get("parts") or {}
+    return parts.get("kl", None if parts else 0.0)
+
+
+def _gain(source: Measured, base: Measured | None) -> str:
+    """How many times the tokens a step of another run's, with its interval where both answered the same questions."""
+    if base is None or source is base:
+        return "-"
+    ours, theirs = source.drafted[0], base.drafted[0]
+    ratio = source.acceptance(ours).value / base.acceptance(theirs).value
+    pairs = [(a, b) for a, b in zip(source.answers(ours), base.answers(theirs), strict=False)
+             if a["question"] == b["question"] and a.get("steps") and b.get("steps")]  # fmt: skip
+    sums = [[a["accepted"] + a["steps"], a["steps"], b["accepted"] + b["steps"], b["steps"]] for a, b in pairs]
+    interval = bootstrap(sums, ratio_of_rates) if len(pairs) == len(source.answers(ours)) else None
+    return f"{ratio:.2f}" if interval is None else f"{ratio:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"

@@ -1,0 +1,38 @@
+"""The curve of what a model's change buys: one point a run, gains in pairs, and nothing where no model moved."""
+
+from typing import Any
+
+import pytest
+
+from medusa_cli.benchmarks.pieces import Measured
+from medusa_cli.benchmarks.trade_off import trade_off
+
+
+def source(name: str, kl: float | None, accepted: int, full: bool = False) -> Measured:
+    """A bench of four questions of ten steps each, beside a training that moved its model so far."""
+    answers = [
+        {"question": str(n), "steps": 10, "accepted": accepted + n, "tokens": 20, "seconds": 1.0} for n in range(4)
+    ]
+    rate = 1 + sum(one["accepted"] for one in answers) / 40
+    plain: dict[str, Any] = {"acceptance_rate": 1.0, "questions": 4, "answers": []}
+    parts = {"nll": 2.0} if full else {} if kl is None else {"nll": 2.0, "kl": kl}
+    log = [{"event": "validated", "parts": {"kl": 9.0}}, {"event": "stepped"}, {"event": "validated", "parts": parts}]
+    methods = {"ar": plain, "medusa": {"acceptance_rate": rate, "questions": 4, "answers": answers}}
+    return Measured(name, {"methods": methods, "baseline": "ar"}, training=log)
+
+
+def test_every_run_is_a_point_and_is_held_against_the_frozen_models_heads() -> None:
+    section = trade_off([source("frozen", None, 10), source("near", 0.03, 12), source("far", 0.2, 18)])
+    assert section is not None
+    rows = section.tables[0].rows
+    assert [row[:2] for row in rows] == [["frozen", "0.0000"], ["near", "0.0300"], ["far", "0.2000"]]
+    assert rows[0][3] == "-" and float(rows[1][3].split()[0]) == pytest.approx(2.35 / 2.15, abs=0.01)
+    assert rows[2][3].startswith("1.37 (") and "over frozen" in section.tables[0].head[3]
+    assert section.charts[0].svg.count("<svg") == 1 and "4 questions" in section.charts[0].svg
+
+
+def test_without_a_model_that_moved_there_is_no_curve() -> None:
+    assert trade_off([source("one", None, 10), source("two", None, 12)]) is None
+    assert trade_off([source("one", 0.1, 10)]) is None
+    # One trained in full keeps no original: nothing tells how far it moved.
+    assert trade_off([source("frozen", None, 10), source("full", None, 12, full=True)]) is None
