@@ -36,9 +36,11 @@ HIDDEN = ("bench-firp", "bench-gpu", "reproduce")
 
 
 def function_of(name: str) -> Any:
-    """The function behind a command's name."""
+    """The function behind a command's name, its options one by one."""
+    from medusa_cli.commands.groups import spread_out
+
     word = name.replace("-", "_") + ("_" if iskeyword(name) else "")
-    return getattr(import_module(f"medusa_cli.commands.{word}"), word)
+    return spread_out(getattr(import_module(f"medusa_cli.commands.{word}"), word))
 
 
 class _Commands(Mapping[str, Any]):

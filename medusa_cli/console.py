@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 from rich.text import Text
 
-from medusa_cli.errors import TERMINATED
+from medusa_cli.errors import TERMINATED, in_flags
 from medusa_cli.screen import Screen, guard_libraries, visible
 
 # A message longer than this loses its middle: five lines of a terminal.
@@ -55,7 +55,7 @@ class _Spoken(logging.Handler):
     """What the core has to say, said as the commands say it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        (warn if record.levelno >= logging.WARNING else info)(record.getMessage())
+        (warn if record.levelno >= logging.WARNING else info)(in_flags(record.getMessage()))
 
 
 def info(message: str) -> None:

@@ -1,17 +1,15 @@
 """The words every command shares: one meaning, unit and help text each; the default is the command's."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.runs.recipe import COLDEST
 from medusa_cli.runs.run import DEFAULT_RUN
 
-# A temperature below this divides scores out of their numbers' range.
-COLDEST = 1e-3
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ENGINES = ("auto", "eager", "fast", "int8", "int4")
@@ -42,11 +40,6 @@ def check_temperature(value: float | None) -> float | None:
     if value is not None and 0 < value < COLDEST:
         raise typer.BadParameter(f"{value} is too close to 0; 0 is greedy")
     return value
-
-
-def called(model: str, place: Mapping[str, Any]) -> str:
-    """A model's name for a greeting line, which says where its own code is let run."""
-    return f"{model}, its own code trusted (--trust-remote-code)" if place.get("trust_remote_code") else model
 
 
 Model = Annotated[

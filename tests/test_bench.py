@@ -1,6 +1,7 @@
 """`medusa bench` and `medusa demo`: figures by hand, identity, reports, refusals."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone.cpu import has_bf16
+from medusa_cli.backbone.load import load_network
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.methods import check_batch, check_llama
@@ -108,6 +110,42 @@ def test_all_methods_see_the_references_history() -> None:
     question = Question("q", "c", ("w1", "w2"))
     list(measure(backbone, {"medusa": method("medusa", [9]), "ar": method("ar", [10])}, [question], 3))
     assert prompts["ar"] == prompts["medusa"]
+
+
+def test_answers_of_before_are_the_history_and_are_compared_with_the_others() -> None:
+    backbone, prompts = tiny_backbone(), list[list[int]]()
+
+    def method(answer: list[int]):
+        return lambda asked, count, watch: prompts.extend(asked) or [Taken(answer, 1.0, None)] * len(asked)
+
+    question = Question("q", "c", ("w1", "w2"))
+    known = list(measure(backbone, {"hf": method([9])}, [question], 3, compare=False))
+    before, prompts[:] = prompts[1:], []
+    (result,) = measure(backbone, {"ar": method([10]), "medusa": method([10])}, [question], 3, known=known)
+    assert prompts[2:] == [before[0], before[0], before[1], before[1]]  # the first of each warm up
+    assert list(result.answers) == ["hf", "ar", "medusa"] and result.answers["medusa"].divergence is None
+    assert result.answers["hf"].divergence is not None and known[0].answers["hf"].turns == [[9], [9]]
+
+
+@pytest.mark.parametrize("words", [["bench", "--questions", "q.jsonl"], ["demo"]], ids=lambda words: words[0])
+def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    held: list[int] = []
+    networks: list[weakref.ref] = []
+
+    def counted(*args, **rest):
+        held.append(sum(one() is not None for one in networks))
+        network, tokenizer = load_network(*args, **rest)
+        networks.append(weakref.ref(network))
+        return network, tokenizer
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    for user in ("medusa_cli.benchmarks.baseline", "medusa_cli.engines.load"):
+        monkeypatch.setattr(f"{user}.load_network", counted)
+    words = [*words, "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "1", "--max-new-tokens", "2"]
+    shown = medusa(*words)
+    assert shown.exit_code == 0, shown.stderr
+    assert held == [0, 0]
 
 
 def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
@@ -361,7 +399,7 @@ def test_what_was_measured_is_shown_before_it_is_saved(place: Path, tmp_path: Pa
 def test_what_cannot_be_is_said_before_anything_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr("medusa_cli.commands.measuring.load", lambda *args, **rest: pytest.fail("it was loaded"))
+    monkeypatch.setattr("medusa_cli.commands.bench.load", lambda *args, **rest: pytest.fail("it was loaded"))
     shown = bench(place, *(word.format(here=place) for word in words))
     assert shown.exit_code == 2 and said in shown.stderr
 

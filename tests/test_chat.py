@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from medusa_cli.api import Stream
 from medusa_cli.cli import app
-from medusa_cli.decoding import Step
+from medusa_cli.decoding import Piece
 from medusa_cli.decoding.text import TextStream
 from tests.runs import save_model, save_run
 
@@ -73,19 +74,15 @@ def test_bytes_that_are_no_utf8_cost_a_character_not_the_session(place: Path) ->
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import medusa_cli.decoding as decoding
+    real, calls = Stream.step, []
 
-    real = decoding.answer
-    calls = []
-
-    def interrupted(*args, **kwargs):
+    def interrupted(stream: Stream) -> list[Piece] | None:
         calls.append(1)
-        for number, step in enumerate(real(*args, **kwargs)):
-            if len(calls) == 1 and number == 2:
-                raise KeyboardInterrupt
-            yield step
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(stream)
 
-    monkeypatch.setattr(decoding, "answer", interrupted)
+    monkeypatch.setattr(Stream, "step", interrupted)
     saved = tmp_path / "talk.json"
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n")
     assert shown.exit_code == 0 and "(stopped)" in shown.stderr
@@ -114,8 +111,8 @@ def test_accepted_runs_are_coloured_on_request(place: Path, monkeypatch: pytest.
 
     wide = Console(force_terminal=True, color_system="standard", width=200, highlight=False)
     monkeypatch.setattr(console, "out", wide)
-    steps = [Step([9], 0, 0, 0.0, 0.1, prefill=True), Step([10, 11, 12], 5, 2, 0.0, 0.1)]
-    monkeypatch.setattr("medusa_cli.decoding.answer", lambda *args, **rules: iter(steps))
+    steps = iter([[Piece("w2 ", False)], [Piece("w3 ", True), Piece("w4 ", True), Piece("w5", False)], None])
+    monkeypatch.setattr(Stream, "step", lambda stream: next(steps))
     with wide.capture() as shown:
         chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
     coloured = re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", shown.get())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from medusa_cli.backbone.history import fit
 from medusa_cli.cli import app
-from medusa_cli.commands.history import fit
 from medusa_cli.errors import UserError
 from tests.runs import save_model
 

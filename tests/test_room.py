@@ -59,7 +59,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     slot = (2 * 2 * 2 * 8 + 32) * 4 * 64  # of the tiny model in fp32, its states included
     monkeypatch.setattr("medusa_cli.distilling.distill", distill)
-    monkeypatch.setattr("medusa_cli.backbone.memory.free_memory", lambda device: int(5.5 * slot / 0.7))
+    monkeypatch.setattr("medusa_cli.distilling.room.free_memory", lambda device: int(5.5 * slot / 0.7))
     return found
 
 

@@ -1,6 +1,5 @@
 """Benchmarks: question sets, decoding methods, interleaved measurement, reports."""
 
-from medusa_cli.benchmarks.drift import drift
 from medusa_cli.benchmarks.measure import Answer, Result, measure
 from medusa_cli.benchmarks.methods import METHODS, Method, build_methods
 from medusa_cli.benchmarks.questions import Question, spread
@@ -14,7 +13,6 @@ __all__ = [
     "Question",
     "Result",
     "build_methods",
-    "drift",
     "measure",
     "read_questions",
     "spread",

@@ -62,23 +62,27 @@ def measure(
     batch_size: int = 1,
     compare: bool = True,
     watch: Callable[[str, list[int]], None] = lambda name, tokens: None,
+    known: Sequence[Result] = (),
 ) -> Iterator[Result]:
     """Answer all turns of every question with every method, yielding question by question after a warm-up.
 
     All methods get the same prompts: the reference's answer is the history of the next turn. The order of the
     methods rotates from question to question. watch sees new tokens as they come, [] at an answer's end.
     batch_size: questions that are put side by side, turn by turn; answers of fewer turns leave their place empty.
-    compare: look for the first difference to the reference.
+    compare: look for the first difference to the reference. known: what other methods answered to these questions
+    before; their answers are then the history, and are compared and yielded with the others.
     """
-    reference = reference_of(list(methods))
+    before = list(known[0].answers) if known else []
+    reference, told = reference_of([*before, *methods]), reference_of(before or list(methods))
     warm = backbone.encode_chat([{"role": "user", "content": questions[0].turns[0]}])
     for method in methods.values():
         method([warm] * min(batch_size, len(questions)), min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
     names = list(methods)
     for number, first in enumerate(range(0, len(questions), batch_size)):
-        shift = number % len(names)
+        shift = number % max(1, len(names))
         side_by_side = [
-            _Asked(one, {name: Answer() for name in names}) for one in questions[first : first + batch_size]
+            _Asked(one, {**(known[place].answers if known else {}), **{name: Answer() for name in names}})
+            for place, one in enumerate(questions[first : first + batch_size], first)
         ]
         for turn in range(max(len(one.question.turns) for one in side_by_side)):
             asked = [one for one in side_by_side if turn < len(one.question.turns)]
@@ -93,11 +97,11 @@ def measure(
                     if stats is not None:
                         answer.stats = (answer.stats or Tally()).__iadd__(stats)
             for one, prompt in zip(asked, prompts, strict=True):
-                expected = one.answers[reference].turns[-1]
+                expected = one.answers[reference].turns[turn]
                 for name, answer in one.answers.items():
                     if compare and name != reference and answer.divergence is None:
-                        answer.divergence = diverges(backbone, prompt, expected, answer.turns[-1], turn)
-                one.messages.append({"role": "assistant", "content": backbone.decode(expected)})
+                        answer.divergence = diverges(backbone, prompt, expected, answer.turns[turn], turn)
+                one.messages.append({"role": "assistant", "content": backbone.decode(one.answers[told].turns[turn])})
         for one in side_by_side:
             yield Result(one.question, one.answers)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from medusa_cli.assets import MODELS
 from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks.others import LlamaCpp, Transformers
+from medusa_cli.benchmarks.others import LlamaCpp
 from medusa_cli.benchmarks.taken import Taken, Watch, share
 from medusa_cli.benchmarks.tally import Tally
 from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
@@ -41,13 +41,32 @@ def parse_methods(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_names(text: str, names: Sequence[str], also: Collection[str] = ()) -> None:
-    """UsageError for no name at all and for one that is neither a method nor among `also`."""
+def check_methods(
+    names: Sequence[str],
+    also: Collection[str],
+    model: str,
+    sampling: Sampling,
+    gguf: Path | None = None,
+    draft_model: str | None = None,
+    batch_size: int = 1,
+) -> None:
+    """UsageError for a method that there is not, nor among `also`, and for one that what is asked for does not suit."""
     unknown = [name for name in names if name not in METHODS and name not in also]
+    text = ",".join(names)
     if unknown or not names:
-        raise UsageError(
-            f"@methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", f"use {','.join(METHODS)}"
-        )
+        known = f"use {','.join(METHODS)}"
+        raise UsageError(f"@methods {text!r}: {unknown[0] if unknown else 'nothing'!r} is unknown", known)
+    if batch_size > 1:
+        check_batch(names)
+    if "llama.cpp" in names:
+        check_llama(model, gguf, sampling)
+    elif gguf is not None:
+        raise UsageError(f"@gguf {gguf} says nothing to @methods {text}", "leave it out, or add llama.cpp")
+    if "hf-assisted" in names and draft_model is None:
+        raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
+    if draft_model is not None and "hf-assisted" not in names:
+        said = f"@draft_model {draft_model} says nothing to @methods {text}"
+        raise UsageError(said, "leave it out, or add hf-assisted")
 
 
 def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
@@ -73,24 +92,18 @@ def check_batch(names: Sequence[str]) -> None:
 def build_methods(
     names: Sequence[str],
     backbone: Backbone,
-    plain: Any,
     drafted: Mapping[str, tuple[Drafter, Tree | Growth | Pace]],
     sampling: Sampling,
     gguf: Path | None = None,
     batch_size: int = 1,
-    assistant: Any = None,
 ) -> dict[str, Method]:
-    """The named methods; `plain` is the unmodified transformers model that "hf" and its kin run.
+    """The named methods but those of the transformers model (see baseline).
 
-    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads; assistant:
-    the smaller transformers model that drafts for "hf-assisted".
+    drafted: each drafting method's drafter and what it drafts over; gguf: the file that "llama.cpp" reads.
     """
     methods: dict[str, Method] = {}
     for name in names:
-        if name.startswith("hf"):
-            drafting = assistant if name == "hf-assisted" else None
-            methods[name] = Transformers(plain, backbone, sampling, name == "hf-lookup", drafting)
-        elif name == "llama.cpp":
+        if name == "llama.cpp":
             assert gguf is not None
             methods[name] = LlamaCpp(gguf, backbone)
         elif batch_size > 1:

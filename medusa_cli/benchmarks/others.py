@@ -20,10 +20,8 @@ class Transformers:
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts for it.
     """
 
-    def __init__(
-        self, model: Any, backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None
-    ) -> None:
-        self._model = model
+    def __init__(self, backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> None:
+        self._model = backbone.model
         self._ends = sorted(backbone.eos_ids)
         self._options: dict[str, Any] = {"eos_token_id": self._ends, "pad_token_id": self._ends[0] if self._ends else 0}
         if assistant is not None:

@@ -1,5 +1,6 @@
 """Drafters of several kinds for one model, side by side: a run's own and those of the runs that lie inside it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_cli.assembly import load_drafting, static_tree
@@ -45,6 +46,6 @@ def _kind(folder: Path) -> str | None:
     return describe_drafter(config.parent).drafter if config.is_file() else None
 
 
-def load_rivals(rivals: dict[str, Choice], backbone: Backbone) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
+def load_rivals(rivals: Mapping[str, Choice], backbone: Backbone) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
     """Each rival's drafter and what it drafts over."""
     return {name: load_drafting(choice, backbone, static_tree(choice)) for name, choice in rivals.items()}

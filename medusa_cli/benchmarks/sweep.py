@@ -36,6 +36,17 @@ AXES = {
 }
 
 
+# The settings that say what a sweep of the axis says itself.
+OWN = {
+    "nodes": {"tree"},
+    "heads": set(),
+    "epsilon": {"sampling"},
+    "temperature": {"sampling", "temperature"},
+    "batch": {"batch_size"},
+    "context": set[str](),
+}
+
+
 def parse_values(name: str, text: str | None) -> list[float]:
     """An axis's values in a list such as 2,4,8, rising, its usual ones for None; UsageError where one cannot be."""
     if name not in AXES:

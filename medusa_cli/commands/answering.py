@@ -4,15 +4,25 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.assets import MODELS, model_dir
+from medusa_cli.runs.run import Run
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.distilling import RecordWriter
+    from medusa_cli.distilling.endpoint import Endpoint
+    from medusa_cli.distilling.engine import Settings
+    from medusa_cli.distilling.seeds import Seed
+    from medusa_cli.distilling.tokenizer import Tokenizer
+    from medusa_cli.training import World
 
 FAILED = "distill-failed.jsonl"
 
 
-def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: Any) -> Any:
+def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: "Tokenizer") -> "Endpoint":
     """The servers at comma-separated addresses, found to answer for the model; UserError where none does."""
     from medusa_cli.backbone.dialogue import render
     from medusa_cli.distilling.endpoint import Endpoint
@@ -29,14 +39,19 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: An
 
 
 def from_here(
-    backbone: Any, todo: Sequence[Any], settings: Any, writer: Any, failures: "Failures", meter: "Meter"
-) -> list[Any]:
+    backbone: "Backbone",
+    todo: "Sequence[Seed]",
+    settings: "Settings",
+    writer: "RecordWriter",
+    failures: "Failures",
+    meter: "Meter",
+) -> "list[Seed]":
     """Write the model's answers as they come; the seeds that were too long."""
     from medusa_cli.distilling import distill
 
-    skipped: list[Any] = []
+    skipped: list[Seed] = []
 
-    def refused(seed: Any, reason: str) -> None:
+    def refused(seed: "Seed", reason: str) -> None:
         failures.add(seed.id, reason)
         meter.bar.advance(1)
 
@@ -50,18 +65,18 @@ def from_here(
 
 
 def from_server(
-    server: Any,
-    todo: Sequence[Any],
-    settings: Any,
+    server: "Endpoint",
+    todo: "Sequence[Seed]",
+    settings: "Settings",
     concurrency: int,
-    writer: Any,
+    writer: "RecordWriter",
     failures: "Failures",
     meter: "Meter",
-) -> list[Any]:
+) -> "list[Seed]":
     """Write what the servers answer as it comes; the seeds that were too long."""
     from medusa_cli.distilling.endpoint import Failed, distill_endpoint
 
-    skipped: list[Any] = []
+    skipped: list[Seed] = []
     answers = distill_endpoint(
         server, todo, settings, concurrency=concurrency, on_tokens=meter.tokens, on_skip=skipped.append
     )
@@ -80,7 +95,7 @@ class Failures:
     It is this command's alone: whatever failed earlier is asked again, so the first of several processes empties it.
     """
 
-    def __init__(self, run: Any, first: bool = True) -> None:
+    def __init__(self, run: Run, first: bool = True) -> None:
         self.path: Path = run.path / FAILED
         self.count = 0
         if first:
@@ -98,7 +113,7 @@ class Files:
     `answered` need not be asked again; `whole`, the run's file, is the first process's alone.
     """
 
-    def __init__(self, world: Any, target: Any, hidden_size: int, header: dict[str, Any], least: int) -> None:
+    def __init__(self, world: "World", target: Run, hidden_size: int, header: dict[str, Any], least: int) -> None:
         from medusa_cli.distilling import RecordWriter
         from medusa_cli.distilling.parts import merge_parts, part_of
 
@@ -131,7 +146,7 @@ class Files:
 class Meter:
     """Counts answer tokens and shows their rate in the bar's text."""
 
-    def __init__(self, bar: Any) -> None:
+    def __init__(self, bar: console.Bar) -> None:
         self._start, self.bar, self.count = time.perf_counter(), bar, 0
 
     @property

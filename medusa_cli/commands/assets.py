@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from medusa_cli import assets as store
-from medusa_cli import console, options
+from medusa_cli import console
+from medusa_cli.commands.groups import Said
 from medusa_cli.errors import UsageError
 
 _FETCH: dict[str, Callable[[], str | Path]] = {
@@ -18,19 +19,18 @@ _FETCH: dict[str, Callable[[], str | Path]] = {
 
 
 def assets(
+    *,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
     ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Fetch the named model and data into the cache, so that later commands need no network.
 
     The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     wanted = names or list(_FETCH)
     for name in wanted:
         if name not in _FETCH:
@@ -40,5 +40,5 @@ def assets(
     for name in wanted:
         found[name] = str(_FETCH[name]())
         console.result(f"{name}: {found[name]}")
-    if json:
+    if said.json:
         console.emit_json(found)

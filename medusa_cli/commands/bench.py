@@ -1,11 +1,14 @@
 """`medusa bench`: plain and drafted decoding over the same questions, measured in one run."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Drafting, Rules, Said, Where
+from medusa_cli.commands.loading import follow_choice, load
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.run import RUNS, Run
 
@@ -17,6 +20,7 @@ WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 
 def bench(
     asked: typer.Context,
+    *,
     mt_bench: Annotated[
         bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
     ] = False,
@@ -81,38 +85,19 @@ def bench(
     ] = None,
     judge: options.Judge = None,
     judge_model: options.JudgeModel = None,
-    max_new_tokens: options.MaxNewTokens = None,
     batch_size: options.BatchSize = 1,
-    run: options.RunOrShipped = None,
-    model: options.Model = None,
-    drafter: options.Drafter = None,
-    tree: options.Tree = None,
-    sampling: options.SamplingMode = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    random_seed: options.RandomSeed = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = None,
-    load_in_8bit: options.LoadIn8bit = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    drafting: Drafting,
+    rules: Rules,
+    place: Where,
+    said: Said,
 ) -> None:
     """Measure speedup, acceptance rate and overhead, and check that the output is that of plain decoding.
 
-    Every method answers every question in turn, both turns, on the same prompts. The report goes into the
-    run's bench/ directory (runs/MODEL/bench for the drafter that ships).
+    Every method answers every question in turn, both turns, on the same prompts, transformers' own methods before
+    the others, so that no model is held twice. The report goes into the run's bench/ directory (runs/MODEL/bench
+    for the drafter that ships).
     """
-    console.configure(quiet=quiet, json=json)
-    from medusa_cli.decoding.sampling import sampling_of
-    from medusa_cli.runs.resolve import choose
-
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
-    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
+    said.configure()
     given = _given(asked)
     if steps:
         if given - WITH_STEPS:
@@ -120,102 +105,85 @@ def bench(
             raise UsageError(f"{flag} says nothing to --steps, which times passes alone", "leave one of them out")
         from medusa_cli.commands.steps import bench_steps
 
-        bench_steps(choose(model, run, None, None, need_drafter=False).model, place, context, json)
+        bench_steps(drafting.choose(need_drafter=False).model, place, context, said.json)
         return
-    if "context" in given:
-        raise UsageError(f"--context {context} says nothing without --steps", "leave it out, or give --steps")
-    if values is not None and sweep is None:
-        raise UsageError(f"--values {values} says nothing without --sweep", "leave it out, or give --sweep AXIS")
+    for word, value, needed, there in (("context", context, "--steps", False), ("values", values, "--sweep", sweep)):
+        if word in given and not there:
+            raise UsageError(f"--{word} {value} says nothing without {needed}", f"leave it out, or give {needed}")
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
+    from medusa_cli.assets import mt_bench_path
     from medusa_cli.benchmarks.answers import write_answers
-    from medusa_cli.benchmarks.methods import check_batch, check_llama, check_names, parse_methods
+    from medusa_cli.benchmarks.bench import Bench, save
+    from medusa_cli.benchmarks.methods import check_methods, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, spread
     from medusa_cli.benchmarks.sets import read_questions
     from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.beside import Beside
     from medusa_cli.commands.judging import check_judge, folder_of, judge_bench, verdict_table
-    from medusa_cli.commands.measuring import run_bench, save, show
+    from medusa_cli.commands.measuring import bar, show, show_sweep
     from medusa_cli.commands.reporting import measured, write_report
-    from medusa_cli.commands.rounding import follow_choice
 
     if sweep is not None:
-        from medusa_cli.benchmarks.sweep import parse_values
-        from medusa_cli.commands.sweeping import OWN, Sweep, methods_of, show_sweep
+        from medusa_cli.benchmarks.sweep import OWN, parse_values
+        from medusa_cli.benchmarks.sweeping import Sweep, methods_of
 
         swept = parse_values(sweep, values)
         for name in sorted(OWN[sweep] & given):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is what --sweep {sweep} says itself", "leave it out")
+            raise UsageError(f"--{name.replace('_', '-')} is what --sweep {sweep} says itself", "leave it out")
         methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
     check_judge(judge, judge_model)
     names = parse_methods(methods)
-    rivals = find_rivals(names, model, run, tree)
-    check_names(methods, names, rivals)
+    rivals = find_rivals(names, drafting.model, drafting.run, drafting.tree)
     # Where runs of their own hold the drafters, "medusa-dynamic" is over that of "medusa".
     alone = "medusa" not in rivals and any(name in ("medusa", "medusa-dynamic") for name in names)
-    if drafter is not None and not alone:
-        raise UsageError(f"--drafter {drafter}: none of --methods {methods} takes it", "leave one of them out")
-    choice = choose(model, run, drafter, tree, need_drafter=alone)
-    rule = sampling_of(sampling, temperature, top_p, top_k, random_seed)
-    if batch_size > 1:
-        check_batch(names)
-    if "llama.cpp" in names:
-        check_llama(choice.model, gguf, rule)
-    elif gguf is not None:
-        raise UsageError(f"--gguf {gguf} says nothing to --methods {methods}", "leave it out, or add llama.cpp")
-    if "hf-assisted" in names and draft_model is None:
-        raise UsageError("--methods hf-assisted needs a model that drafts", "give --draft-model NAME")
-    if draft_model is not None and "hf-assisted" not in names:
-        says = f"--draft-model {draft_model} says nothing to --methods {methods}"
-        raise UsageError(says, "leave it out, or add hf-assisted")
-    source: str | Path | None = questions
-    if source is None:
-        from medusa_cli.assets import mt_bench_path
-
-        source = mt_bench_path()
+    if drafting.drafter is not None and not alone:
+        raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
+    choice = drafting.choose(need_drafter=alone)
+    check_methods(names, rivals, choice.model, rules.sampled, gguf, draft_model, batch_size)
+    source = mt_bench_path() if questions is None else questions
     found, skipped = read_questions(source)
-    chosen = spread(of_categories(found, category), limit)
     if skipped:
         console.warn(f"{source}: {skipped} records are no questions and were skipped")
     folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
     title = "MT-Bench" if questions is None else Path(questions).name if Path(questions).is_file() else questions
-    tokens = max_new_tokens or MAX_NEW_TOKENS
-    console.info(
-        f"{len(chosen)} of {len(found)} questions of {title}, up to {tokens} new tokens a turn, {', '.join(names)}; "
-        "--limit N takes fewer, --max-new-tokens N makes them shorter"
+    where = follow_choice(choice, place)
+    what = Bench(
+        choice,
+        names,
+        spread(of_categories(found, category), limit),
+        rules.max_new_tokens or MAX_NEW_TOKENS,
+        rules.sampled,
+        title,
+        where.loading,
+        batch_size,
+        rivals,
+        gguf,
+        draft_model,
     )
-    how = follow_choice(choice, place)
+    console.info(
+        f"{len(what.questions)} of {len(found)} questions of {title}, up to {what.tokens} new tokens a turn, "
+        f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
+    )
+    loaded = partial(load, place=where)
     if sweep is not None:
-        document = Sweep(sweep, swept, choice, names, chosen, tokens, rule, title, batch_size, folder, how).run()
-        if json:
+        points = Sweep(sweep, swept, what, folder)
+        document = points.run(lambda one: one.run(loaded, bar, Beside(one.rule)))
+        if said.json:
             console.emit_json(document)
         else:
             show_sweep(document)
             console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         return
-    kept = Beside(rule, report)
-    document = run_bench(
-        choice,
-        rivals,
-        names,
-        chosen,
-        tokens,
-        rule,
-        title,
-        gguf,
-        batch_size,
-        draft_model,
-        more=kept,
-        **how,
-    )
-    if not json:
+    kept = Beside(what.rule, report)
+    document = what.run(loaded, bar, kept)
+    if not said.json:
         show(document)
     try:
         saved = save(document, folder)
         console.result(f"report: {saved}")
         bench_file = saved.with_suffix(".json")
-        write_answers(folder_of(bench_file), document["backbone"]["id"], chosen, kept.texts)
+        write_answers(folder_of(bench_file), document["backbone"]["id"], what.questions, kept.texts)
         if judge is not None and judge_model is not None:
             document = judge_bench(bench_file, document, judge, judge_model)
             console.result(verdict_table(document["judge"]))
@@ -224,7 +192,7 @@ def bench(
             console.result(f"report: {write_report([page], saved.with_suffix('.html'))[0]}")
     finally:
         # A folder that cannot be written, or a judge that is silent, must not cost what was measured.
-        if json:
+        if said.json:
             console.emit_json(document)
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.runs.run import DEFAULT_RUN
 
 TITLES = {
@@ -16,6 +18,7 @@ TITLES = {
 
 
 def bench_firp(
+    *,
     recipe: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Settings such as train.lr=1e-3.")
     ] = None,
@@ -27,12 +30,8 @@ def bench_firp(
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Answer tokens each choice is trained on.")] = 20_000,
     figure: Annotated[int | None, typer.Option(metavar="N", help="5, 6 or 7 alone. [default: all]")] = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Annotated[Where, But("engine", "load_in_4bit", "load_in_8bit")],
+    said: Said,
 ) -> None:
     """Train FIRP heads shortly at one choice of layers after another and compare their held-out accuracy.
 
@@ -44,7 +43,7 @@ def bench_firp(
     from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training.build import check_drafter
 
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     if figure is not None and figure not in TITLES:
         raise UsageError(f"--figure {figure} is none of these", "use 5, 6 or 7")
     target = Run.open(run, create=data is not None)
@@ -53,16 +52,16 @@ def bench_firp(
     check_drafter(plan)
     name = model or target.model or plan.model
     source = data or target.data_path
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    whose = options.called(name, place)
-    console.info(f"Trying FIRP's layers on {whose} with {tokens:,} tokens of {source} each; --tokens N takes more")
+    console.info(
+        f"Trying FIRP's layers on {place.of(name)} with {tokens:,} tokens of {source} each; --tokens N takes more"
+    )
 
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.setup import whole_conversations
     from medusa_cli.training.sweep import figures, try_layers
 
     template = target.chat_template
-    backbone = load_backbone(name, **place, engine="eager", gradients=True, chat_template=template)
+    backbone = load_backbone(name, **place.network, engine="eager", gradients=True, chat_template=template)
     target.bind(backbone.identity)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     chosen = {key: one for key, one in figures(backbone.num_layers).items() if figure in (None, key)}
@@ -75,7 +74,7 @@ def bench_firp(
         "tokens": tokens,
         "figures": {str(key): [vars(trial) for trial in trials] for key, trials in found.items()},
     }
-    if json:
+    if said.json:
         console.emit_json(document)
     for key, trials in found.items():
         console.result(_table(key, trials))
@@ -84,9 +83,7 @@ def bench_firp(
     console.result(str(path))
 
 
-def _table(figure: int, trials: list[Any]) -> Any:
-    from rich.table import Table
-
+def _table(figure: int, trials: list[Any]) -> Table:
     table = Table(title=f"Figure {figure}: {TITLES[figure]}")
     for column in ("layers", "held-out loss", "top-1, %"):
         table.add_column(column, justify="right")

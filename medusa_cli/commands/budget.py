@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from medusa_cli import console, extras
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.rounding import follow
+from medusa_cli.commands.groups import Where
+from medusa_cli.commands.loading import follow
 from medusa_cli.errors import UserError
-from medusa_cli.options import called
 from medusa_cli.runs.heads import Heads, check_current, stamp_of
 from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import Run
@@ -41,9 +43,7 @@ class Found:
             for one in (self.chosen, *self.beside)
         ]
 
-    def table(self) -> Any:
-        from rich.table import Table
-
+    def table(self) -> Table:
         table = Table(title="What sizes are expected to give on this machine")
         for column in ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s"):
             table.add_column(column, justify="right")
@@ -54,9 +54,7 @@ class Found:
         return table
 
 
-def find_budget(
-    target: Run | None, heads: Heads, calibration: Path | None, again: bool, place: dict[str, Any]
-) -> Found:
+def find_budget(target: Run | None, heads: Heads, calibration: Path | None, again: bool, place: Where) -> Found:
     """The best budget for the heads of a run (None: those that ship), steps timed unless the run has their times.
 
     UserError without accuracies or without a drafter to time.
@@ -81,15 +79,15 @@ def find_budget(
     return Found(chosen, beside, break_even(chosen, costs))
 
 
-def _costs(source: Run, again: bool, place: dict[str, Any]) -> Any:
+def _costs(source: Run, again: bool, place: Where) -> Any:
     """Load model and drafter; what their steps cost here."""
     from medusa_cli.decoding.costs import ROUNDS, SIZES, costs_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
 
     model = str(describe_drafter(source.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
-    console.info(f"Timing steps of {called(model, place)}")
-    backbone = load_backbone(model, **follow(source.drafter_dir, place), adapter=source.adapter)
+    console.info(f"Timing steps of {place.of(model)}")
+    backbone = load_backbone(model, **follow(source.drafter_dir, place).loading, adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)
     total = (ROUNDS + 1) * (len(SIZES) + drafter.num_heads)
     with console.progress("timing", total=total, unit="steps") as bar:

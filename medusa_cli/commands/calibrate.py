@@ -1,11 +1,14 @@
 """`medusa calibrate`: how often each head's i-th guess is right on held-out conversations."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, extras, options
+from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
 from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -16,6 +19,7 @@ WHOLE = 100
 
 def calibrate(
     asked: typer.Context,
+    *,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     drafter: options.Drafter = None,
@@ -38,15 +42,8 @@ def calibrate(
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = None,
-    load_in_8bit: options.LoadIn8bit = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Where,
+    said: Said,
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
@@ -60,7 +57,7 @@ def calibrate(
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, provenance
 
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     target = Run.open(run)
     recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
     name = model or target.model or recipe.model
@@ -78,21 +75,19 @@ def calibrate(
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
-    whose = options.called(name, {"trust_remote_code": trust_remote_code})
-    console.info(f"Calibrating {folder} for {whose} on {part}{source}, top {top} guesses a head; {bound}")
+    console.info(f"Calibrating {folder} for {place.of(name)} on {part}{source}, top {top} guesses a head; {bound}")
 
     from medusa_cli.commands.dataset import engine_for, open_dataset
-    from medusa_cli.commands.rounding import follow
+    from medusa_cli.commands.loading import follow
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.calibration import calibrate as measure
     from medusa_cli.training.picture import draw_heat_map
 
-    place = {"device": device, "dtype": dtype, "engine": engine_for(drafter_kind(folder), recipe.train, engine)}
+    place = replace(place, engine=engine_for(drafter_kind(folder), recipe.train, place.engine))
     backbone = load_backbone(
         name,
-        **follow(folder, {**place, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}),
-        trust_remote_code=trust_remote_code,
+        **follow(folder, place).loading,
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
     )
@@ -114,7 +109,7 @@ def calibrate(
         "positions": found.positions,
         "answers": found.answers,
     }
-    if json:
+    if said.json:
         console.emit_json(document)
     console.result(_table(found))
     heat = ", ".join(f"{one:.2f}" for one in found.temperatures)
@@ -138,9 +133,7 @@ def _first(answers: list[Any], samples: int | None) -> list[Any]:
     return [one for one in answers if one.id in chosen]
 
 
-def _table(found: Any) -> Any:
-    from rich.table import Table
-
+def _table(found: Any) -> Table:
     top = len(found.accuracies[0])
     table = Table(title=f"Accuracy of each head's top {top} guesses on {found.positions:,} held-out tokens, %")
     table.add_column("head", justify="right")

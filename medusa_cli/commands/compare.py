@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.errors import UsageError, UserError
 
 
 def compare(
+    *,
     runs: Annotated[
         list[str],
         typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME, anything with a / is a folder."),
@@ -24,12 +27,8 @@ def compare(
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Annotated[Where, But("engine", "load_in_4bit", "load_in_8bit")],
+    said: Said,
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
@@ -38,27 +37,23 @@ def compare(
     keeps no original to be held against (-). All come from the last validation in RUN/train.jsonl, or, with --data,
     from a pass over those conversations now, which is the way to compare runs that held out different ones.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     if max_samples is not None and data is None:
         raise UsageError(f"--max-samples {max_samples} bounds --data, and there is none", "give --data FILE with it")
-    if dtype == "fp16":
+    if place.dtype == "fp16":
         raise UsageError("--dtype fp16 is no type that trainings compute in", "give bf16 or fp32")
     rows = [_row(name) for name in runs]
     if data is not None:
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         bound = f"the first {max_samples:,}" if max_samples else "all; --max-samples N takes fewer"
-        place = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        whose = options.called(f"{len(rows)} runs", place)
-        console.info(f"Comparing {whose} on the conversations of {data}, {bound}")
+        console.info(f"Comparing {place.of(f'{len(rows)} runs')} on the conversations of {data}, {bound}")
         _measure(rows, runs, data, max_samples, place)
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their numbers are of different held-out answers")
-    if json:
+    if said.json:
         console.emit_json(rows)
         return
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     # The numbers stay whole in 80 columns.
@@ -114,14 +109,14 @@ def _cost(parts: dict[str, float]) -> dict[str, float | None]:
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}
 
 
-def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Any) -> None:
+def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Where) -> None:
     """Put what each run comes to on the file's conversations in the place of its own last validation."""
     from medusa_cli.runs.run import Run
     from medusa_cli.training.evaluation import evaluate
 
     with console.progress("comparing", total=len(rows), unit="runs") as bar:
         for row, name in zip(rows, runs, strict=True):
-            found = evaluate(Run.open(name), data, place, samples)
+            found = evaluate(Run.open(name), data, place.network, samples)
             # Heads that ride in a frozen model come without parts: it costs what the row says already, nothing.
             row |= {"accuracies": found.accuracies, "measured": found.positions}
             row |= _cost(found.parts) if found.parts else {}

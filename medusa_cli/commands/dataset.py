@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
+from medusa_cli.runs.recipe import Recipe, TrainRecipe
+from medusa_cli.runs.run import Run
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
+    from medusa_cli.drafters.heads import HeadDrafter
+    from medusa_cli.training import Conversations, Dataset, World
 
 
-def engine_for(kind: Any, train: Any, engine: str) -> str:
+def engine_for(kind: "type[HeadDrafter]", train: TrainRecipe, engine: str) -> str:
     """The engine to load the backbone with; UsageError for --engine fast where whole conversations run through it."""
     from medusa_cli.training.build import runs_model
 
@@ -24,18 +31,18 @@ def engine_for(kind: Any, train: Any, engine: str) -> str:
 
 
 def open_dataset(
-    run: Any,
-    backbone: Any,
-    kind: Any,
+    run: Run,
+    backbone: "Backbone",
+    kind: "type[HeadDrafter] | HeadDrafter",
     taps: Sequence[int],
-    recipe: Any,
+    recipe: Recipe,
     *,
     prompts: bool,
     data: Path | None,
     fraction: float,
-    together: Any = None,
+    together: "World | None" = None,
     sharded: bool = False,
-) -> Any:
+) -> "Dataset | Conversations":
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
     They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the

@@ -1,6 +1,5 @@
 """`medusa distill`: seed prompts in, conversations in the model's own words out."""
 
-import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,8 @@ import typer
 
 from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.groups import Said, Where
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Conversations of a bare run: about ten minutes of two cores with the default model.
@@ -18,6 +19,7 @@ BARE_SAMPLES = 800
 
 def distill(
     asked: typer.Context,
+    *,
     seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
@@ -75,15 +77,8 @@ def distill(
         bool,
         typer.Option("--resume", help="Go on or fail, but begin nothing. The same command goes on without it, too."),
     ] = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = None,
-    load_in_8bit: options.LoadIn8bit = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Where,
+    said: Said,
 ) -> None:
     """Let the model answer seed prompts: training data in its own words.
 
@@ -91,16 +86,16 @@ def distill(
     Run the same command again to resume after an interruption, or with a larger --max-samples to get more.
     Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
-    from medusa_cli.errors import UsageError, UserError
-    from medusa_cli.runs.recipe import load_recipe
-
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    console.configure(quiet=quiet or rank > 0, json=json or rank > 0)  # one process of several speaks
+    said.configure(first=rank == 0)  # one process of several speaks
     extras.need("train", "`medusa distill`")
     if endpoint is not None and self_talk:
         raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
     if endpoint is not None and processes > 1:
         raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
+    from medusa_cli.distilling.settings import header_of, settings_of
+    from medusa_cli.runs.recipe import load_recipe
+
     given = {
         "seed": seed,
         "max_samples": max_samples,
@@ -121,6 +116,7 @@ def distill(
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.filters import unique
+    from medusa_cli.distilling.room import side_by_side
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.engines import load_backbone
@@ -130,7 +126,7 @@ def distill(
     from medusa_cli.training import World
 
     # The end of the work is where the processes wait for one another, and their shares may differ by hours.
-    world = World.join(device, backend="gloo")
+    world = World.join(place.device, backend="gloo")
     if not world.first:
         world.wait()  # until the first has fetched what all read
     name = model or plan.model or DEFAULT_MODEL
@@ -142,35 +138,26 @@ def distill(
     if world.first:  # the others write parts of their own
         asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
     template = target.template_with(plan.chat_template)
-    whose = options.called(name, {"trust_remote_code": trust_remote_code})
     console.info(
-        f"{whose} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into {target.path}; "
-        "--max-samples N takes more"
+        f"{place.of(name)} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into "
+        f"{target.path}; --max-samples N takes more"
     )
     console.info(str(report))
     backbone: Any = (
-        Tokenizer(name, template, trust_remote_code=trust_remote_code)
+        Tokenizer(name, template, trust_remote_code=place.trust_remote_code)
         if endpoint is not None
-        else load_backbone(
-            name,
-            device=world.device(device),
-            dtype=dtype,
-            engine=engine,
-            load_in_4bit=bool(load_in_4bit),
-            load_in_8bit=bool(load_in_8bit),
-            trust_remote_code=trust_remote_code,
-            chat_template=template,
-        )
+        else load_backbone(name, **{**place.loading, "device": world.device(place.device)}, chat_template=template)
     )
     if endpoint is None and wanted.batch_size is None:
-        settings = replace(settings, batch_size=_side_by_side(backbone, settings, processes))
-    rounded = {"4bit": load_in_4bit, "8bit": load_in_8bit, engine: engine in BITS} if endpoint is None else {}
-    rounding = next((how for how, given in rounded.items() if given), None)  # answers of another model
+        settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
+    rounded = {"4bit": place.load_in_4bit, "8bit": place.load_in_8bit, place.engine: place.engine in BITS}
+    # Such answers are another model's.
+    rounding = None if endpoint is not None else next((how for how, given in rounded.items() if given), None)
     server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
     if self_talk:
         check_self_talk(backbone)
     target.bind(backbone.identity)
-    header = provenance(backbone.identity, **_header(wanted, self_talk, template, rounding))
+    header = provenance(backbone.identity, **header_of(wanted, self_talk, template, rounding))
     files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
@@ -213,56 +200,7 @@ def distill(
         "new_tokens": new_tokens,
         "tokens_per_s": round(rate, 1),
     }
-    console.emit_json(summary) if json else console.result(
+    console.emit_json(summary) if said.json else console.result(
         f"{whole.tokens:,} answer tokens in {len(whole.done):,} conversations: {target.distill_path} "
         f"({new_tokens:,} made now at {rate:,.0f} tokens/s). Next: medusa train --run {run}"
     )
-
-
-def _side_by_side(backbone: Any, settings: Any, processes: int) -> int:
-    """The conversations at a time that the memory free now holds; says so where they are fewer than usual."""
-    from medusa_cli.backbone.memory import free_memory
-    from medusa_cli.distilling.room import MOST, fitting
-
-    shared = backbone.device.type != "cuda"  # by the processes of this machine, and with the states
-    free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
-    capacity = min(settings.capacity, backbone.max_positions)
-    count = fitting(backbone.config, backbone.dtype, capacity, free, states_there=shared)
-    if count < MOST:
-        console.info(
-            f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {capacity:,} positions each; "
-            "--batch-size N takes others"
-        )
-    return count
-
-
-def settings_of(wanted: Any, self_talk: bool = False) -> Any:
-    """The engine's settings from a recipe's distill section; UsageError for numbers that cannot be."""
-    from medusa_cli.distilling.engine import Settings
-    from medusa_cli.distilling.room import MOST
-    from medusa_cli.errors import UsageError
-
-    if 0 < wanted.temperature < options.COLDEST:
-        raise UsageError(f"distill.temperature={wanted.temperature} is too close to 0", "use 0 for greedy")
-    return Settings(
-        max_new_tokens=wanted.max_new_tokens,
-        max_turns=wanted.max_turns,
-        temperature=wanted.temperature,
-        random_seed=wanted.random_seed,
-        batch_size=wanted.batch_size or MOST,
-        capacity=wanted.context,
-        self_talk=self_talk,
-    )
-
-
-def _header(wanted: Any, self_talk: bool, template: str | None, rounding: str | None) -> dict[str, Any]:
-    """What must agree for conversations to share one file."""
-    keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
-    settings = {key: getattr(wanted, key) for key in keys}
-    # Named where they are used alone, so that files from before them go on.
-    extras = {
-        "self_talk": self_talk,
-        "rounding": rounding,
-        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:16] if template else None,
-    }
-    return {"seed": wanted.seed, "settings": settings | {key: value for key, value in extras.items() if value}}

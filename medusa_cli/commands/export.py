@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Said
 from medusa_cli.errors import UsageError
 
 FORMATS = ("hf", "eagle3", "medusa")
 
 
 def export(
+    *,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write; it must be new or empty.")],
     to: Annotated[
         str,
@@ -24,16 +26,14 @@ def export(
     run: options.RunOrShipped = None,
     model: options.Model = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in that folder.")] = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Write a drafter so that another program decodes with it, and say how that one is started.
 
     Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
     that --to hf writes, in the number type it is stored in; every folder has the checksums of its files.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     from medusa_cli.exporting import export_as
@@ -44,7 +44,7 @@ def export(
     done = export_as(to, source, output, overwrite=overwrite)
     for note in done.notes:
         console.warn(note)
-    if json:
+    if said.json:
         console.emit_json(
             {"output": str(done.folder), "format": to, "launch": list(done.launch), "notes": list(done.notes)}
         )

@@ -5,9 +5,11 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Said
 
 
 def import_(
+    *,
     place: Annotated[
         str,
         typer.Argument(
@@ -18,23 +20,21 @@ def import_(
     ],
     run: options.RunOrNew = None,
     model: options.ModelOrSaid = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Take in a drafter that was trained elsewhere, or exported by `medusa export --to medusa` or `eagle3`.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     The run is then like any other: calibrate, tree, chat and bench take it by --run.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     from medusa_cli.exporting.incoming import import_drafter
 
     done = import_drafter(place, run, model)
     for note in done.notes:
         console.warn(note)
     name = str(done.run.path) if run is None or "/" in run else run
-    if json:
+    if said.json:
         facts = {"run": str(done.run.path), "drafter": done.kind, "format": done.format, "heads": done.heads}
         console.emit_json({**facts, "calibrated": done.calibrated, "notes": list(done.notes)})
         return

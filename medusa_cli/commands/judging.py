@@ -6,6 +6,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from medusa_cli import console
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.files import write_atomic, write_json
@@ -73,10 +75,8 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> 
     return document
 
 
-def verdict_table(found: dict[str, Any]) -> Any:
+def verdict_table(found: dict[str, Any]) -> Table:
     """Grades, and pairs against the reference, as a table."""
-    from rich.table import Table
-
     table = Table(title=f"The judge's verdicts; pairs against {found['reference']}, in both orders")
     for name in ("method", "score, of 10", "wins", "ties", "losses"):
         table.add_column(name, justify="left" if name == "method" else "right")

@@ -3,23 +3,24 @@
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.groups import Said
 
 
 def machine(
+    *,
     model: options.Model = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time everything again though it is known.")] = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Show the time of a decoding step by kernel and rows on this machine, its ceilings, and what auto takes.
 
     Timed once for each shape of model and kept in the cache folder; the first use of a model times what it needs.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     import torch
 
     from medusa_cli.backbone.load import read_config
@@ -43,7 +44,7 @@ def machine(
         "auto": taken.name,
         "kept_in": str(machine_file()),
     }
-    if json:
+    if said.json:
         console.emit_json(
             {**facts, "step_ms": {k: {str(n): 1e3 * s for n, s in c.items()} for k, c in found.seconds.items()}}
         )
@@ -59,9 +60,7 @@ def machine(
     )
 
 
-def _table(model: str, seconds: Any, taken: str) -> Any:
-    from rich.table import Table
-
+def _table(model: str, seconds: Any, taken: str) -> Table:
     rows = sorted({count for curve in seconds.values() for count in curve})
     table = Table(title=f"Milliseconds a step of {model} by rows (least of several)")
     table.add_column("kernel")

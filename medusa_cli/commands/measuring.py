@@ -1,191 +1,45 @@
-"""What a bench loads, measures and leaves: the document, the report, and the tables."""
+"""A bench on the screen: a bar while it runs, and what it and a sweep came to, as tables."""
 
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from medusa_cli import console
-from medusa_cli.commands.loading import load
-from medusa_cli.errors import UserError
-from medusa_cli.runs.files import write_atomic, write_json
-from medusa_cli.runs.heads import STAMP, stamp_of
-from medusa_cli.runs.made import describe_drafter
-from medusa_cli.runs.resolve import Choice
-from medusa_cli.runs.run import provenance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from medusa_cli.backbone import Backbone
-    from medusa_cli.benchmarks import Question, Result
-    from medusa_cli.decoding.pace import Pace
-    from medusa_cli.decoding.sampling import Sampling
-    from medusa_cli.drafters import Drafter
-    from medusa_cli.tree import Growth, Tree
+    from medusa_cli.benchmarks import Result
+    from medusa_cli.benchmarks.bench import Bench
 
 
-def run_bench(
-    choice: Choice,
-    rivals: dict[str, Choice],
-    names: list[str],
-    chosen: "list[Question]",
-    tokens: int,
-    rule: "Sampling",
-    title: str,
-    gguf: Path | None = None,
-    batch_size: int = 1,
-    draft_model: str | None = None,
-    more: "Callable[[Backbone, list[Result]], dict[str, Any]]" = lambda backbone, results: {},
-    **place: Any,
-) -> dict[str, Any]:
-    """Load, measure and summarise; the document that --json prints, with what `more` finds in the results."""
-    from medusa_cli.assets import gguf_path
-    from medusa_cli.benchmarks import build_methods, drift, measure, summarise
-    from medusa_cli.engines.kernels import BITS
+class _Bar:
+    """Counts tokens; answers end early, and what they left of their allowance counts as done."""
 
-    made = load(choice, **place)
-    backbone, heads, shape = made.backbone, made.drafter, made.shape
-    plain = plain_model(choice, place, backbone) if any(name.startswith("hf") for name in names) else None
-    drafted, drafting = _drafted(names, choice, heads, shape, rivals, backbone)
-    file = gguf or gguf_path(choice.model) if "llama.cpp" in names else None
-    assistant = assistant_model(draft_model, backbone, place) if draft_model is not None else None
-    ways = build_methods(names, backbone, plain, drafted, rule, file, batch_size, assistant)
-    turns = sum(len(question.turns) for question in chosen) * len(names)
-    results = []
-    with console.progress("decoding", total=turns * tokens, unit="tokens") as bar:
-        watched: dict[str, Any] = {"compare": rule.greedy, "watch": lambda name, new: bar.advance(len(new))}
-        for number, result in enumerate(
-            measure(backbone, ways, chosen, tokens, batch_size=batch_size, **watched),
-            1,
-        ):
-            results.append(result)
-            # Answers end early: what they left of their allowance counts as done.
-            spent = sum(answer.tokens for answer in result.answers.values())
-            bar.advance(len(result.question.turns) * len(names) * tokens - spent)
-            bar.describe(f"question {number}/{len(chosen)}")
-    kind = str(backbone.dtype).removeprefix("torch.")
-    facts = [
-        f"{choice.model}, {kind} on {backbone.device}, {backbone.engine.title}, {len(chosen)} questions, "
-        f"up to {tokens} new tokens a turn, {rule.mode if not rule.greedy else 'greedy'} decoding.",
-        *(f"{name}: {_words(one, drafted[name][1])}." for name, one in drafting.items()),
-        *([f"hf-assisted: transformers' assisted generation, {draft_model} drafts."] if draft_model else []),
-    ]
-    moved = drift(backbone, plain, results) if "hf" in names and backbone.engine.kernel.name in BITS else None
-    if moved is not None:
-        facts.append(
-            f"Rounded to {BITS[backbone.engine.kernel.name]} bits, the model moves by {moved['kl']:.4f} nats a token "
-            f"and chooses the same for {moved['agreement']:.1%} of {moved['tokens']:,} tokens; hf is not rounded."
-        )
-    if batch_size > 1:
-        facts.append(
-            f"{batch_size} questions side by side; a batch's seconds are shared among its answers by their tokens."
-        )
-    return {
-        "title": title,
-        "facts": facts,
-        **provenance(backbone.identity),
-        "drafting": drafting,
-        "max_new_tokens": tokens,
-        "batch_size": batch_size,
-        "dtype": kind,
-        "engine": backbone.engine.name,
-        "kernel": backbone.engine.kernel.name,
-        "device": str(backbone.device),
-        "sampling": vars(rule),
-        "rounding": moved,
-        **summarise(results, compared=rule.greedy),
-        **more(backbone, results),
-    }
+    def __init__(self, bar: console.Bar, bench: "Bench", names: Sequence[str]) -> None:
+        self._bar, self._bench, self._names, self._done = bar, bench, names, 0
+
+    def tokens(self, name: str, new: list[int]) -> None:
+        self._bar.advance(len(new))
+
+    def answered(self, result: "Result") -> None:
+        spent = sum(result.answers[name].tokens for name in self._names)
+        self._bar.advance(len(result.question.turns) * len(self._names) * self._bench.tokens - spent)
+        self._done += 1
+        self._bar.describe(f"question {self._done}/{len(self._bench.questions)}")
 
 
-def _drafted(
-    names: list[str], choice: Choice, heads: Any, shape: Any, rivals: dict[str, Choice], backbone: "Backbone"
-) -> "tuple[dict[str, tuple[Drafter, Tree | Growth | Pace]], dict[str, Any]]":
-    """Each drafting method's drafter and what it drafts over, and what the document says of both."""
-    from medusa_cli.assembly import growth_of
-    from medusa_cli.benchmarks.side_by_side import load_rivals
-
-    chosen = dict(rivals)
-    drafted = load_rivals(rivals, backbone)
-    for name, both in drafted.items():
-        console.info(f"{name}: {_words(_drafting(rivals[name], *both), both[1])}")
-    if heads is not None and shape is not None:
-        chosen["medusa"], drafted["medusa"] = choice, (heads, shape)
-    if "medusa-dynamic" in names and "medusa-dynamic" not in drafted:
-        one, (drafter, tree) = chosen["medusa"], drafted["medusa"]  # the same drafter, whichever that is
-        grown = tree if one.dynamic is not None else growth_of(one, tree, drafter)
-        chosen["medusa-dynamic"], drafted["medusa-dynamic"] = one, (drafter, grown)
-    drafted = {name: drafted[name] for name in names if name in drafted}
-    return drafted, {name: _drafting(chosen[name], *both) for name, both in drafted.items()}
-
-
-def _drafting(choice: Choice, drafter: "Drafter", shape: "Tree | Growth | Pace") -> dict[str, Any]:
-    """What drafts and when it was made, and over which trees; tree: the file it is from, None where it was searched."""
-    from medusa_cli.decoding.pace import Pace
-    from medusa_cli.tree import Growth, Tree
-
-    assert choice.drafter is not None
-    made = describe_drafter(choice.drafter).provenance
-    return {
-        "drafter": str(choice.drafter),
-        "kind": drafter.name,
-        "created": made.created,
-        STAMP: stamp_of(choice.drafter),
-        "tree": str(choice.tree) if choice.tree else None,
-        "dynamic": isinstance(shape, Growth),
-        "auto": isinstance(shape, Pace),
-        "nodes": shape.size,
-        "shape": shape.to_json() if isinstance(shape, Tree) else None,
-    }
-
-
-def _words(one: dict[str, Any], shape: "Tree | Growth | Pace") -> str:
-    from medusa_cli.assembly import describe
-
-    day = f" of {one['created'][:10]}" if one["created"] else ""
-    return f"{one['kind']} drafter {one['drafter']}{day}, {describe(shape)}"
-
-
-def plain_model(choice: Choice, place: dict[str, Any], backbone: "Backbone") -> Any:
-    """The transformers model that `hf` runs, unmodified but for the run's adapter, in the same type and place."""
-    from medusa_cli.backbone import adapter
-    from medusa_cli.backbone.load import DTYPES, load_network
-
-    kind = next(name for name, dtype in DTYPES.items() if dtype == backbone.dtype)
-    given = {key: value for key, value in place.items() if key not in ("engine", "dtype")}
-    network = load_network(choice.model, dtype=kind, **given)[0].eval()
-    if choice.adapter is not None:
-        quantised = bool(place.get("load_in_4bit") or place.get("load_in_8bit"))
-        network = adapter.merge(network, choice.adapter, beside=quantised)
-    return network
-
-
-def assistant_model(name: str, backbone: "Backbone", place: dict[str, Any]) -> Any:
-    """The model that drafts for hf-assisted; UserError for one of another vocabulary."""
-    from medusa_cli.backbone.load import load_network
-
-    network, tokenizer = load_network(name, **{key: value for key, value in place.items() if key != "engine"})[:2]
-    if tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
-        raise UserError(
-            f"--draft-model {name!r} does not write in the model's tokens",
-            "give a smaller model of the same family, one that shares its tokenizer",
-        )
-    return network.eval()
-
-
-def save(document: dict[str, Any], folder: Path) -> Path:
-    """Write the report as JSON and Markdown; return the Markdown's path."""
-    from medusa_cli.benchmarks.report import markdown
-
-    stem = document["created"].replace(":", "").replace("+0000", "")
-    write_json(folder / f"{stem}.json", document)
-    write_atomic(folder / f"{stem}.md", markdown(document))
-    return folder / f"{stem}.md"
+@contextmanager
+def bar(bench: "Bench", backbone: "Backbone", names: Sequence[str]) -> Iterator[_Bar]:
+    """Watch a bench's methods by a bar."""
+    turns = sum(len(question.turns) for question in bench.questions) * len(names)
+    with console.progress("decoding", total=turns * bench.tokens, unit="tokens") as shown:
+        yield _Bar(shown, bench, names)
 
 
 def show(document: dict[str, Any]) -> None:
     """The closing table, the categories, and where outputs part."""
-    from rich.table import Table
-
     from medusa_cli.benchmarks.report import by_category, figures
 
     rows = figures(document)
@@ -194,8 +48,7 @@ def show(document: dict[str, Any]) -> None:
     table = Table(title=document["title"], caption=facts, collapse_padding=True, pad_edge=False)
     for column in rows[0]:
         widest = max(map(len, column.split()))
-        side: Any = "left" if column == "method" else "right"
-        table.add_column(column, justify=side, min_width=widest, overflow="fold")
+        table.add_column(column, justify="left" if column == "method" else "right", min_width=widest, overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     console.result(table)
@@ -215,3 +68,15 @@ def show(document: dict[str, Any]) -> None:
             )
         if len(one["divergences"]) > 5:
             console.result(f"{name}: {len(one['divergences']) - 5} more in the report")
+
+
+def show_sweep(document: dict[str, Any]) -> None:
+    """The points as a table, series by series."""
+    table = Table(title=f"{document['title']}: sweep over {document['axis']}")
+    for name in ("series", document["axis"], "tokens/s", "acceptance rate", "overhead", "nats a token"):
+        table.add_column(name, justify="left" if name == "series" else "right")
+    for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):
+        cells = (f"{row['x']:g}", f"{row['tokens_per_s']:.1f}", f"{row['acceptance_rate']:.2f}")
+        more = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("overhead", "nll"))
+        table.add_row(row["series"], *cells, *more)
+    console.result(table)

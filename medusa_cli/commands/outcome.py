@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
+from medusa_cli.runs.run import Run
+
+if TYPE_CHECKING:
+    from medusa_cli.training import Trainer
 
 # Nats a token from the original beyond which joint training warns.
 FAR = 0.05
@@ -33,10 +37,10 @@ def expected_acceptance(accuracies: Sequence[float]) -> float:
 
 
 def finish(
-    trainer: Any, target: Any, source: Path, coverage: float, summary: dict[str, Any], json: bool, run: str
+    trainer: "Trainer", target: Run, source: Path, coverage: float, summary: dict[str, Any], json: bool, run: str
 ) -> None:
     """Save the drafter with its provenance and say what came of it."""
-    from medusa_cli.commands.stages import leave
+    from medusa_cli.training.leaving import leave
 
     target, run = leave(trainer, target, source, coverage, summary["validation"], run)
     rate = summary["positions"] / summary["seconds"] if summary["seconds"] else 0.0

@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Said
 
 
 def report(
+    *,
     runs: Annotated[
         list[str],
         typer.Argument(
@@ -23,9 +25,7 @@ def report(
     ] = None,
     judge: options.Judge = None,
     judge_model: options.JudgeModel = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Write what benches measured as one HTML page, which needs nothing beside it, and as Markdown.
 
@@ -33,7 +33,7 @@ def report(
     the hit rate of every node of the tree, what steps cost under their ceilings, where outputs part, heads, training
     and sweeps as far as the runs hold them, and the environment.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     from medusa_cli.commands.judging import check_judge, judge_bench
     from medusa_cli.commands.reporting import bench_of, gather, place_of, read_bench, write_report
 
@@ -43,7 +43,7 @@ def report(
         for path in dict.fromkeys(bench_of(name) for name in runs):
             judge_bench(path, read_bench(path), judge, judge_model)
     written = write_report(gather(runs), target)
-    if json:
+    if said.json:
         console.emit_json({"written": [str(path) for path in written]})
         return
     for path in written:

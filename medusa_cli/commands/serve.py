@@ -6,16 +6,15 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import But, Drafting, Said, Where
 from medusa_cli.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    run: options.RunOrShipped = None,
-    model: options.Model = None,
-    drafter: options.Drafter = None,
-    tree: options.Tree = None,
+    *,
+    drafting: Drafting,
     baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
@@ -40,20 +39,15 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 2048,
     max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
     temperature: options.Temperature = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = False,
-    load_in_8bit: options.LoadIn8bit = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Annotated[Where, But("trust_remote_code")],
+    said: Annotated[Said, But("json")],
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
 
     Requests decode side by side and join and leave at every step. --temperature is that of requests that name none.
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
-    console.configure(quiet=quiet)
+    said.configure()
     try:
         from medusa_cli.serving.server import listen, prepare
     except ModuleNotFoundError as reason:
@@ -61,13 +55,12 @@ def serve(
             f"medusa serve needs {reason.name}", "install it with `pip install 'medusa-cli[serve]'`"
         ) from None
     from medusa_cli.api import Medusa
-    from medusa_cli.commands.loading import load
-    from medusa_cli.runs.resolve import choose
+    from medusa_cli.commands.loading import follow_choice, load
     from medusa_cli.serving.settings import Settings
 
     door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
-    choice = choose(model, run, drafter, tree, need_drafter=not baseline)
-    made = load(choice, device=device, dtype=dtype, engine=engine, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    choice = drafting.choose(need_drafter=not baseline)
+    made = load(choice, follow_choice(choice, place))
     settings = Settings(
         name=name or (Path(choice.model).name if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,

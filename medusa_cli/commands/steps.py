@@ -2,28 +2,30 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from medusa_cli import console
+from medusa_cli.commands.groups import Where
 from medusa_cli.errors import UsageError
-from medusa_cli.options import called
 
 if TYPE_CHECKING:
     from medusa_cli.benchmarks.rows import Timed
 
 
-def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool) -> None:
+def bench_steps(model: str, place: Where, contexts: str, as_json: bool) -> None:
     """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
     from medusa_cli.backbone.memory import peak_memory, reset_peak
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
     from medusa_cli.engines import load_backbone
 
     sizes = parse_contexts(contexts)
-    wanted = ("eager", "fast") if place["engine"] == "auto" else (place["engine"],)
+    wanted = ("eager", "fast") if place.engine == "auto" else (place.engine,)
     engines = {}
     for engine in wanted:
         try:
-            engines[engine] = load_backbone(model, **{**place, "engine": engine})
+            engines[engine] = load_backbone(model, **{**place.loading, "engine": engine})
         except UsageError:
-            if engine == "eager" or place["engine"] != "auto":
+            if engine == "eager" or place.engine != "auto":
                 raise
     first = next(iter(engines.values()))
     room = first.max_positions - 3
@@ -36,7 +38,7 @@ def bench_steps(model: str, place: dict[str, Any], contexts: str, as_json: bool)
     bandwidth = copy_bandwidth(first.device)
     ceiling = first.engine.weight_bytes / bandwidth
     console.info(
-        f"{called(model, place)} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights "
+        f"{place.of(model)} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights "
         f"at the {bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
     )
     found: dict[int, dict[str, Timed]] = {}
@@ -86,9 +88,7 @@ def _facts(timed: "Timed") -> dict[str, Any]:
     }
 
 
-def _table(context: int, found: "dict[str, Timed]", ceiling: float) -> Any:
-    from rich.table import Table
-
+def _table(context: int, found: "dict[str, Timed]", ceiling: float) -> Table:
     title = f"Milliseconds a step (over its 1-row step) with {context:,} tokens in the cache"
     table = Table(title=title, caption=f"the weights alone take {1e3 * ceiling:.1f} ms")
     table.add_column("rows", justify="right")

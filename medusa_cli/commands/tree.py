@@ -4,20 +4,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, extras, options
-from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.heads import STAMP, Heads, check_current, find_heads
+from medusa_cli.commands.groups import But, Said, Where
+from medusa_cli.errors import UsageError, in_flags
+from medusa_cli.runs.heads import STAMP, Heads, find_heads
 from medusa_cli.runs.lock import sole_writer
-from medusa_cli.runs.run import DEFAULT_RUN, provenance
+from medusa_cli.runs.run import provenance
 
-BUDGET = 64
 DRAWN_NODES = 256
 PICTURES = (".png", ".svg")
 
 
 def tree(
     asked: typer.Context,
+    *,
     run: options.RunOrDefault = None,
     calibration: Annotated[
         Path | None,
@@ -29,8 +31,8 @@ def tree(
         str | None,
         typer.Option(
             metavar="N|auto",
-            help=f"Nodes of the tree, the root included; auto times steps here and takes the size that is expected "
-            f"to give most tokens a second. [default: {BUDGET}]",
+            help="Nodes of the tree, the root included; auto times steps here and takes the size that is expected "
+            "to give most tokens a second. [default: 64]",
         ),
     ] = None,
     shape: Annotated[
@@ -53,13 +55,8 @@ def tree(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")
     ] = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Annotated[Where, But("load_in_4bit", "load_in_8bit")],
+    said: Said,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.
 
@@ -67,34 +64,35 @@ def tree(
     auto the size, too, is found, from the time that steps take on this machine. Typed bare it takes the accuracies
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
-    console.configure(quiet=quiet, json=json)
+    said.configure()
+    from medusa_cli.tree.asked import lacks, make_tree, parse_budget, parse_shape
+
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
     if picture is not None and picture.suffix.lower() not in PICTURES:
         raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
-    widths = _widths(shape) if shape is not None else None
+    widths = parse_shape(shape) if shape is not None else None
     if picture is not None:
         extras.need("plot", "--picture")
-    target, known, said = find_heads(run, calibration)
+    target, known, source = find_heads(run, calibration)
     if target is not None and output is None:
         asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
     used = known.first(heads)
     if budget == "auto":
         from medusa_cli.commands.budget import find_budget
 
-        place = {"device": device, "dtype": dtype, "engine": engine, "trust_remote_code": trust_remote_code}
         found = find_budget(target, used, calibration, measure, place)
         made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
         recipe["break_even"] = round(found.break_even, 4)
     else:
         found = None
-        made, recipe = _make(used, _nodes(budget), widths, choices, said, run)
+        made, recipe = make_tree(used, parse_budget(budget), widths, choices, source, run)
     if heads is not None and made.max_depth > heads:
         made = made.cut(heads)
-    console.info(_first_line(made.size, recipe, used, said))
-    notes = _notes(made.widths, known)
+    console.info(_first_line(made.size, recipe, used, source))
+    notes = [in_flags(note) for note in lacks(made.widths, known)]
     for note in notes:
         console.warn(note)
 
@@ -103,23 +101,23 @@ def tree(
     from medusa_cli.tree.search import expected_length
 
     expected = expected_length(made, used.accuracies) if used.accuracies else None
-    source = str(known.source) if known.source else None
+    measured = str(known.source) if known.source else None
     output = output or (target.tree_path if target else None)
     picture = picture or (output.with_suffix(".png") if output and extras.has("matplotlib") else None)
     if output is not None:
-        facts = {"calibration": source, "expected_acceptance_length": expected, **recipe}
+        facts = {"calibration": measured, "expected_acceptance_length": expected, **recipe}
         searched = widths is None and choices is None
         save_tree(output, made, provenance(known.backbone, **facts, **({STAMP: known.drafter} if searched else {})))
     if picture is not None:
         draw_picture(made, picture, used.accuracies or None)
     per_depth = [made.depths.count(depth) for depth in range(made.max_depth + 1)]
-    if json:
+    if said.json:
         report = {
             "nodes": made.size,
             "nodes_per_depth": per_depth,
             "expected_acceptance_length": expected,
             "heads": used.count,
-            "calibration": source,
+            "calibration": measured,
             "output": str(output) if output else None,
             "picture": str(picture) if picture else None,
             "warnings": notes,
@@ -141,96 +139,15 @@ def tree(
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
 
 
-def _nodes(budget: str | None) -> int | None:
-    """The number of --budget; UsageError where it is neither one nor auto."""
-    if budget is None:
-        return None
-    try:
-        return int(budget)
-    except ValueError as reason:
-        raise UsageError(f"--budget {budget!r} is no number of nodes", "give a whole number, or auto") from reason
-
-
-def _widths(shape: str) -> list[int]:
-    """The numbers of --shape; UsageError unless all are whole, 1 or more, and make a bearable tree."""
-    from medusa_cli.tree.files import MOST_NODES
-
-    try:
-        widths = [int(part) for part in shape.split(",")]
-    except ValueError as reason:
-        raise UsageError(f"--shape {shape!r} is no list of numbers", "give widths such as 4,3,2") from reason
-    if min(widths) < 1:
-        raise UsageError(f"--shape {shape!r} has a width below 1", "give widths such as 4,3,2")
-    total = level = 1
-    for width in widths:
-        level *= width
-        total += level
-        if total > MOST_NODES:
-            raise UsageError(f"--shape {shape!r} makes more than {MOST_NODES:,} nodes", "give fewer or smaller")
-    return widths
-
-
-def _make(
-    used: Heads,
-    budget: int | None,
-    widths: list[int] | None,
-    choices: Path | None,
-    said: str,
-    run: str | None,
-) -> tuple[Any, dict[str, Any]]:
-    """The tree that was asked for, and the flag and value that made it."""
-    if widths is None and choices is None and not used.accuracies:
-        raise UserError(
-            f"{said} has no calibration.json",
-            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give --shape 4,3,2",
-        )
-
-    from medusa_cli.tree.files import MOST_NODES, load_tree
-    from medusa_cli.tree.search import largest, search
-    from medusa_cli.tree.tree import Tree
-
-    if widths is not None:
-        return Tree.dense(widths), {"shape": widths}
-    if choices is not None:
-        return load_tree(choices), {"choices": str(choices)}
-    check_current(used)
-    possible = largest(used.accuracies)
-    nodes = min(BUDGET, possible) if budget is None else budget
-    if MOST_NODES < nodes <= possible:
-        raise UsageError(f"--budget {nodes} is more than one step can verify", f"use 1 to {MOST_NODES:,}")
-    return search(used.accuracies, nodes), {"budget": nodes}
-
-
-def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, said: str) -> str:
+def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, source: str) -> str:
     way, value = next(iter(recipe.items()))
     shown = ",".join(map(str, value)) if isinstance(value, list) else value
-    whose = "" if used.count is None else f" for {said}: {used.count} heads"
+    whose = "" if used.count is None else f" for {source}: {used.count} heads"
     measured = f"top {max(map(len, used.accuracies))}" if used.accuracies else "not calibrated"
     return f"{nodes:,} nodes (--{way} {shown}){whose}, {measured}; --budget N makes another size"
 
 
-def _notes(widths: tuple[int, ...], known: Heads) -> list[str]:
-    """What the tree asks of the heads that they do not have, or that was not measured."""
-    notes = []
-    if known.stale:
-        notes.append(f"{known.source} was measured on an earlier drafter of this run: so is the expected length")
-    if known.count is not None and len(widths) > known.count:
-        notes.append(
-            f"the tree is {len(widths)} deep but there are {known.count} heads: these heads cannot fill it; "
-            f"--heads {known.count} cuts it"
-        )
-    for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
-        if width > len(row):
-            notes.append(
-                f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; "
-                "the others count 0 in the expected length"
-            )
-    return notes
-
-
-def _table(per_depth: list[int], widths: tuple[int, ...]) -> Any:
-    from rich.table import Table
-
+def _table(per_depth: list[int], widths: tuple[int, ...]) -> Table:
     table = Table(title="Nodes per depth")
     for column in ("depth", "nodes", "guesses used"):
         table.add_column(column, justify="right")

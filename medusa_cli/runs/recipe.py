@@ -1,16 +1,19 @@
 """A recipe: YAML plus `key=value` overrides, checked into frozen dataclasses; an unknown key is an error."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.runs.reading import read_text, read_yaml
+from medusa_cli.runs.run import Run
 from medusa_cli.runs.settings import MANY, checked, fields_of, known_key, parsed
 from medusa_cli.runs.settings import setting as _setting
 
+# A temperature below this divides scores out of their numbers' range.
+COLDEST = 1e-3
 # What may be said for a key.
 SHORT = {"drafter": "drafter.name", "firp.layers": "drafter.layers"}
 
@@ -241,3 +244,21 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def plan_of(target: Run, words: Sequence[str], given: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:
+    """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then what is given.
+
+    Where none of them names a model or a chat template, it is that of the run `origin`.
+    """
+    files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
+    if len(files) > 1:
+        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
+    path = Path(files[0]) if files else target.recipe_path if resume and target.recipe_path.is_file() else None
+    settings = [word for word in words if word not in files]
+    more = [f"{key}={value}" for key, value in given.items() if value is not None]
+    named_model = path is not None or any(one.startswith("model=") for one in settings + more)
+    if not named_model and origin.model is not None:
+        settings.insert(0, f"model={origin.model}")
+    plan = load_recipe(path, settings + more)
+    return dataclasses.replace(plan, chat_template=target.template_with(plan.chat_template or origin.chat_template))
