@@ -1,8 +1,9 @@
 """The words every command shares: one meaning, unit and help text each; the default is the command's."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,23 +16,22 @@ DTYPES = ("auto", "bf16", "fp16", "fp32")
 ENGINES = ("auto", "eager", "fast", "int8", "int4")
 
 
-def _device(value: str) -> str:
-    kind, _, index = value.partition(":")
-    if kind not in DEVICES or (index and not (index.isdigit() and kind == "cuda")):
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(DEVICES)}, cuda:N")
-    return value
+def _option(flag: str, metavar: str | None, help: str, default: bool = False, **more: Any) -> Any:
+    """An option of its own name; default: whether the help adds what the default is, where the text does not say it."""
+    return typer.Option(*flag.split(), metavar=metavar, help=help, show_default=default, **more)
 
 
-def _dtype(value: str) -> str:
-    if value not in DTYPES:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(DTYPES)}")
-    return value
+def _among(words: tuple[str, ...], *, numbered: str = "") -> Callable[[str], str]:
+    """Refuses what is none of the words; the one that is `numbered` may have :N behind it."""
 
+    def check(value: str) -> str:
+        word, _, index = value.partition(":")
+        if word not in words or (":" in value and not (index.isdigit() and word == numbered)):
+            more = f", {numbered}:N" if numbered else ""
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(words)}{more}")
+        return value
 
-def _engine(value: str) -> str:
-    if value not in ENGINES:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(ENGINES)}")
-    return value
+    return check
 
 
 def check_temperature(value: float | None) -> float | None:
@@ -42,192 +42,156 @@ def check_temperature(value: float | None) -> float | None:
     return value
 
 
+_NAMES = "NAME|FOLDER|ID"
 Model = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--model",
-        metavar="NAME|FOLDER|ID",
-        help=f"The backbone: a named model, a folder, or a Hugging Face id. [default: the run's, else {DEFAULT_MODEL}]",
-        show_default=False,
+        _NAMES,
+        f"The backbone: a named model, a folder, or a Hugging Face id. [default: the run's, else {DEFAULT_MODEL}]",
     ),
 ]
 _RUN = "The run directory: NAME means runs/NAME, anything with a / is a folder."
 # torchrun takes "--run" for a beginning of its own "--run-path" and refuses it: hence the second name.
-Run = Annotated[str, typer.Option("--run", "--run-dir", metavar="NAME", help=_RUN)]
+Run = Annotated[str, _option("--run --run-dir", "NAME", _RUN, default=True)]
 # For the commands that fall back to the drafter that ships when no run is named.
-RunOrShipped = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: what ships for the model]", show_default=False),
-]
+RunOrShipped = Annotated[str | None, _option("--run", "NAME", f"{_RUN} [default: what ships for the model]")]
 # For `tree`, which takes the default run where there is one.
-RunOrDefault = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help=f"{_RUN} [default: {DEFAULT_RUN}, else what ships]", show_default=False),
-]
+RunOrDefault = Annotated[str | None, _option("--run", "NAME", f"{_RUN} [default: {DEFAULT_RUN}, else what ships]")]
 # For `import`: the run and the model of a checkpoint.
-RunOrNew = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help="The run to write. [default: named after PATH|ID]", show_default=False),
-]
+RunOrNew = Annotated[str | None, _option("--run", "NAME", "The run to write. [default: named after PATH|ID]")]
 ModelOrSaid = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME|FOLDER|ID",
-        help="The backbone that the drafter is for. [default: the one that its config names]",
-        show_default=False,
-    ),
+    _option("--model", _NAMES, "The backbone that the drafter is for. [default: the one that its config names]"),
 ]
 Drafter = Annotated[
     Path | None,
-    typer.Option(
-        "--drafter",
-        metavar="FOLDER",
-        help="A saved drafter. [default: the run's drafter/, else the one that ships for the model]",
-        show_default=False,
+    _option(
+        "--drafter", "FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships for the model]"
     ),
 ]
 Tree = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--tree",
-        metavar="auto|static[:N]|dynamic[:N]|FILE",
-        help="auto: of a size that pays on this machine and goes with the text, down to no drafts; static: the run's "
+        "auto|static[:N]|dynamic[:N]|FILE",
+        "auto: of a size that pays on this machine and goes with the text, down to no drafts; static: the run's "
         "tree.json, or the best one of N nodes by the calibration; dynamic: a tree grown for every step, of as many "
         "nodes or N; or a file from `medusa tree` or medusa_choices list. [default: auto]",
-        show_default=False,
     ),
 ]
 Device = Annotated[
     str,
-    typer.Option(
+    _option(
         "--device",
-        metavar="NAME",
-        callback=_device,
-        help="Where the backbone runs: auto, cpu, cuda[:N], mps.",
+        "NAME",
+        "Where the backbone runs: auto, cpu, cuda[:N], mps.",
+        default=True,
+        callback=_among(DEVICES, numbered="cuda"),
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
+    _option(
         "--dtype",
-        metavar="TYPE",
-        callback=_dtype,
-        help="Number type that is computed in: auto (the fastest that is true to the checkpoint), bf16, fp16, fp32.",
+        "TYPE",
+        "Number type that is computed in: auto (the fastest that is true to the checkpoint), bf16, fp16, fp32.",
+        default=True,
+        callback=_among(DTYPES),
     ),
 ]
 Engine = Annotated[
     str,
-    typer.Option(
+    _option(
         "--engine",
-        metavar="NAME",
-        callback=_engine,
-        help="How the backbone runs: fast (lean layers over packed weights), eager (transformers' own), auto (fast "
+        "NAME",
+        "How the backbone runs: fast (lean layers over packed weights), eager (transformers' own), auto (fast "
         "where it knows the model), or int8 or int4: fast over weights rounded to so many bits, which changes the "
         "model (CPU).",
+        default=True,
+        callback=_among(ENGINES),
     ),
 ]
 _ROUNDED = "[default: as the drafter was trained, else whole]"
 LoadIn4bit = Annotated[
     bool | None,
-    typer.Option(
+    _option(
         "--load-in-4bit/--no-load-in-4bit",
-        help=f"Load the backbone's weights in 4 bits (bitsandbytes NF4). {_ROUNDED}",
-        show_default=False,
+        None,
+        f"Load the backbone's weights in 4 bits (bitsandbytes NF4). {_ROUNDED}",
     ),
 ]
 LoadIn8bit = Annotated[
     bool | None,
-    typer.Option(
-        "--load-in-8bit/--no-load-in-8bit",
-        help=f"Load the backbone's weights in 8 bits (bitsandbytes). {_ROUNDED}",
-        show_default=False,
+    _option(
+        "--load-in-8bit/--no-load-in-8bit", None, f"Load the backbone's weights in 8 bits (bitsandbytes). {_ROUNDED}"
     ),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the Python files that come with the model; without it none ever is."),
-]
+_TRUST = "Run the Python files that come with the model; without it none ever is."
+TrustRemoteCode = Annotated[bool, _option("--trust-remote-code", None, _TRUST)]
 Seed = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--seed",
-        metavar="NAME|FILE|ID",
-        help="The prompts: sharegpt, a JSON/JSONL file of conversations, or a dataset id of the hub. "
+        "NAME|FILE|ID",
+        "The prompts: sharegpt, a JSON/JSONL file of conversations, or a dataset id of the hub. "
         f"[default: {DEFAULT_SEED}]",
-        show_default=False,
     ),
 ]
 RandomSeed = Annotated[
-    int | None,
-    typer.Option(
-        "--random-seed",
-        metavar="N",
-        min=0,
-        max=2**62,
-        help="Seed of the random generator. [default: 0]",
-        show_default=False,
-    ),
+    int | None, _option("--random-seed", "N", "Seed of the random generator. [default: 0]", min=0, max=2**62)
 ]
 MaxSamples = Annotated[
     int | None,
-    typer.Option(
+    _option(
         "--max-samples",
-        metavar="N",
+        "N",
+        "At most this many conversations. [default: all there are, or what the command's first line says]",
         min=1,
-        help="At most this many conversations. [default: all there are, or what the command's first line says]",
-        show_default=False,
     ),
 ]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option(
+    _option(
         "--max-new-tokens",
-        metavar="N",
+        "N",
+        "Longest answer, in tokens. [default: 512 in chat, 256 in distill and bench, 128 in demo]",
         min=1,
-        help="Longest answer, in tokens. [default: 512 in chat, 256 in distill and bench, 128 in demo]",
-        show_default=False,
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
+    _option(
         "--temperature",
-        metavar="T",
+        "T",
+        "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]",
         callback=check_temperature,
-        help="Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]",
-        show_default=False,
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Conversations that are decoded side by side.")
+    int, _option("--batch-size", "N", "Conversations that are decoded side by side.", default=True, min=1)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of text.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback when something fails.")]
-
+Json = Annotated[bool, _option("--json", None, "Print one JSON document on stdout instead of text.")]
+Quiet = Annotated[bool, _option("--quiet", None, "Print results and errors only.")]
+Debug = Annotated[bool, _option("--debug", None, "Show the traceback when something fails.")]
 Judge = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--judge",
-        metavar="URL",
-        help="Let a model behind an OpenAI-compatible server grade the answers, and compare them in pairs, both "
+        "URL",
+        "Let a model behind an OpenAI-compatible server grade the answers, and compare them in pairs, both "
         "orders. A key in MEDUSA_API_KEY goes along.",
     ),
 ]
-JudgeModel = Annotated[str | None, typer.Option("--judge-model", metavar="NAME", help="The model that judges.")]
-
+JudgeModel = Annotated[str | None, _option("--judge-model", "NAME", "The model that judges.")]
 SamplingMode = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--sampling",
-        metavar="MODE",
-        help="greedy, exact (the model's own distribution) or typical (the paper's looser acceptance). "
+        "MODE",
+        "greedy, exact (the model's own distribution) or typical (the paper's looser acceptance). "
         "[default: greedy, or exact with a --temperature]",
-        show_default=False,
     ),
 ]
-TopP = Annotated[
-    float, typer.Option("--top-p", metavar="P", help="Nucleus: sample from the top mass P; 1 is all of it.")
-]
-TopK = Annotated[int, typer.Option("--top-k", metavar="N", help="Sample from the N likeliest tokens; 0 is all.")]
+TopP = Annotated[float, _option("--top-p", "P", "Nucleus: sample from the top mass P; 1 is all of it.", default=True)]
+TopK = Annotated[int, _option("--top-k", "N", "Sample from the N likeliest tokens; 0 is all.", default=True)]

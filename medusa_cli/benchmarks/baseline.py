@@ -70,7 +70,7 @@ def measure_baseline(
 def _plain(choice: Choice, place: Mapping[str, Any]) -> Backbone:
     """The network, with what lays out its conversations and knows its ends."""
     given = {key: value for key, value in place.items() if key not in ("engine", "dtype")}
-    kind = next(name for name, dtype in DTYPES.items() if dtype == _states_type(choice.model, **place))
+    kind = next(name for name, dtype in DTYPES.items() if dtype == _states_type(choice.model, place))
     template = choice.run.chat_template if choice.run else None
     network, tokenizer = load_network(choice.model, dtype=kind, chat_template=template, **given)
     if choice.adapter is not None:
@@ -81,21 +81,14 @@ def _plain(choice: Choice, place: Mapping[str, Any]) -> Backbone:
     return backbone
 
 
-def _states_type(
-    model: str,
-    *,
-    device: str,
-    dtype: str,
-    engine: str,
-    load_in_4bit: bool,
-    load_in_8bit: bool,
-    trust_remote_code: bool,
-) -> torch.dtype:
+def _states_type(model: str, place: Mapping[str, Any]) -> torch.dtype:
     """The type that load_backbone's engine will compute in."""
-    foreign = trust_remote_code and has_own_code(model)
-    if engine == "eager" or foreign or (engine == "auto" and (load_in_4bit or load_in_8bit)):
-        return resolve_dtype(dtype, model, resolve_device(device), trust_remote_code)
-    return choose_kernel(model, resolve_device(device), dtype, engine, None).rows
+    device, dtype, engine = resolve_device(place["device"]), place["dtype"], place["engine"]
+    rounded = place["load_in_4bit"] or place["load_in_8bit"]
+    foreign = place["trust_remote_code"] and has_own_code(model)
+    if engine == "eager" or foreign or (engine == "auto" and rounded):
+        return resolve_dtype(dtype, model, device, place["trust_remote_code"])
+    return choose_kernel(model, device, dtype, engine, None).rows
 
 
 def _assistant(name: str, backbone: Backbone, place: Mapping[str, Any]) -> Any:

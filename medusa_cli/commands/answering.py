@@ -129,11 +129,11 @@ class Files:
             else RecordWriter(part_of(target, world.rank), hidden_size, header, least)
         )
 
-    def end(self, counts: Any) -> list[Any]:
+    def end(self, counts: tuple[float, ...]) -> list[tuple[float, ...]]:
         """Wait for all processes and merge their parts; what each of them counted."""
         from medusa_cli.distilling.parts import merge_parts
 
-        found: list[Any] = self._world.gather(counts)
+        found: list[tuple[float, ...]] = self._world.gather(counts)
         if self._world.size > 1:
             if self.whole is not None:
                 merge_parts(self._target, self.whole, self._hidden_size)

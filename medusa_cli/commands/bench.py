@@ -113,16 +113,14 @@ def bench(
     if mt_bench and questions is not None:
         raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
     from medusa_cli.assets import mt_bench_path
-    from medusa_cli.benchmarks.answers import write_answers
-    from medusa_cli.benchmarks.bench import Bench, save
+    from medusa_cli.benchmarks.bench import Bench
     from medusa_cli.benchmarks.methods import check_methods, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, spread
     from medusa_cli.benchmarks.sets import read_questions
     from medusa_cli.benchmarks.side_by_side import find_rivals
     from medusa_cli.commands.beside import Beside
-    from medusa_cli.commands.judging import check_judge, folder_of, judge_bench, verdict_table
-    from medusa_cli.commands.measuring import bar, show, show_sweep
-    from medusa_cli.commands.reporting import measured, write_report
+    from medusa_cli.commands.judging import check_judge
+    from medusa_cli.commands.measuring import bar, leave, show_sweep
 
     if sweep is not None:
         from medusa_cli.benchmarks.sweep import OWN, parse_values
@@ -175,25 +173,7 @@ def bench(
             show_sweep(document)
             console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         return
-    kept = Beside(what.rule, report)
-    document = what.run(loaded, bar, kept)
-    if not said.json:
-        show(document)
-    try:
-        saved = save(document, folder)
-        console.result(f"report: {saved}")
-        bench_file = saved.with_suffix(".json")
-        write_answers(folder_of(bench_file), document["backbone"]["id"], what.questions, kept.texts)
-        if judge is not None and judge_model is not None:
-            document = judge_bench(bench_file, document, judge, judge_model)
-            console.result(verdict_table(document["judge"]))
-        if report:
-            page = measured(folder.parent.name, document, folder)
-            console.result(f"report: {write_report([page], saved.with_suffix('.html'))[0]}")
-    finally:
-        # A folder that cannot be written, or a judge that is silent, must not cost what was measured.
-        if said.json:
-            console.emit_json(document)
+    leave(what, loaded, folder, report, judge, judge_model, said.json)
 
 
 def _given(asked: typer.Context) -> set[str]:

@@ -1,7 +1,7 @@
 """`medusa bench-firp`: where FIRP's pseudo states had best enter this model, as the paper's Figures 5 to 7 ask."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -9,6 +9,9 @@ from rich.table import Table
 from medusa_cli import console, options
 from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.runs.run import DEFAULT_RUN
+
+if TYPE_CHECKING:
+    from medusa_cli.training.sweep import Trial
 
 TITLES = {
     5: "head 1 by its layer",
@@ -65,7 +68,7 @@ def bench_firp(
     target.bind(backbone.identity)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     chosen = {key: one for key, one in figures(backbone.num_layers).items() if figure in (None, key)}
-    found: dict[int, list[Any]] = {}
+    found: dict[int, list[Trial]] = {}
     with console.progress("training", total=tokens * sum(map(len, chosen.values())), unit="tokens") as bar:
         for key, choices in chosen.items():
             found[key] = list(try_layers(backbone, dataset, plan, choices, bar.advance))
@@ -83,7 +86,7 @@ def bench_firp(
     console.result(str(path))
 
 
-def _table(figure: int, trials: list[Any]) -> Table:
+def _table(figure: int, trials: "list[Trial]") -> Table:
     table = Table(title=f"Figure {figure}: {TITLES[figure]}")
     for column in ("layers", "held-out loss", "top-1, %"):
         table.add_column(column, justify="right")

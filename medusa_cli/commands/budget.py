@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -16,7 +16,7 @@ from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
-    from medusa_cli.tree.budget import Budget
+    from medusa_cli.tree.budget import Budget, Costs
 
 # Shown beside the choice: a plain step, and the sizes that are fixed elsewhere.
 BESIDE = (1, 4, 8, 16, 32, 64)
@@ -79,7 +79,7 @@ def find_budget(target: Run | None, heads: Heads, calibration: Path | None, agai
     return Found(chosen, beside, break_even(chosen, costs))
 
 
-def _costs(source: Run, again: bool, place: Where) -> Any:
+def _costs(source: Run, again: bool, place: Where) -> "Costs":
     """Load model and drafter; what their steps cost here."""
     from medusa_cli.decoding.costs import ROUNDS, SIZES, costs_for
     from medusa_cli.drafters import load_drafter

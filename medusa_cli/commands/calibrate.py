@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,6 +12,9 @@ from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
 from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
+
+if TYPE_CHECKING:
+    from medusa_cli.training import Calibration
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
 WHOLE = 100
@@ -133,7 +136,7 @@ def _first(answers: list[Any], samples: int | None) -> list[Any]:
     return [one for one in answers if one.id in chosen]
 
 
-def _table(found: Any) -> Table:
+def _table(found: "Calibration") -> Table:
     top = len(found.accuracies[0])
     table = Table(title=f"Accuracy of each head's top {top} guesses on {found.positions:,} held-out tokens, %")
     table.add_column("head", justify="right")

@@ -10,6 +10,7 @@ from rich.table import Table
 from medusa_cli import console, options
 from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.recipe import TrainRecipe
 
 
 def compare(
@@ -128,7 +129,7 @@ def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _weighing(train: Any) -> str:
+def _weighing(train: TrainRecipe) -> str:
     """How the heads' loss was weighed against the model's."""
     alone = train.schedule == "warmup" and train.heads_first == 1
     return "heads alone" if alone else f"{train.schedule} {train.lambda_0:g}"

@@ -112,6 +112,7 @@ def distill(
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
     settings = settings_of(wanted, self_talk)
 
+    from medusa_cli.commands.answered import Outcome
     from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.engine import order
@@ -181,26 +182,5 @@ def distill(
     whole = files.whole
     if whole is None:  # the first process speaks for all
         return
-    too_long, failed, new_tokens, rate = (sum(column) for column in zip(*totals, strict=True))
-    dropped = sum(tokens < min_answer_tokens for tokens in whole.dropped.values())
-    if too_long:
-        console.info(f"{too_long:,} prompts were skipped: longer than --context {wanted.context} leaves room for")
-    if dropped:
-        console.info(f"{dropped:,} conversations were dropped: an answer of fewer than {min_answer_tokens} tokens")
-    if failed:
-        console.warn(f"{failed:,} conversations failed, see {failures.path}; the same command asks for them again")
-    summary = {
-        "failed": failed,
-        "run": str(target.path),
-        "conversations": len(whole.done),
-        "answer_tokens": whole.tokens,
-        "skipped": too_long,
-        "duplicates": len(chosen) - len(kept),
-        "dropped": dropped,
-        "new_tokens": new_tokens,
-        "tokens_per_s": round(rate, 1),
-    }
-    console.emit_json(summary) if said.json else console.result(
-        f"{whole.tokens:,} answer tokens in {len(whole.done):,} conversations: {target.distill_path} "
-        f"({new_tokens:,} made now at {rate:,.0f} tokens/s). Next: medusa train --run {run}"
-    )
+    outcome = Outcome(len(chosen) - len(kept), *(sum(column) for column in zip(*totals, strict=True)))
+    outcome.show(whole, target, run, least=min_answer_tokens, context=wanted.context, json=said.json)

@@ -12,13 +12,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED, model_dir
 from medusa_cli.errors import UserError, in_flags
+from medusa_cli.runs.run import Run
+
+if TYPE_CHECKING:
+    from medusa_cli.distilling import RecordWriter, Settings
+    from medusa_cli.distilling.endpoint import Endpoint
+    from medusa_cli.distilling.seeds import Seed
 
 # Answers come in seconds; a model may take longer to load.
 STARTS_WITHIN = 300
@@ -68,7 +74,6 @@ def _measure(
     from medusa_cli.distilling.bare import bare_load
     from medusa_cli.distilling.engine import order
     from medusa_cli.distilling.tokenizer import Tokenizer
-    from medusa_cli.runs.run import Run
 
     speaker = Tokenizer(name)
     settings = Settings(max_new_tokens=max_new_tokens, max_turns=1, capacity=512)
@@ -77,7 +82,7 @@ def _measure(
     if len(seeds) < questions:
         raise UserError(f"--seed {seed} has {len(seeds)} short questions", "ask for fewer --questions")
 
-    def server() -> Any:
+    def server() -> "Endpoint":
         return connect(url, endpoint_model, name, speaker)
 
     bare_load(server(), seeds[:concurrency], settings, concurrency)  # the first answers warm it up
@@ -91,7 +96,9 @@ def _measure(
     return statistics.median(bare), statistics.median(distilled), tokens
 
 
-def _distil(server: Any, seeds: Any, settings: Any, concurrency: int, run: Any, writer: Any) -> tuple[float, int]:
+def _distil(
+    server: "Endpoint", seeds: "list[Seed]", settings: "Settings", concurrency: int, run: Run, writer: "RecordWriter"
+) -> tuple[float, int]:
     """Seconds that the distillation of the seeds takes, and its answer tokens; UserError if one of them fails."""
     from medusa_cli.commands.answering import Failures, Meter, from_server
 

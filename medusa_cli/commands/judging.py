@@ -4,13 +4,16 @@ import json
 import os
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.files import write_atomic, write_json
+
+if TYPE_CHECKING:
+    from medusa_cli.benchmarks.judge import Task
 
 TOGETHER = 4
 KEY = "MEDUSA_API_KEY"
@@ -52,7 +55,7 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> 
         ThreadPoolExecutor(TOGETHER) as pool,
     ):
 
-        def ask(task: Any) -> None:
+        def ask(task: "Task") -> None:
             said = judge.ask(task)
             verdict = task.read(said)
             line = {"judge": model, "key": task.key, "verdict": verdict, "said": said}

@@ -1,6 +1,7 @@
 """`medusa machine`: what this machine is fast at, and what auto makes of it."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -60,7 +61,7 @@ def machine(
     )
 
 
-def _table(model: str, seconds: Any, taken: str) -> Table:
+def _table(model: str, seconds: Mapping[str, Mapping[int, float]], taken: str) -> Table:
     rows = sorted({count for curve in seconds.values() for count in curve})
     table = Table(title=f"Milliseconds a step of {model} by rows (least of several)")
     table.add_column("kernel")

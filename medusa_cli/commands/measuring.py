@@ -1,14 +1,20 @@
 """A bench on the screen: a bar while it runs, and what it and a sweep came to, as tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from medusa_cli import console
+from medusa_cli.commands.beside import Beside
+from medusa_cli.commands.judging import folder_of, judge_bench, verdict_table
+from medusa_cli.commands.reporting import measured, write_report
+from medusa_cli.runs.resolve import Choice
 
 if TYPE_CHECKING:
+    from medusa_cli.assembly import Assembled
     from medusa_cli.backbone import Backbone
     from medusa_cli.benchmarks import Result
     from medusa_cli.benchmarks.bench import Bench
@@ -36,6 +42,40 @@ def bar(bench: "Bench", backbone: "Backbone", names: Sequence[str]) -> Iterator[
     turns = sum(len(question.turns) for question in bench.questions) * len(names)
     with console.progress("decoding", total=turns * bench.tokens, unit="tokens") as shown:
         yield _Bar(shown, bench, names)
+
+
+def leave(
+    bench: "Bench",
+    loaded: "Callable[[Choice], Assembled]",
+    folder: Path,
+    page: bool,
+    judge: str | None,
+    judge_model: str | None,
+    json: bool,
+) -> None:
+    """Run a bench, show it, and leave it in a folder with its answers, a judge's verdicts, and a page if wanted."""
+    from medusa_cli.benchmarks.answers import write_answers
+    from medusa_cli.benchmarks.bench import save
+
+    kept = Beside(bench.rule, page)
+    document = bench.run(loaded, bar, kept)
+    if not json:
+        show(document)
+    try:
+        saved = save(document, folder)
+        console.result(f"report: {saved}")
+        file = saved.with_suffix(".json")
+        write_answers(folder_of(file), document["backbone"]["id"], bench.questions, kept.texts)
+        if judge is not None and judge_model is not None:
+            document = judge_bench(file, document, judge, judge_model)
+            console.result(verdict_table(document["judge"]))
+        if page:
+            part = measured(folder.parent.name, document, folder)
+            console.result(f"report: {write_report([part], saved.with_suffix('.html'))[0]}")
+    finally:
+        # A folder that cannot be written, or a judge that is silent, must not cost what was measured.
+        if json:
+            console.emit_json(document)
 
 
 def show(document: dict[str, Any]) -> None:
