@@ -45,7 +45,7 @@ def bench(place: Path, *words: str) -> Result:
 
 
 def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> None:
-    shown = bench(place, "--json")
+    shown = bench(place, "--json", "--tree", "static")
     assert shown.exit_code == 0, shown.stderr
     document = json.loads(shown.stdout)
     assert document["baseline"] == "hf" and set(document["methods"]) == {"hf", "ar", "medusa"}
