@@ -1,19 +1,30 @@
 """`medusa doctor`: why is my acceptance low? What is amiss in a run, each finding with the command that helps."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.groups import Said, Where
+from medusa_cli.commands.loading import follow
 from medusa_cli.errors import UserError, in_flags
+from medusa_cli.runs.run import Run
+from medusa_cli.screen import visible
+
+if TYPE_CHECKING:
+    from medusa_cli.diagnosis import Finding
 
 TEMPERATURE = 0.7
 COLOURS = {"ok": "green", "unknown": "dim", "warn": "yellow", "bad": "bold red"}
 
 
 def doctor(
+    *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
     temperature: Annotated[
@@ -28,41 +39,27 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Neither decode nor time steps: files and data alone.")
     ] = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    engine: options.Engine = "auto",
-    load_in_4bit: options.LoadIn4bit = None,
-    load_in_8bit: options.LoadIn8bit = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    place: Where,
+    said: Said,
 ) -> None:
     """Why is my acceptance low? Examine a run, and say what is amiss and which command helps.
 
     Looks at the model, the data, the training, the calibration, the tree and this machine, decodes some held-out
     prompts, and changes nothing in the run. Typed bare it examines the drafter that ships. About a minute on two cores.
     """
-    from medusa_cli.runs.run import Run
-
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
     name = model or _model_of(target) or DEFAULT_MODEL
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
-    place |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
     whose = target.path if run else f"the drafter that ships for {name}"
-    console.info(f"Examining {whose} on {options.called(name, place)}; --quick leaves decoding out")
+    console.info(f"Examining {whose} on {place.of(name)}; --quick leaves decoding out")
 
-    from medusa_cli.commands.rounding import follow
     from medusa_cli.diagnosis import Case, chosen, examine, worst
 
     if (target.drafter_dir / "config.json").is_file():
         place = follow(target.drafter_dir, place)
-    else:
-        place |= {"load_in_4bit": bool(load_in_4bit), "load_in_8bit": bool(load_in_8bit)}
-    case = Case(target, run, name, place, TEMPERATURE if temperature is None else temperature)
+    case = Case(target, run, name, place.loading, TEMPERATURE if temperature is None else temperature)
     checks, findings = chosen(quick), []
     with console.progress("examining", total=len(checks), unit="checks") as bar:
         for check in checks:
@@ -70,15 +67,15 @@ def doctor(
             found = examine(case, check)
             findings.append(replace(found, seen=in_flags(found.seen), remedy=in_flags(found.remedy)))
             bar.advance()
-    if json:
-        said = [asdict(one) for one in findings]
-        console.emit_json({"run": str(target.path), "model": name, "verdict": worst(findings), "findings": said})
+    if said.json:
+        facts = {"run": str(target.path), "model": name, "verdict": worst(findings)}
+        console.emit_json({**facts, "findings": [asdict(one) for one in findings]})
         return
     console.result(_table(findings))
     console.result(_summary(findings))
 
 
-def _model_of(target: Any) -> str | None:
+def _model_of(target: Run) -> str | None:
     """The model that a run belongs to; where its file is lost, a check says so."""
     try:
         found: str | None = target.model
@@ -87,25 +84,20 @@ def _model_of(target: Any) -> str | None:
     return found
 
 
-def _table(findings: Any) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    from medusa_cli.screen import visible
-
+def _table(findings: "Sequence[Finding]") -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("what was seen, and what helps", overflow="fold")
     for one in findings:
-        said = Text(visible(one.seen))
+        seen = Text(visible(one.seen))
         if one.remedy:
-            said.append(f"\n-> {visible(one.remedy)}", style="cyan")
-        table.add_row(one.name, Text(one.verdict, style=COLOURS[one.verdict]), said)
+            seen.append(f"\n-> {visible(one.remedy)}", style="cyan")
+        table.add_row(one.name, Text(one.verdict, style=COLOURS[one.verdict]), seen)
     return table
 
 
-def _summary(findings: Any) -> str:
+def _summary(findings: "Sequence[Finding]") -> str:
     """How many findings are amiss, in a line."""
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("bad", "warn", "unknown")}
     amiss = [f"{count} {verdict}" for verdict, count in counts.items() if count]
