@@ -16,7 +16,7 @@ from medusa_cli.runs.heads import STAMP, UNKNOWN, Heads, outdated, read_calibrat
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import budgets
-from medusa_cli.tree.files import load_tree, tree_made
+from medusa_cli.tree.saved import load_tree, tree_made
 from medusa_cli.tree.search import largest, search
 
 MOST_PAYING = 32

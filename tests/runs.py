@@ -10,7 +10,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from tests.tiny import tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])

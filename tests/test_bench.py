@@ -21,7 +21,7 @@ from medusa_cli.decoding import Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from tests import passes
 from tests.runs import save_model, save_questions, save_run
 from tests.tiny import tiny_backbone

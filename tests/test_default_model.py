@@ -10,7 +10,7 @@ from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.cli import app
 from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import Run
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.saved import load_tree
 from medusa_cli.tree.search import expected_length
 
 

@@ -19,7 +19,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.hf import export_hf
 from medusa_cli.exporting.source import find_source
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from tests.runs import save_model, save_run
 from tests.tiny import tiny_tokenizer
 
@@ -90,7 +90,7 @@ def test_what_is_drafted_is_what_our_own_drafter_drafts(tmp_path: Path, name: st
     from medusa_cli.decoding import generate
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
-    from medusa_cli.tree.files import load_tree
+    from medusa_cli.tree.saved import load_tree
 
     folder = exported(tmp_path, name)
     plain, drafted, passes = both(folder)

@@ -13,7 +13,7 @@ from medusa_cli.runs.files import write_json
 from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from tests.runs import TREE, save_model, save_run
 
 

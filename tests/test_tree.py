@@ -11,7 +11,7 @@ import torch
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.draw import draw_picture, draw_terminal
-from medusa_cli.tree.files import load_tree, save_tree
+from medusa_cli.tree.saved import load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
 
 #      0

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
 from medusa_cli.runs.run import Run
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.saved import load_tree
 
 ACCURACIES = [[0.5 / (rank + 1) ** 2 / (head + 1) for rank in range(4)] for head in range(3)]
 POSSIBLE = 1 + 4 + 16 + 64

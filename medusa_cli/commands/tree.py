@@ -97,7 +97,7 @@ def tree(
         console.warn(note)
 
     from medusa_cli.tree.draw import draw_picture, draw_terminal
-    from medusa_cli.tree.files import save_tree
+    from medusa_cli.tree.saved import save_tree
     from medusa_cli.tree.search import expected_length
 
     expected = expected_length(made, used.accuracies) if used.accuracies else None

@@ -9,7 +9,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.card import model_card
 from medusa_cli.exporting.folder import Exported, exporting
 from medusa_cli.exporting.source import Source
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.saved import load_tree
 from medusa_cli.tree.tree import Tree
 
 CODE = Path(__file__).parent / "custom_generate"
