@@ -12,7 +12,7 @@ from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.heads import STAMP, UNKNOWN, Heads, outdated, read_calibration, stamp_of
+from medusa_cli.runs.accuracies import STAMP, UNKNOWN, Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import budgets

@@ -18,7 +18,7 @@ from medusa_cli.exporting.imported import Base
 from medusa_cli.exporting.incoming import import_drafter
 from medusa_cli.exporting.medusa import export_medusa
 from medusa_cli.exporting.source import Source, find_source
-from medusa_cli.runs.heads import stamp_of
+from medusa_cli.runs.accuracies import stamp_of
 from medusa_cli.runs.run import Run, provenance
 from tests.checkpoints import EAGLE, H, V, eagle3
 from tests.runs import save_model, save_run

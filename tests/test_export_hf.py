@@ -222,7 +222,7 @@ def test_the_checksums_hold_and_the_card_says_what_was_measured(tmp_path: Path) 
 
 
 def test_the_newest_report_on_this_drafter_is_in_the_card(tmp_path: Path) -> None:
-    from medusa_cli.runs.heads import STAMP, stamp_of
+    from medusa_cli.runs.accuracies import STAMP, stamp_of
 
     model = save_model(tmp_path / "model")
     run = trained(tmp_path / "run", model, HydraHeads)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_json
-from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.saved import save_tree

@@ -10,7 +10,7 @@ from rich.table import Table
 from medusa_cli import console, extras, options
 from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
-from medusa_cli.runs.heads import STAMP, stamp_of
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:

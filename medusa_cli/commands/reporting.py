@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
 from medusa_cli.errors import UserError
+from medusa_cli.runs.accuracies import outdated, read_calibration
 from medusa_cli.runs.files import write_atomic
-from medusa_cli.runs.heads import outdated, read_calibration
 from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run
 

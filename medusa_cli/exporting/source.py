@@ -9,7 +9,7 @@ from torch import Tensor
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UserError
 from medusa_cli.exporting.tensors import read_tensors
-from medusa_cli.runs.heads import STAMP, stamp_of
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import RUNS, Run
 
