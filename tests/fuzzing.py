@@ -21,7 +21,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from medusa_cli.backbone import adapter
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.cli import app
 from tests.runs import save_model, save_questions, save_run
 

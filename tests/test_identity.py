@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli import engines
 from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError

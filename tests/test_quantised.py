@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.engines import attach, load_backbone

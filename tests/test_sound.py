@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from medusa_cli.backbone import adapter
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from tests.runs import save_model

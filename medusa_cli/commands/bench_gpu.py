@@ -22,7 +22,7 @@ def bench_gpu(
 ) -> None:
     """Time whole steps of large shapes with random weights: eager, lean and captured, with drafting and prefill."""
     console.configure(quiet=quiet, json=json)
-    from medusa_cli.backbone.load import resolve_device
+    from medusa_cli.backbone.network import resolve_device
     from medusa_cli.benchmarks.shapes import markdown, time_shape
     from medusa_cli.runs.files import write_atomic, write_json
     from medusa_cli.runs.run import provenance

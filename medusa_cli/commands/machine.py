@@ -24,7 +24,7 @@ def machine(
     said.configure()
     import torch
 
-    from medusa_cli.backbone.load import read_config
+    from medusa_cli.backbone.network import read_config
     from medusa_cli.benchmarks.rows import copy_bandwidth
     from medusa_cli.engines.load import choose_kernel
     from medusa_cli.engines.machine import KERNELS, arithmetic, machine_file, measured, processor

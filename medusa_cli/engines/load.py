@@ -11,7 +11,14 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone import adapter as adapters
 from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.layers import Unsupported
-from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
+from medusa_cli.backbone.network import (
+    DTYPES,
+    checkpoint_dtype,
+    has_own_code,
+    load_network,
+    read_config,
+    resolve_device,
+)
 from medusa_cli.engines.eager import EagerEngine
 from medusa_cli.engines.engine import Engine
 from medusa_cli.engines.kernels import BITS, Kernel, Plain, Rounded, kernels_for

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli import assets
-from medusa_cli.backbone.load import read_config
+from medusa_cli.backbone.network import read_config
 from medusa_cli.errors import UserError
 from medusa_cli.exporting.folder import Exported, exporting
 from medusa_cli.exporting.imported import Base, Imported

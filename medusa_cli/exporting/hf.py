@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from medusa_cli.backbone import adapter
-from medusa_cli.backbone.load import DTYPES, checkpoint_dtype, load_network
+from medusa_cli.backbone.network import DTYPES, checkpoint_dtype, load_network
 from medusa_cli.errors import UserError
 from medusa_cli.exporting.card import model_card
 from medusa_cli.exporting.folder import Exported, exporting

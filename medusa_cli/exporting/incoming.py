@@ -64,7 +64,7 @@ def import_drafter(place: str, run: str | None = None, model: str | None = None)
 
 def base_of(model: str) -> Base:
     """The model of a name, by its config alone."""
-    from medusa_cli.backbone.load import read_config
+    from medusa_cli.backbone.network import read_config
 
     config = read_config(model)
     return Base(model, config.model_type, config.hidden_size, config.vocab_size, config.num_hidden_layers)

@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
-from medusa_cli.backbone.load import load_network
+from medusa_cli.backbone.network import load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
