@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from medusa_cli.backbone.dialogue import Malformed, encode
-from medusa_cli.training.records import _record
+from medusa_cli.training.parsing import _record
 from tests.tiny import tiny_backbone
 
 

@@ -166,7 +166,7 @@ def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.training import Dataset, build_drafter
-    from medusa_cli.training.records import ReadReport
+    from medusa_cli.training.parsing import ReadReport
 
     recipe = load_recipe(None, ["drafter.prefix_layers=1"]).drafter
     with pytest.raises(UsageError, match="drafter.prefix_layers=1 says nothing to medusa"):

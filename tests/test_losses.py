@@ -23,7 +23,7 @@ from medusa_cli.training.build import check_drafter
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Answer, Dataset
 from medusa_cli.training.joint import Joint
-from medusa_cli.training.records import ReadReport, Record
+from medusa_cli.training.parsing import ReadReport, Record
 from medusa_cli.tree import Tree
 from tests.passes import drafted, run
 from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer

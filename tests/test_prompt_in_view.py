@@ -23,7 +23,7 @@ from medusa_cli.training.calibration import calibrate
 from medusa_cli.training.conversations import batch_of, split_conversations
 from medusa_cli.training.data import Answer, pack, parts_of, segments
 from medusa_cli.training.joint import Joint
-from medusa_cli.training.records import Record, read_records
+from medusa_cli.training.parsing import Record, read_records
 from medusa_cli.training.setup import whole_conversations
 from medusa_cli.tree import Growth, Tree
 from tests.runs import save_model

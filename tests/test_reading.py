@@ -15,7 +15,7 @@ from medusa_cli.runs.reading import read_as, read_json, read_yaml
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.training.log import read_log
-from medusa_cli.training.records import read_records
+from medusa_cli.training.parsing import read_records
 from medusa_cli.tree.saved import TreeFile, load_tree
 from tests.runs import save_model, save_run
 from tests.test_training import write_lines

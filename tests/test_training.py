@@ -29,7 +29,7 @@ from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan
 from medusa_cli.training.events import Averages, Found
 from medusa_cli.training.log import TrainLog, read_log
-from medusa_cli.training.records import Record, read_records
+from medusa_cli.training.parsing import Record, read_records
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, head_rate
 from tests import passes

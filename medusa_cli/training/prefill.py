@@ -20,7 +20,7 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.states import StateStore, seal
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
-from medusa_cli.training.records import Record, read_records
+from medusa_cli.training.parsing import Record, read_records
 
 
 def load_dataset(

@@ -17,7 +17,7 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.training.build import drafter_class
 from medusa_cli.training.conversations import Conversations, split_conversations
 from medusa_cli.training.distributed import World
-from medusa_cli.training.records import read_records
+from medusa_cli.training.parsing import read_records
 
 
 def check_shard(train: TrainRecipe, place: dict[str, Any], world: World) -> None:
