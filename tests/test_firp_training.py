@@ -22,7 +22,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter
 from medusa_cli.training.conversations import Conversation, batch_of
 from medusa_cli.training.setup import whole_conversations
-from medusa_cli.training.sweep import figures, try_layers
+from medusa_cli.training.trials import figures, try_layers
 from tests.test_firp import DEPTH, backbone_of, firp, reference
 from tests.test_training import conversation, write_lines
 from tests.tiny import FAMILIES
@@ -289,7 +289,7 @@ def test_a_trial_says_what_was_trained_not_what_was_asked_for(run: Run, monkeypa
         built.append(recipe.masked)
         return build_drafter(backbone, dataclasses.replace(recipe, masked=False), dataset)
 
-    monkeypatch.setattr("medusa_cli.training.sweep.build_drafter", unmasked)
+    monkeypatch.setattr("medusa_cli.training.trials.build_drafter", unmasked)
     recipe = load_recipe(None, [*SETTINGS, "train.epochs=1", "train.max_tokens=100"])
     backbone = backbone_of()
     dataset = whole_conversations(run, backbone, recipe, None, 0.2)

@@ -61,7 +61,7 @@ def bench_firp(
 
     from medusa_cli.engines import load_backbone
     from medusa_cli.training.setup import whole_conversations
-    from medusa_cli.training.sweep import figures, try_layers
+    from medusa_cli.training.trials import figures, try_layers
 
     template = target.chat_template
     backbone = load_backbone(name, **place.network, engine="eager", gradients=True, chat_template=template)
