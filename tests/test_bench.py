@@ -14,8 +14,8 @@ from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spr
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.methods import check_batch, check_llama
 from medusa_cli.benchmarks.questions import of_categories
-from medusa_cli.benchmarks.taken import Taken
 from medusa_cli.benchmarks.tally import Tally
+from medusa_cli.benchmarks.timed import Taken
 from medusa_cli.cli import app
 from medusa_cli.decoding import Sampling, Step
 from medusa_cli.drafters import HydraHeads

@@ -11,6 +11,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.others import LlamaCpp
 from medusa_cli.benchmarks.taken import Taken, Watch, share
 from medusa_cli.benchmarks.tally import Tally
+from medusa_cli.benchmarks.timed import Taken, Watch, share
 from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError

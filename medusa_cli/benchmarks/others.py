@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks.taken import Taken, Watch, share
+from medusa_cli.benchmarks.timed import Taken, Watch, share
 from medusa_cli.decoding import Sampling
 
 LOOKUP_TOKENS = 10
