@@ -13,7 +13,7 @@ LEGEND = 0.17  # inches a row of the legend
 TITLE = 54  # characters of a title's line
 
 
-class Bar(NamedTuple):
+class Estimate(NamedTuple):
     """A value with the interval it may lie in (None: not known)."""
 
     value: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 def bars(
-    groups: Mapping[str, Mapping[str, Bar]], unit: str, title: str, order: Sequence[str], line: float | None = None
+    groups: Mapping[str, Mapping[str, Estimate]], unit: str, title: str, order: Sequence[str], line: float | None = None
 ) -> str:
     """Lying bars, group by group, each series in the colour of its place in `order`; `line` is drawn across, where the
     bars are held against it."""

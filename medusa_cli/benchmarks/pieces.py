@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_cli.benchmarks.charts import Bar
+from medusa_cli.benchmarks.charts import Estimate
 from medusa_cli.benchmarks.intervals import bootstrap, rate, ratio_of_rates
 
 Cells = list[list[str]]
@@ -39,25 +39,25 @@ class Measured:
         answers = self.methods[method].get("answers", [])
         return [one for one in answers if category is None or one["category"] == category]
 
-    def speedup(self, method: str, category: str | None = None) -> Bar:
+    def speedup(self, method: str, category: str | None = None) -> Estimate:
         """The speedup over the baseline, with its interval over questions."""
         one = self.methods[method]
         value = one["speedup"] if category is None else one["per_category"][category]["speedup"]
         pairs = zip(self.answers(method, category), self.answers(self.baseline, category), strict=True)
         columns = [[a["tokens"], a["seconds"], b["tokens"], b["seconds"]] for a, b in pairs]
-        return Bar(value, bootstrap(columns, ratio_of_rates) if method != self.baseline else None)
+        return Estimate(value, bootstrap(columns, ratio_of_rates) if method != self.baseline else None)
 
-    def acceptance(self, method: str, category: str | None = None) -> Bar:
+    def acceptance(self, method: str, category: str | None = None) -> Estimate:
         """Tokens a verified step gives, the model's own included, with its interval over questions."""
         one = self.methods[method]
         value = one["acceptance_rate"] if category is None else one["per_category"][category]["acceptance_rate"]
         stepped = [one for one in self.answers(method, category) if one.get("steps")]
-        return Bar(value, bootstrap([[a["accepted"] + a["steps"], a["steps"]] for a in stepped], rate))
+        return Estimate(value, bootstrap([[a["accepted"] + a["steps"], a["steps"]] for a in stepped], rate))
 
-    def throughput(self, method: str) -> Bar:
+    def throughput(self, method: str) -> Estimate:
         """Tokens a second, prefill included, with its interval over questions."""
         columns = [[a["tokens"], a["seconds"]] for a in self.answers(method)]
-        return Bar(self.methods[method]["tokens_per_s"], bootstrap(columns, rate))
+        return Estimate(self.methods[method]["tokens_per_s"], bootstrap(columns, rate))
 
     @property
     def drafted(self) -> list[str]:
@@ -112,7 +112,7 @@ def names_of(sources: Sequence[Measured]) -> list[str]:
     return [name for name, _, _ in labelled(sources)]
 
 
-def shown(bar: Bar, form: str = ".2f") -> str:
+def shown(bar: Estimate, form: str = ".2f") -> str:
     """A value and its interval as text."""
     if bar.interval is None:
         return format(bar.value, form)

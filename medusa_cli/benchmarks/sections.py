@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from medusa_cli.benchmarks.charts import Bar, Point, bars, decomposed, lines, scatter, tree_hits
+from medusa_cli.benchmarks.charts import Estimate, Point, bars, decomposed, lines, scatter, tree_hits
 from medusa_cli.benchmarks.intervals import ROUNDS, bootstrap, rate
 from medusa_cli.benchmarks.pieces import Cells, Chart, Measured, Section, Table, cell, labelled, names_of, shown, sizes
 from medusa_cli.benchmarks.tally import by_position, reached
@@ -63,7 +63,7 @@ def categories(sources: Sequence[Measured]) -> list[Section]:
     ):
         if len(known) < 2 or not methods:
             continue
-        groups: dict[str, dict[str, Bar]] = {}
+        groups: dict[str, dict[str, Estimate]] = {}
         for category in known:
             there = [(n, s, m) for n, s, m in methods if category in s.methods[m]["per_category"]]
             count = max((len(s.answers(m, category)) for _, s, m in there), default=0)
