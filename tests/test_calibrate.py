@@ -16,7 +16,7 @@ from medusa_cli.cli import app
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.training.calibration import calibrate
-from medusa_cli.training.data import Answer, Dataset, ReadReport
+from medusa_cli.training.data import Dataset, Example, ReadReport
 from tests.test_training import conversation, model_folder, run, train_words, write_lines
 from tests.tiny import tiny_backbone
 
@@ -53,7 +53,7 @@ class Oracle(torch.nn.Module):
 def dataset_of(*answers: list[int]) -> Dataset:
     made, row = [], 0
     for i, tokens in enumerate(answers):
-        made.append(Answer(f"a{i}", torch.tensor(tokens), row))
+        made.append(Example(f"a{i}", torch.tensor(tokens), row))
         row += len(tokens)
     return Dataset([], made, torch.zeros(row, 32).bfloat16(), ReadReport(), "")
 
@@ -89,7 +89,7 @@ def test_the_temperature_that_fits_is_found(heat: float) -> None:
     tokens = torch.multinomial((scores / heat).softmax(-1), 16, replacement=True)  # [count, 16]
     # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
     answers = [
-        Answer(f"{i}.{j}", torch.stack([tokens[i, j], tokens[i, j]]), 2 * i) for i in range(count) for j in range(16)
+        Example(f"{i}.{j}", torch.stack([tokens[i, j], tokens[i, j]]), 2 * i) for i in range(count) for j in range(16)
     ]
     states = torch.arange(count).repeat_interleave(2)[:, None].expand(-1, 32).bfloat16()
     dataset = Dataset([], answers, states, ReadReport(), "")

@@ -21,7 +21,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.training import Trainer, split_conversations
 from medusa_cli.training.build import check_drafter
 from medusa_cli.training.conversations import Conversations
-from medusa_cli.training.data import Answer, Dataset
+from medusa_cli.training.data import Dataset, Example
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.parsing import ReadReport, Record
 from medusa_cli.tree import Tree
@@ -214,7 +214,7 @@ def test_a_token_weighs_the_same_in_whatever_micro_batch_it_is(tmp_path: Any, st
     else:
         lengths = [3, 21, 9, 2, 30]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        items = [Answer(str(s), torch.randint(4, 60, (n,)), s) for n, s in zip(lengths, starts, strict=True)]
+        items = [Example(str(s), torch.randint(4, 60, (n,)), s) for n, s in zip(lengths, starts, strict=True)]
         data = Dataset(items, [], torch.randn(sum(lengths), backbone.hidden_size), ReadReport(), "x")
     together, loss = gradients_of(backbone, heads, data, [items], tmp_path, stage)
     for one in heads.parameters():

@@ -21,7 +21,7 @@ from medusa_cli.training import Trainer, build_drafter, load_dataset
 from medusa_cli.training.build import runs_model, taps_of
 from medusa_cli.training.calibration import calibrate
 from medusa_cli.training.conversations import batch_of, split_conversations
-from medusa_cli.training.data import Answer, pack, parts_of, segments
+from medusa_cli.training.data import Example, pack, parts_of, segments
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.parsing import Record, read_records
 from medusa_cli.training.setup import whole_conversations
@@ -196,13 +196,13 @@ def test_parts_and_pieces_of_conversations() -> None:
     parts = parts_of(14, [(3, 6), (8, 9), (10, 14)])
     assert parts.tolist() == [-1, -1, 0, 0, 0, -1, -1, -1, -1, 2, 2, 2, 2]  # one token alone has no target
     assert segments([parts[2:5], parts[7:11], parts[:3]]).tolist() == [0, 0, 0, -1, -1, 3, 3, -1, -1, 4]
-    item = Answer("a", torch.arange(13), 20, parts)
+    item = Example("a", torch.arange(13), 20, parts)
     assert item.positions == 7 and next(item.pieces(7)) is item
     pieces = list(item.pieces(3))
     assert [one.positions for one in pieces] == [3, 3, 1]
     assert torch.cat([one.tokens for one in pieces]).tolist() == list(range(13))
     assert [one.first_row for one in pieces] == [20, 29, 32]
-    batches = pack([item, Answer("b", torch.arange(5), 0)], 4)
+    batches = pack([item, Example("b", torch.arange(5), 0)], 4)
     assert [[one.positions for one in batch] for batch in batches] == [[4], [3], [4], [1]]
 
 

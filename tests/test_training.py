@@ -26,7 +26,7 @@ from medusa_cli.runs.recipe import Recipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
-from medusa_cli.training.data import Answer, frequent_tokens, held_out_ids, pack, plan
+from medusa_cli.training.data import Example, frequent_tokens, held_out_ids, pack, plan
 from medusa_cli.training.events import Averages, Found
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.parsing import Record, read_records
@@ -256,9 +256,9 @@ def test_means_are_of_positions_and_targets_not_of_batches() -> None:
         assert meter.mean_parts()["kl"] == pytest.approx((5 * 0.1 + 21 * 0.5) / 26) and accuracy == 4 / 24
 
 
-def answers_of(*lengths: int) -> list[Answer]:
+def answers_of(*lengths: int) -> list[Example]:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [Answer(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
+    return [Example(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
 
 
 def named(*ids: str) -> list[Record]:
@@ -359,7 +359,7 @@ def test_accumulation_equals_one_large_batch(run: Run, backbone: Backbone) -> No
 def test_a_batch_without_any_target_is_passed_over(run: Run, backbone: Backbone) -> None:
     work = trainer(run, backbone, "train.accumulation=2")
     first = work.batches[0][0]
-    work.batches[1] = [Answer(first.id, first.tokens[:1], first.first_row)]
+    work.batches[1] = [Example(first.id, first.tokens[:1], first.first_row)]
     assert next(iter(work.events())).step == 1
 
 

@@ -12,7 +12,7 @@ from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.training.conversations import Conversation, Conversations, bucketed, whole_batch
-from medusa_cli.training.data import Answer, Dataset, pack
+from medusa_cli.training.data import Dataset, Example, pack
 
 # A batch's scores of one head [P, M] are held at once.
 POSITIONS = 512
@@ -43,7 +43,7 @@ def calibrate(
     dataset: Dataset | Conversations,
     *,
     top: int = 10,
-    answers: Sequence[Answer] | Sequence[Conversation] | None = None,
+    answers: Sequence[Example] | Sequence[Conversation] | None = None,
     on_progress: Callable[[int], None] = lambda positions: None,
 ) -> Calibration:
     """Measure every head's `top` best guesses on the data set's held-out answers (or those given).

@@ -20,7 +20,7 @@ _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Example:
     """One answer, a conversation, or a piece of either: its record's id, tokens [n], the number of its first state row.
 
     parts [n]: which answer of a conversation each token is of, -1 for what is seen and not learnt; None: all of one.
@@ -36,7 +36,7 @@ class Answer:
         """How many positions are trained on."""
         return len(self.tokens) if self.parts is None else int((self.parts >= 0).sum())
 
-    def pieces(self, positions: int) -> "Iterator[Answer]":
+    def pieces(self, positions: int) -> "Iterator[Example]":
         """Pieces of at most so many positions to train on, each with what is not learnt before and after it."""
         if self.positions <= positions:
             yield self
@@ -46,7 +46,7 @@ class Answer:
         first = 0
         for rows in torch.bincount(number).tolist():
             parts = None if self.parts is None else self.parts[first : first + rows]
-            yield Answer(self.id, self.tokens[first : first + rows], self.first_row + first, parts)
+            yield Example(self.id, self.tokens[first : first + rows], self.first_row + first, parts)
             first += rows
 
 
@@ -54,8 +54,8 @@ class Answer:
 class Dataset:
     """Answers (or conversations) for training and held out, and the state rows [rows, H * taps] they point into."""
 
-    train: list[Answer]
-    held_out: list[Answer]
+    train: list[Example]
+    held_out: list[Example]
     states: Tensor
     report: ReadReport
     digest: str  # names this data: the same conversations in the same order
@@ -64,7 +64,7 @@ class Dataset:
         """The tokens of every answer to train on."""
         return [one.tokens if one.parts is None else one.tokens[one.parts >= 0] for one in self.train]
 
-    def batch(self, answers: Sequence[Answer], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
+    def batch(self, answers: Sequence[Example], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
         """Side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer) and sequence [P]."""
         hidden = torch.cat([self.states[a.first_row : a.first_row + len(a.tokens)] for a in answers])
         segment = segments([torch.zeros(len(a.tokens)).long() if a.parts is None else a.parts for a in answers])
@@ -132,27 +132,29 @@ def split(
     UserError where there is none.
     """
     held = held_out_ids([one for one in records if any(end - start > 1 for start, end in one.spans)], fraction)
-    parts: dict[bool, list[Answer]] = {False: [], True: []}
+    parts: dict[bool, list[Example]] = {False: [], True: []}
     row = 0
     for record in records:
         row = row if record.first_row is None else record.first_row
         usable = [(start, end) for start, end in record.spans if end - start > 1]
         if prompts and usable:
             tokens = torch.tensor(record.tokens[: usable[-1][1]])
-            parts[record.id in held].append(Answer(record.id, tokens[1:], row, parts_of(len(tokens), usable)))
+            parts[record.id in held].append(Example(record.id, tokens[1:], row, parts_of(len(tokens), usable)))
         elif usable:
             for (start, end), at in zip(record.spans, record.rows_of_answers, strict=True):
                 if end - start > 1:
-                    parts[record.id in held].append(Answer(record.id, torch.tensor(record.tokens[start:end]), row + at))
+                    parts[record.id in held].append(
+                        Example(record.id, torch.tensor(record.tokens[start:end]), row + at)
+                    )
         row += record.rows
     if not parts[False]:
         raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
     return Dataset(parts[False], parts[True], states, report, records_digest(records, held))
 
 
-def pack(answers: Sequence[Answer], positions: int) -> list[list[Answer]]:
+def pack(answers: Sequence[Example], positions: int) -> list[list[Example]]:
     """Micro-batches of at most `positions` positions from whole answers in order; a longer answer is cut."""
-    batches: list[list[Answer]] = []
+    batches: list[list[Example]] = []
     room = 0
     for answer in answers:
         for piece in answer.pieces(positions):
@@ -165,13 +167,13 @@ def pack(answers: Sequence[Answer], positions: int) -> list[list[Answer]]:
 
 
 def plan(
-    answers: Sequence[Answer], positions: int, epochs: int, seed: int, max_tokens: int | None
-) -> list[list[Answer]]:
+    answers: Sequence[Example], positions: int, epochs: int, seed: int, max_tokens: int | None
+) -> list[list[Example]]:
     """Every micro-batch of a training in order, each epoch shuffled anew; at most about max_tokens positions.
 
     The same for the same seed, so that a resumed training needs only its place in it.
     """
-    batches: list[list[Answer]] = []
+    batches: list[list[Example]] = []
     left = max_tokens if max_tokens is not None else sum(a.positions for a in answers) * epochs
     for epoch in range(epochs):
         order = list(answers)

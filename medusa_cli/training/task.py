@@ -12,7 +12,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter, Losses, Objective
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, bucketed, scheduled, whole_batch
-from medusa_cli.training.data import Answer, Dataset, pack, plan
+from medusa_cli.training.data import Dataset, Example, pack, plan
 from medusa_cli.training.events import Found
 from medusa_cli.training.schedule import turn_of
 
@@ -90,14 +90,14 @@ class Frozen(_Stage1):
     def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Dataset, train: TrainRecipe) -> None:
         self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train
 
-    def batches(self) -> list[list[Answer]]:
+    def batches(self) -> list[list[Example]]:
         train = self.train
         return plan(self.dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
 
-    def held_out(self) -> list[list[Answer]]:
+    def held_out(self) -> list[list[Example]]:
         return pack(self.dataset.held_out, self.train.batch_tokens)
 
-    def losses(self, items: list[Answer], progress: float) -> Found:
+    def losses(self, items: list[Example], progress: float) -> Found:
         """The heads' loss on the answers' cached states."""
         return self._found(self.dataset.batch(items, self.backbone.device, self._dtype))
 
