@@ -202,9 +202,9 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
         return Tally.of(Step([1] * 2, 5, accepted, 0.0, seconds) for _ in range(steps))
 
     answers = {
-        "hf": Answer([[1] * 20], 2.0),
-        "ar": Answer([[1] * 20], 1.0, stats(20, 0, 0.05)),
-        "medusa": Answer([[1] * 20], 0.5, stats(10, 1, 0.06)),
+        "hf": Answers([[1] * 20], 2.0),
+        "ar": Answers([[1] * 20], 1.0, stats(20, 0, 0.05)),
+        "medusa": Answers([[1] * 20], 0.5, stats(10, 1, 0.06)),
     }
     methods = summarise([Measured(Question("1", "c", ("x",)), answers)])["methods"]
     assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)

@@ -8,7 +8,7 @@ from medusa_cli.benchmarks.sets import read_questions
 
 __all__ = [
     "METHODS",
-    "Answer",
+    "Answers",
     "Method",
     "Question",
     "Result",

@@ -27,7 +27,7 @@ class Divergence:
 
 
 @dataclass
-class Answer:
+class Answers:
     """One method's answers to one question: token ids a turn, seconds in all, step sums (None for hf)."""
 
     turns: list[list[int]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Result:
     """A question with each method's answers."""
 
     question: Question
-    answers: dict[str, Answer]
+    answers: dict[str, Answers]
 
 
 def reference_of(names: Sequence[str]) -> str:
@@ -111,7 +111,7 @@ class _Asked:
     """A question under way: every method's answers so far, and the conversation all of them see."""
 
     question: Question
-    answers: dict[str, Answer]
+    answers: dict[str, Answers]
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, backbone: Backbone, turn: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from medusa_cli.benchmarks.measure import Answer, Result, reference_of
+from medusa_cli.benchmarks.measure import Answers, Result, reference_of
 from medusa_cli.benchmarks.tally import Tally, by_position
 
 
@@ -67,7 +67,7 @@ def _answer(result: Result, name: str) -> dict[str, Any]:
     return found
 
 
-def _rate(answers: Sequence[Answer]) -> float:
+def _rate(answers: Sequence[Answers]) -> float:
     """Tokens a second over several answers."""
     return sum(answer.tokens for answer in answers) / max(sum(answer.seconds for answer in answers), 1e-9)
 
