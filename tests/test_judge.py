@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from medusa_cli.benchmarks.judge import Task, tally, tasks
+from medusa_cli.benchmarks.judge import Grading, tally, tasks
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.cli import app
 from tests.runs import save_model, save_questions, save_run
@@ -146,7 +146,7 @@ def test_pairs_count_where_both_orders_agree_and_same_answers_are_ties() -> None
 
 
 def test_words_without_a_verdict_count_for_nothing(place: Path, judge: Judged) -> None:
-    task = Task("medusa", "1", 0, 0, "", "")
+    task = Grading("medusa", "1", 0, 0, "", "")
     assert task.read("no grade") is None and task.read("[[11]]") is None and task.read("[[3]] no, [[4]]") == 4
     judge.say = lambda text: "I would rather not."
     done = bench(place, *SAMPLED, "--judge", f"{judge.url}/v1/", "--judge-model", "shy")

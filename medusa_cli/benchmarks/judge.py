@@ -28,7 +28,7 @@ LONGEST = 1024  # tokens of a verdict
 
 
 @dataclass(frozen=True)
-class Task:
+class Grading:
     """One thing to ask the judge: a grade of a method's turn (order 0), or a pair with the reference first (1) or
     second (2)."""
 
@@ -53,7 +53,7 @@ class Task:
         return {"A": first, "B": second, "C": "tie"}[verdicts[-1]] if verdicts else None
 
 
-def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
+def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Grading]:
     """A grade for every turn of every method, and each method against the reference in both orders.
 
     Pairs whose answers are the same are not asked: they are ties.
@@ -65,11 +65,11 @@ def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterat
                 continue
             for turn in range(len(own)):
                 text = f"{_talk(question, own[: turn + 1], 'Assistant')}{_known(question, turn)}"
-                yield Task(method, question.id, turn, 0, SINGLE, text)
+                yield Grading(method, question.id, turn, 0, SINGLE, text)
             if method != reference and own != other:
                 for order, (first, second) in ((1, (other, own)), (2, (own, other))):
                     talks = f"{_talk(question, first, 'Assistant A')}\n\n{_talk(question, second, 'Assistant B')}"
-                    yield Task(method, question.id, 0, order, PAIR, talks + _known(question, len(own) - 1))
+                    yield Grading(method, question.id, 0, order, PAIR, talks + _known(question, len(own) - 1))
 
 
 def _talk(question: Question, answers: Sequence[str], name: str) -> str:
@@ -124,7 +124,7 @@ class Judge:
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
 
-    def ask(self, task: Task) -> str:
+    def ask(self, task: Grading) -> str:
         """The judge's words on a task, at temperature 0."""
         messages = [{"role": "system", "content": task.system}, {"role": "user", "content": task.text}]
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": LONGEST}
