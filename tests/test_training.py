@@ -27,7 +27,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Example, frequent_tokens, held_out_ids, pack, plan
-from medusa_cli.training.events import Averages, Found
+from medusa_cli.training.events import Averages, BatchLoss
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.parsing import Record, read_records
 from medusa_cli.training.schedule import learning_rate
@@ -237,10 +237,10 @@ def test_data_with_nothing_to_learn_is_refused(run: Run, backbone: Backbone) -> 
         load_dataset(run, backbone)
 
 
-def batch_found(positions: int, loss: float, kl: float, correct: int) -> Found:
+def batch_found(positions: int, loss: float, kl: float, correct: int) -> BatchLoss:
     counted = torch.tensor([positions - 1])
     heads = Losses(torch.tensor(loss), [torch.tensor(loss)], torch.tensor([correct]), counted, counted - 1)
-    return Found(torch.tensor(loss), heads, positions, {"kl": kl})
+    return BatchLoss(torch.tensor(loss), heads, positions, {"kl": kl})
 
 
 def test_means_are_of_positions_and_targets_not_of_batches() -> None:

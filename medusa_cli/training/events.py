@@ -10,7 +10,7 @@ from medusa_cli.drafters.base import Losses
 
 
 @dataclass(frozen=True)
-class Found:
+class BatchLoss:
     """A micro-batch's loss: what to minimise, the heads' share of it, positions, and other parts by name."""
 
     total: Tensor
@@ -84,7 +84,7 @@ class Averages:
         self.parts: dict[str, float] = {}
         self.positions = 0
 
-    def add(self, found: Found) -> None:
+    def add(self, found: BatchLoss) -> None:
         losses = torch.stack([one.detach().double() for one in found.heads.per_head]).cpu()
         learnt = found.heads.learnt.cpu()
         self.loss += found.positions * float(found.total.detach())

@@ -15,7 +15,7 @@ from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.training.block_loss import LogSoftmax, loss_by_blocks
 from medusa_cli.training.conversations import Conversation, Conversations, batch_of, bucketed, scheduled
-from medusa_cli.training.events import Found
+from medusa_cli.training.events import BatchLoss
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.task import Group, head_losses, head_rate
 
@@ -46,7 +46,7 @@ class Joint:
     def held_out(self) -> list[list[Conversation]]:
         return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
 
-    def losses(self, items: list[Conversation], progress: float) -> Found:
+    def losses(self, items: list[Conversation], progress: float) -> BatchLoss:
         """The joint loss of whole conversations, on assistant tokens alone; while evaluating, what the change costs."""
         train = self.train
         weight, learns = lambda_0(progress, schedule=train.schedule, peak=train.lambda_0, share=train.heads_first)
@@ -54,7 +54,7 @@ class Joint:
             with torch.no_grad():
                 batch = self._batch(items)
             heads = head_losses(self.backbone, self.drafter, batch, train)
-            return Found(heads.total, heads, len(batch.learnt), {"lambda_0": weight})
+            return BatchLoss(heads.total, heads, len(batch.learnt), {"lambda_0": weight})
         batch = self._batch(items)
         heads = head_losses(self.backbone, self.drafter, batch, train)
         teacher = None
@@ -64,7 +64,7 @@ class Joint:
                 teacher = self._final(self._batch(items))
         model, cost = self._model_loss(batch, teacher)
         parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
-        return Found(model + weight * heads.total, heads, len(batch.learnt), parts)
+        return BatchLoss(model + weight * heads.total, heads, len(batch.learnt), parts)
 
     def _model_loss(self, batch: Batch, teacher: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """L_LM, and while evaluating what the change costs; teacher: the original's final states [P, H], if any."""

@@ -19,7 +19,7 @@ from medusa_cli.training import checkpoints
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset
 from medusa_cli.training.distributed import World
-from medusa_cli.training.events import Averages, Event, Found, Saved, Stepped, Stopped, Validated
+from medusa_cli.training.events import Averages, BatchLoss, Event, Saved, Stepped, Stopped, Validated
 from medusa_cli.training.joint import Joint
 from medusa_cli.training.optimizers import optimizer_of
 from medusa_cli.training.schedule import learning_rate, turn_of
@@ -133,7 +133,7 @@ class Trainer:
         if weight:
             meter.add(found)
 
-    def _losses(self, items: list[Any]) -> Found:
+    def _losses(self, items: list[Any]) -> BatchLoss:
         half = self.recipe.train.dtype == "bf16"
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
             return self.task.losses(items, self._progress)

@@ -13,7 +13,7 @@ from medusa_cli.drafters.base import Batch, Drafter, Losses, Objective
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.training.conversations import Conversation, Conversations, bucketed, scheduled, whole_batch
 from medusa_cli.training.data import Dataset, Example, pack, plan
-from medusa_cli.training.events import Found
+from medusa_cli.training.events import BatchLoss
 from medusa_cli.training.schedule import turn_of
 
 
@@ -34,7 +34,7 @@ class Task(Protocol):
 
     def held_out(self) -> list[list[Any]]: ...
 
-    def losses(self, items: list[Any], progress: float) -> Found: ...
+    def losses(self, items: list[Any], progress: float) -> BatchLoss: ...
 
     def evaluating(self) -> AbstractContextManager[Any]: ...
 
@@ -70,9 +70,9 @@ class _Stage1:
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.train.dtype == "bf16" else torch.float32
 
-    def _found(self, batch: Batch) -> Found:
+    def _found(self, batch: Batch) -> BatchLoss:
         found = head_losses(self.backbone, self.drafter, batch, self.train)
-        return Found(found.total, found, len(batch.learnt), {})
+        return BatchLoss(found.total, found, len(batch.learnt), {})
 
     def evaluating(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -97,7 +97,7 @@ class Frozen(_Stage1):
     def held_out(self) -> list[list[Example]]:
         return pack(self.dataset.held_out, self.train.batch_tokens)
 
-    def losses(self, items: list[Example], progress: float) -> Found:
+    def losses(self, items: list[Example], progress: float) -> BatchLoss:
         """The heads' loss on the answers' cached states."""
         return self._found(self.dataset.batch(items, self.backbone.device, self._dtype))
 
@@ -116,7 +116,7 @@ class Traced(_Stage1):
     def held_out(self) -> list[list[Conversation]]:
         return bucketed(self.dataset.held_out, self.train.batch_tokens, random.Random(0))
 
-    def losses(self, items: list[Conversation], progress: float) -> Found:
+    def losses(self, items: list[Conversation], progress: float) -> BatchLoss:
         """The heads' loss beside a pass over the conversations; gradients of rows that ride alone go through it.
 
         With heads_in_turn it is the loss of the head whose turn it is, and no other head learns.
