@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_cli.benchmarks.charts import Point, lines
-from medusa_cli.benchmarks.pieces import Chart, Measured, Section, Table
+from medusa_cli.benchmarks.pieces import Chart, SavedBench, Section, Table
 
 
-def step_costs(sources: Sequence[Measured]) -> Section | None:
+def step_costs(sources: Sequence[SavedBench]) -> Section | None:
     """Milliseconds of a pass by rows, above the ceilings of memory and arithmetic; None where none were timed."""
     section = Section("What a step costs")
     for source in sources:
@@ -49,7 +49,7 @@ def _passes(name: str, rows: dict[str, Any]) -> str:
     return lines(found, "rows (nodes of the tree)", "ms a pass", title, ceilings=limits, log=True)
 
 
-def heads(sources: Sequence[Measured]) -> Section | None:
+def heads(sources: Sequence[SavedBench]) -> Section | None:
     """How often each head's i-th guess is right, as `calibrate` measured it."""
     found, rows = {}, []
     for source in sources:
@@ -71,7 +71,7 @@ def heads(sources: Sequence[Measured]) -> Section | None:
     return Section("How good the heads are", words, [Table(columns, rows)], [Chart(chart)])
 
 
-def training(sources: Sequence[Measured]) -> Section | None:
+def training(sources: Sequence[SavedBench]) -> Section | None:
     """The heads' held-out accuracies along their training."""
     section = Section("Training", "First guesses right on held-out conversations, by the positions trained on.")
     for source in sources:
@@ -87,7 +87,7 @@ def training(sources: Sequence[Measured]) -> Section | None:
     return section if section.charts else None
 
 
-def quality(sources: Sequence[Measured]) -> Section | None:
+def quality(sources: Sequence[SavedBench]) -> Section | None:
     """What a rule that changes the output costs: the model's own opinion of the answers, and the judge's."""
     rows, judged, sentences = [], [], []
     for source in sources:
@@ -123,7 +123,7 @@ def _judged(judge: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def sweeps(sources: Sequence[Measured]) -> Section | None:
+def sweeps(sources: Sequence[SavedBench]) -> Section | None:
     """Rate and acceptance against what was swept, point by point."""
     section = Section("Sweeps")
     for source in sources:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from medusa_cli import __version__
 from medusa_cli.benchmarks import background, sections
-from medusa_cli.benchmarks.pieces import Measured, Section, Table
+from medusa_cli.benchmarks.pieces import SavedBench, Section, Table
 from medusa_cli.benchmarks.trade_off import trade_off
 
 
-def contents(sources: Sequence[Measured]) -> list[Section]:
+def contents(sources: Sequence[SavedBench]) -> list[Section]:
     """Everything that can be said of these runs, in reading order."""
     found = [
         sections.headline(sources),
@@ -29,7 +29,7 @@ def contents(sources: Sequence[Measured]) -> list[Section]:
     return [one for one in found if one is not None]
 
 
-def html(sources: Sequence[Measured], parts: Sequence[Section] | None = None) -> str:
+def html(sources: Sequence[SavedBench], parts: Sequence[Section] | None = None) -> str:
     """The page: style, charts and the sorting of tables are in it, so it opens offline and can be sent by mail."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -45,7 +45,7 @@ def html(sources: Sequence[Measured], parts: Sequence[Section] | None = None) ->
     )
 
 
-def markdown(sources: Sequence[Measured], parts: Sequence[Section] | None = None) -> str:
+def markdown(sources: Sequence[SavedBench], parts: Sequence[Section] | None = None) -> str:
     """The same words and tables; the charts are in the page alone."""
     lines = [f"# {title_of(sources)}", ""]
     for source in sources:
@@ -60,7 +60,7 @@ def markdown(sources: Sequence[Measured], parts: Sequence[Section] | None = None
     return "\n".join(lines).rstrip() + "\n"
 
 
-def title_of(sources: Sequence[Measured]) -> str:
+def title_of(sources: Sequence[SavedBench]) -> str:
     """The questions' name, and the runs' where there are several."""
     titles = ", ".join(dict.fromkeys(str(source.document["title"]) for source in sources))
     return titles if len(sources) == 1 else f"{titles}: {', '.join(source.name for source in sources)}"

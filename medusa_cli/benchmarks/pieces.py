@@ -11,7 +11,7 @@ Cells = list[list[str]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class SavedBench:
     """A saved bench, and what its run holds beside it; `name` tells it from the others of the report."""
 
     name: str
@@ -100,14 +100,14 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
 
 
-def labelled(sources: Sequence[Measured]) -> Iterator[tuple[str, Measured, str]]:
+def labelled(sources: Sequence[SavedBench]) -> Iterator[tuple[str, SavedBench, str]]:
     """Every method of every source with the name that it goes by in the report."""
     for source in sources:
         for method in source.methods:
             yield (method if len(sources) == 1 else f"{source.name}: {method}"), source, method
 
 
-def names_of(sources: Sequence[Measured]) -> list[str]:
+def names_of(sources: Sequence[SavedBench]) -> list[str]:
     """Those names in order: a method has the same colour in every chart."""
     return [name for name, _, _ in labelled(sources)]
 
@@ -123,7 +123,7 @@ def cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def sizes(sources: Sequence[Measured]) -> str:
+def sizes(sources: Sequence[SavedBench]) -> str:
     """The sample as words for a chart's title."""
     counts = sorted({source.questions for source in sources})
     return f"{' / '.join(map(str, counts))} question{'s' if counts != [1] else ''}"

@@ -4,7 +4,18 @@ from collections.abc import Sequence
 
 from medusa_cli.benchmarks.charts import Estimate, Point, bars, decomposed, lines, scatter, tree_hits
 from medusa_cli.benchmarks.intervals import ROUNDS, bootstrap, rate
-from medusa_cli.benchmarks.pieces import Cells, Chart, Measured, Section, Table, cell, labelled, names_of, shown, sizes
+from medusa_cli.benchmarks.pieces import (
+    Cells,
+    Chart,
+    SavedBench,
+    Section,
+    Table,
+    cell,
+    labelled,
+    names_of,
+    shown,
+    sizes,
+)
 from medusa_cli.benchmarks.tally import by_position, reached
 from medusa_cli.tree.tree import Tree
 
@@ -12,7 +23,7 @@ INTERVAL = f"In brackets and as whiskers: 95 % bootstrap intervals over question
 LISTED = 40
 
 
-def headline(sources: Sequence[Measured]) -> Section:
+def headline(sources: Sequence[SavedBench]) -> Section:
     """Every method's rate, its speedup, and the figures that it comes from."""
     rows, groups = [], {}
     for source in sources:
@@ -50,7 +61,7 @@ def headline(sources: Sequence[Measured]) -> Section:
     return Section("What it gains", words, [Table(head, rows)], [chart])
 
 
-def categories(sources: Sequence[Measured]) -> list[Section]:
+def categories(sources: Sequence[SavedBench]) -> list[Section]:
     """Speedup, and what steps accept, by category; nothing where there is one category alone."""
     known = list(dict.fromkeys(c for s in sources for one in s.methods.values() for c in one["per_category"]))
     order = names_of(sources)
@@ -58,8 +69,8 @@ def categories(sources: Sequence[Measured]) -> list[Section]:
     drafted = [(n, s, m) for n, s, m in rivals if m in s.drafted]
     found = []
     for what, unit, methods, figure in (
-        ("Speedup", "times", rivals, Measured.speedup),
-        ("Mean accepted length", "tokens a step, +1 included", drafted, Measured.acceptance),
+        ("Speedup", "times", rivals, SavedBench.speedup),
+        ("Mean accepted length", "tokens a step, +1 included", drafted, SavedBench.acceptance),
     ):
         if len(known) < 2 or not methods:
             continue
@@ -77,7 +88,7 @@ def categories(sources: Sequence[Measured]) -> list[Section]:
     return found
 
 
-def decomposition(sources: Sequence[Measured]) -> Section | None:
+def decomposition(sources: Sequence[SavedBench]) -> Section | None:
     """What the engine gains and what the drafts gain; None without a plain loop of our own to hold steps against."""
     rows, found = [], {}
     for name, source, method in labelled(sources):
@@ -105,7 +116,7 @@ def decomposition(sources: Sequence[Measured]) -> Section | None:
     )
 
 
-def depths(sources: Sequence[Measured]) -> Section:
+def depths(sources: Sequence[SavedBench]) -> Section:
     """Acceptance by the position of the draft; says which methods left no paths to count."""
     curves, rows, silent, counted = {}, [], [], []
     for name, source, method in labelled(sources):
@@ -139,7 +150,7 @@ def depths(sources: Sequence[Measured]) -> Section:
     return _silent(section, silent, "no record of what each step accepted")
 
 
-def trees(sources: Sequence[Measured]) -> Section:
+def trees(sources: Sequence[SavedBench]) -> Section:
     """Every static tree with the share of steps that accepted each node; says which methods left none to draw."""
     section, silent = Section("Which nodes of the tree were accepted"), []
     for name, source, method in labelled(sources):
@@ -156,7 +167,7 @@ def trees(sources: Sequence[Measured]) -> Section:
     return _silent(section, silent, "no static tree, or no record of its nodes")
 
 
-def parting(sources: Sequence[Measured]) -> Section | None:
+def parting(sources: Sequence[SavedBench]) -> Section | None:
     """Where answers leave the reference's, and by which margin; None where outputs were not compared."""
     compared = [(n, s, m) for n, s, m in labelled(sources) if s.methods[m]["identical"] is not None]
     if not compared:
@@ -186,7 +197,7 @@ def parting(sources: Sequence[Measured]) -> Section | None:
     return Section("Where outputs part", words, [Table(head, rows)], [Chart(chart)])
 
 
-def setting(sources: Sequence[Measured]) -> Section:
+def setting(sources: Sequence[SavedBench]) -> Section:
     """What was run, where, and with which versions."""
     columns = {}
     for source in sources:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.benchmarks.pieces import Measured
+from medusa_cli.benchmarks.pieces import SavedBench
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.files import write_json
@@ -98,7 +98,7 @@ class Points:
 
 def rows_of(place: Place, bench: dict[str, Any], plain: bool) -> Iterator[dict[str, Any]]:
     """A point of the chart for each method of a bench; `plain`: for those that do not draft as well."""
-    source = Measured("", bench)
+    source = SavedBench("", bench)
     for name, one in source.methods.items():
         drafts = name in source.drafted
         if not drafts and not plain:

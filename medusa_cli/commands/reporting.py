@@ -12,10 +12,10 @@ from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
-    from medusa_cli.benchmarks.pieces import Measured
+    from medusa_cli.benchmarks.pieces import SavedBench
 
 
-def gather(names: Sequence[str]) -> "list[Measured]":
+def gather(names: Sequence[str]) -> "list[SavedBench]":
     """Each run's newest bench, or the bench in a file that is named, with what lies beside its drafter.
 
     UserError for a run without a bench, and for a file that is none.
@@ -37,9 +37,9 @@ def read_bench(path: Path) -> dict[str, Any]:
     return document
 
 
-def measured(name: str, document: dict[str, Any], folder: Path) -> "Measured":
+def measured(name: str, document: dict[str, Any], folder: Path) -> "SavedBench":
     """A bench with the accuracies and the training beside its first drafter, and the sweeps beside the bench."""
-    from medusa_cli.benchmarks.pieces import Measured
+    from medusa_cli.benchmarks.pieces import SavedBench
     from medusa_cli.training.log import NAME, read_log
 
     found: dict[str, Any] = {"sweeps": [read_object(path, "the sweep") for path in sorted(folder.glob("sweep-*.json"))]}
@@ -52,10 +52,10 @@ def measured(name: str, document: dict[str, Any], folder: Path) -> "Measured":
                 found["accuracies"] = heads.accuracies
         found["training"] = read_log(run.path / NAME)
         break
-    return Measured(name, document, **found)
+    return SavedBench(name, document, **found)
 
 
-def write_report(sources: "Sequence[Measured]", target: Path) -> list[Path]:
+def write_report(sources: "Sequence[SavedBench]", target: Path) -> list[Path]:
     """Write the page and, beside it, the Markdown; their paths."""
     from medusa_cli.benchmarks.page import contents, html, markdown
 
