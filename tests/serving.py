@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_cli.api import Medusa
+from medusa_cli.serving.limits import Limits
 from medusa_cli.serving.server import Server, listen, prepare
-from medusa_cli.serving.settings import Settings
 
 MODEL = "tiny"
 
@@ -68,7 +68,7 @@ class Served:
 def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
     """A server for the time of a test."""
     door = listen("127.0.0.1", 0)
-    server = prepare(medusa, Settings(**{"name": MODEL, "max_new_tokens": 400, **settings}))
+    server = prepare(medusa, Limits(**{"name": MODEL, "max_new_tokens": 400, **settings}))
     thread = threading.Thread(target=server.run, args=(door,), daemon=True)
     thread.start()
     while not server.started:

@@ -18,11 +18,11 @@ from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.errors import UserError
 from medusa_cli.serving.gate import Gate
+from medusa_cli.serving.limits import Limits
 from medusa_cli.serving.metrics import Metrics
 from medusa_cli.serving.refusal import ErrorBody, Refusal, refusal_for, refusal_of
 from medusa_cli.serving.scheduler import Closing, Event, Full, Scheduler, Ticket
 from medusa_cli.serving.schema import ChatRequest, CompletionRequest
-from medusa_cli.serving.settings import Settings
 from medusa_cli.serving.wording import Wording
 
 PAGE = Path(__file__).with_name("index.html")
@@ -34,7 +34,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/event-stream": {}}}}
 
 
-def build(medusa: Medusa, settings: Settings) -> tuple[Any, Scheduler]:
+def build(medusa: Medusa, settings: Limits) -> tuple[Any, Scheduler]:
     """The ASGI application and the scheduler it feeds, which the caller starts and drains."""
     metrics = Metrics()
     scheduler = Scheduler(medusa, metrics, slots=settings.slots, waiting=settings.waiting)
@@ -93,7 +93,7 @@ def build(medusa: Medusa, settings: Settings) -> tuple[Any, Scheduler]:
 class Desk:
     """Takes completion requests to the scheduler and brings the answers back."""
 
-    def __init__(self, medusa: Medusa, scheduler: Scheduler, settings: Settings) -> None:
+    def __init__(self, medusa: Medusa, scheduler: Scheduler, settings: Limits) -> None:
         self._medusa, self._scheduler, self._settings = medusa, scheduler, settings
         self._encoding = asyncio.Lock()  # a tokenizer is no place for two threads
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from medusa_cli.serving.limits import Limits
 from medusa_cli.serving.metrics import Metrics
 from medusa_cli.serving.refusal import Refusal
-from medusa_cli.serving.settings import Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -20,7 +20,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/m
 class Gate:
     """Hands on what may pass, its body whole; refuses the rest. /v1 alone needs the key."""
 
-    def __init__(self, app: Any, settings: Settings, metrics: Metrics, closing: Callable[[], bool]) -> None:
+    def __init__(self, app: Any, settings: Limits, metrics: Metrics, closing: Callable[[], bool]) -> None:
         self._app, self._settings, self._metrics, self._closing = app, settings, metrics, closing
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

@@ -9,8 +9,8 @@ import uvicorn
 from medusa_cli.api import Medusa
 from medusa_cli.errors import UsageError
 from medusa_cli.serving.app import build
+from medusa_cli.serving.limits import Limits
 from medusa_cli.serving.scheduler import Scheduler
-from medusa_cli.serving.settings import Settings
 
 # The largest line and headers of a request, and how long an idle connection is kept.
 MOST_HEADERS, IDLE_S = 64 << 10, 30
@@ -64,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
     return door
 
 
-def prepare(medusa: Medusa, settings: Settings, *, log_level: str = "warning") -> Server:
+def prepare(medusa: Medusa, settings: Limits, *, log_level: str = "warning") -> Server:
     """A server, ready to run."""
     app, scheduler = build(medusa, settings)
     config = uvicorn.Config(

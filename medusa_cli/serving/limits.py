@@ -6,7 +6,7 @@ MEGA = 1 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class Limits:
     """Sizes in tokens unless said; temperature is of requests that name none; body_s: seconds a body may take."""
 
     name: str
