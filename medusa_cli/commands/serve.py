@@ -71,10 +71,10 @@ def serve(
         max_body=max_body << 10,
         temperature=temperature or 0.0,
     )
-    if host not in LOOPBACK and not settings.api_key:
+    if host not in LOOPBACK and not limits.api_key:
         console.warn("whoever reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
-    server = prepare(Medusa(made), settings)
+    server = prepare(Medusa(made), limits)
     at = f"[{host}]" if ":" in host else host
     door.listen()  # before it is said
-    console.info(f"serving {settings.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
+    console.info(f"serving {limits.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
     server.run(door)

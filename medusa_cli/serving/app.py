@@ -34,14 +34,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/event-stream": {}}}}
 
 
-def build(medusa: Medusa, settings: Limits) -> tuple[Any, Scheduler]:
+def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
     """The ASGI application and the scheduler it feeds, which the caller starts and drains."""
     metrics = Metrics()
-    scheduler = Scheduler(medusa, metrics, slots=settings.slots, waiting=settings.waiting)
+    scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
-    desk = Desk(medusa, scheduler, settings)
+    desk = Desk(medusa, scheduler, limits)
     began = int(time.time())
-    model = {"id": settings.name, "object": "model", "created": began, "owned_by": "medusa"}
+    model = {"id": limits.name, "object": "model", "created": began, "owned_by": "medusa"}
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Any:
@@ -87,19 +87,19 @@ def build(medusa: Medusa, settings: Limits) -> tuple[Any, Scheduler]:
         response.headers.update(reason.headers or {})
         return response
 
-    return Gate(app, settings, metrics, lambda: scheduler.closing), scheduler
+    return Gate(app, limits, metrics, lambda: scheduler.closing), scheduler
 
 
 class Desk:
     """Takes completion requests to the scheduler and brings the answers back."""
 
-    def __init__(self, medusa: Medusa, scheduler: Scheduler, settings: Limits) -> None:
-        self._medusa, self._scheduler, self._settings = medusa, scheduler, settings
+    def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits) -> None:
+        self._medusa, self._scheduler, self._limits = medusa, scheduler, limits
         self._encoding = asyncio.Lock()  # a tokenizer is no place for two threads
 
     def check_model(self, name: str) -> None:
-        if name != self._settings.name:
-            said = f"the model {name!r} is not served here; ask for {self._settings.name!r}"
+        if name != self._limits.name:
+            said = f"the model {name!r} is not served here; ask for {self._limits.name!r}"
             raise Refusal(404, said, param="model", code="model_not_found")
 
     async def answer(self, body: ChatRequest | CompletionRequest, prompt: Any, request: Request) -> Response:
@@ -132,10 +132,10 @@ class Desk:
 
     async def _asked(self, body: ChatRequest | CompletionRequest, prompt: Any) -> Any:
         """What is asked of the decoder, within the server's limits."""
-        settings = self._settings
-        limit = body.limit or settings.max_new_tokens
-        if limit > settings.max_new_tokens:
-            said = f"max_tokens {limit:,} is more than the {settings.max_new_tokens:,} that this server gives"
+        limits = self._limits
+        limit = body.limit or limits.max_new_tokens
+        if limit > limits.max_new_tokens:
+            said = f"max_tokens {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
             raise Refusal(400, said, param="max_tokens", code="invalid_value")
         try:
             async with self._encoding:
@@ -143,7 +143,7 @@ class Desk:
                     self._medusa.request,
                     prompt,
                     max_new_tokens=limit,
-                    temperature=settings.temperature if body.temperature is None else body.temperature,
+                    temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else body.top_p,
                     top_k=body.top_k or 0,
                     seed=body.seed if body.seed is not None else secrets.randbits(62),
@@ -154,9 +154,9 @@ class Desk:
         except UserError as reason:
             # Where the model lies on this machine is nobody's business.
             refusal = refusal_for(reason, "messages" if isinstance(body, ChatRequest) else "prompt")
-            refusal.detail.message = refusal.detail.message.replace(self._medusa.backbone.id, settings.name)
+            refusal.detail.message = refusal.detail.message.replace(self._medusa.backbone.id, limits.name)
             raise refusal from reason
-        most = min(settings.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
+        most = min(limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
         if len(asked.prompt) > most:
             said = f"the prompt has {len(asked.prompt):,} tokens, this server takes {most:,}"
             raise Refusal(400, said, code="context_length_exceeded")

@@ -20,8 +20,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/m
 class Gate:
     """Hands on what may pass, its body whole; refuses the rest. /v1 alone needs the key."""
 
-    def __init__(self, app: Any, settings: Limits, metrics: Metrics, closing: Callable[[], bool]) -> None:
-        self._app, self._settings, self._metrics, self._closing = app, settings, metrics, closing
+    def __init__(self, app: Any, limits: Limits, metrics: Metrics, closing: Callable[[], bool]) -> None:
+        self._app, self._limits, self._metrics, self._closing = app, limits, metrics, closing
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,12 +36,12 @@ class Gate:
 
         try:
             self._check(scope)
-            whole = await asyncio.wait_for(self._body(Headers(scope=scope), receive), self._settings.body_s)
+            whole = await asyncio.wait_for(self._body(Headers(scope=scope), receive), self._limits.body_s)
         except Refusal as reason:
             await reason.response()(scope, receive, counted)
             return
         except asyncio.TimeoutError:
-            slow = Refusal(408, f"the body took more than {self._settings.body_s:g} s to come", code="timeout")
+            slow = Refusal(408, f"the body took more than {self._limits.body_s:g} s to come", code="timeout")
             await slow.response()(scope, receive, counted)
             return
         if whole is None:
@@ -56,16 +56,16 @@ class Gate:
     def _check(self, scope: Message) -> None:
         if not scope["path"].startswith("/v1/"):
             return
-        if self._settings.api_key:
+        if self._limits.api_key:
             said = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(said.encode(), f"Bearer {self._settings.api_key}".encode()):
+            if not hmac.compare_digest(said.encode(), f"Bearer {self._limits.api_key}".encode()):
                 raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
         if scope["method"] == "POST" and self._closing():
             raise Refusal(503, "the server is about to stop", code="closing", retry_s=10)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
         """All of the body; None where the client went away before its end."""
-        most = self._settings.max_body
+        most = self._limits.max_body
         too_large = Refusal(413, f"the body is larger than {most:,} bytes", code="too_large")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:

@@ -64,9 +64,9 @@ def listen(host: str, port: int) -> socket.socket:
     return door
 
 
-def prepare(medusa: Medusa, settings: Limits, *, log_level: str = "warning") -> Server:
+def prepare(medusa: Medusa, limits: Limits, *, log_level: str = "warning") -> Server:
     """A server, ready to run."""
-    app, scheduler = build(medusa, settings)
+    app, scheduler = build(medusa, limits)
     config = uvicorn.Config(
         app,
         log_level=log_level,
