@@ -32,7 +32,7 @@ ALONE = ("hf-lookup", "hf-assisted", "llama.cpp")
 
 
 class Method(Protocol):
-    """Continues prompts side by side; what was taken for each, in order."""
+    """Continues prompts side by side; tokens and time of each, in order."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]: ...
 

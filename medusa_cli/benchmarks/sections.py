@@ -65,11 +65,11 @@ def categories(sources: Sequence[SavedBench]) -> list[Section]:
     """Speedup, and what steps accept, by category; nothing where there is one category alone."""
     known = list(dict.fromkeys(c for s in sources for one in s.methods.values() for c in one["per_category"]))
     order = names_of(sources)
-    rivals = [(n, s, m) for n, s, m in labelled(sources) if m != s.baseline]
-    drafted = [(n, s, m) for n, s, m in rivals if m in s.drafted]
+    competitors = [(n, s, m) for n, s, m in labelled(sources) if m != s.baseline]
+    drafted = [(n, s, m) for n, s, m in competitors if m in s.drafted]
     found = []
     for what, unit, methods, figure in (
-        ("Speedup", "times", rivals, SavedBench.speedup),
+        ("Speedup", "times", competitors, SavedBench.speedup),
         ("Mean accepted length", "tokens a step, +1 included", drafted, SavedBench.acceptance),
     ):
         if len(known) < 2 or not methods:

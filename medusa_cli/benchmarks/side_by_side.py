@@ -15,7 +15,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.tree import Growth, Tree
 
 
-def find_rivals(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
+def find_competitors(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
     """Where the drafters lie that methods name: by a run inside the run, else by their kind; UserError if nowhere.
 
     "medusa" alone is whatever drafter the run has; beside another such name it is the kind.

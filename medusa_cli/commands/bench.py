@@ -117,7 +117,7 @@ def bench(
     from medusa_cli.benchmarks.methods import check_methods, parse_methods
     from medusa_cli.benchmarks.questions import of_categories, spread
     from medusa_cli.benchmarks.sets import read_questions
-    from medusa_cli.benchmarks.side_by_side import find_rivals
+    from medusa_cli.benchmarks.side_by_side import find_competitors
     from medusa_cli.commands.beside import Beside
     from medusa_cli.commands.judging import check_judge
     from medusa_cli.commands.measuring import bar, leave, show_sweep
