@@ -125,7 +125,7 @@ class Endpoint:
         for attempt in range(self.attempts):
             if self._stopped.is_set():
                 break
-            server, began, told = self._turn(), time.monotonic(), 0.0
+            server, began, asked_s = self._turn(), time.monotonic(), 0.0
             try:
                 address = f"{server.url}/v1/chat/completions"
                 reply = self._session.post(address, json=body, timeout=(10.0, self.timeout))
@@ -137,10 +137,10 @@ class Endpoint:
                 reason = f"status {reply.status_code}: {reply.text[:200]}"
                 if reply.status_code not in PASSING:
                     break
-                told = _retry_after(reply.headers.get("Retry-After", ""))
+                asked_s = _retry_after(reply.headers.get("Retry-After", ""))
             except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as fault:
                 reason = f"{type(fault).__name__}: {fault}"
-            self._rest(server, began, told)
+            self._rest(server, began, asked_s)
             if attempt + 1 < self.attempts:
                 self._stopped.wait(self._until_one_wakes())
         raise UserError(reason, "see the server's log")
@@ -153,8 +153,8 @@ class Endpoint:
             order = [self._servers[(self._next + step) % count] for step in range(count)]
             return min(order, key=lambda one: max(one.wakes, now))
 
-    def _rest(self, server: "_Server", began: float, told: float = 0.0) -> None:
-        """Leave a server alone that failed a request begun at `began`: for `told` seconds, or longer every time.
+    def _rest(self, server: "_Server", began: float, asked_s: float = 0.0) -> None:
+        """Leave a server alone that failed a request begun at `began`: for the seconds it asked for, or longer every time.
 
         Requests that were under way when it began to fail count as one failure.
         """
@@ -163,7 +163,7 @@ class Endpoint:
                 pause = min(LONGEST_PAUSE, self.first_pause * 2**server.failures) * random.uniform(0.5, 1.0)
                 server.failures += 1
                 server.wakes = time.monotonic() + pause
-            server.wakes = max(server.wakes, time.monotonic() + min(told, self.timeout))
+            server.wakes = max(server.wakes, time.monotonic() + min(asked_s, self.timeout))
 
     def _worked(self, server: "_Server", began: float) -> None:
         """Forget a server's failures, unless they are younger than the request it answered."""
@@ -208,7 +208,7 @@ def distill_endpoint(
     """Let the servers answer every seed's turns one after another, `concurrency` conversations at a time.
 
     Conversations come as they finish, without states: training computes those. A seed fails alone. As with the
-    local engine, on_skip is told which first prompts leave no room for an answer in settings.capacity positions.
+    local engine, on_skip gets the first prompts that leave no room for an answer in settings.capacity positions.
     """
     waiting = deque(seeds)
     running: set[Future[Distilled | Failed | Seed]] = set()

@@ -51,7 +51,7 @@ class Amphista(HeadDrafter):
     name = "amphista"
     learning_rate = 1e-3
     regress = 100.0
-    told = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
+    sees_drafted = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
     config_class = AmphistaConfig
     settings = ("attention_layers", "context", "conditional")
     config: AmphistaConfig

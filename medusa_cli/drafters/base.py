@@ -103,7 +103,7 @@ class Objective:
     """What heads learn: the loss of head k weighs decay^k (section 2.2.1); kind is one of `losses.KINDS`.
 
     soft: the share of the backbone's own distribution in the targets of cross-entropy. regress: the weight of the
-    distance between the states of the heads that are `told` the tokens before their targets and the backbone's own.
+    distance between the states of the heads that see the drafted tokens and the backbone's own.
     """
 
     decay: float = 0.8
@@ -138,8 +138,8 @@ class Drafter(nn.Module, ABC):
     whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
     regress: ClassVar[float] = 0.0  # the weight of that loss in stage 1 where a recipe names none
-    # How many of the first heads (inf: all) are told every token before their guess, and can know its state.
-    told: ClassVar[float] = 0
+    # How many of the first heads (inf: all) see every token before their guess, and can know its state.
+    sees_drafted: ClassVar[float] = 0
     taps: tuple[int, ...] = (-1,)
     num_heads: int
     config: Any

@@ -150,8 +150,8 @@ def rotary(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries or keys [.., dim] turned by their positions' angles, its second half with its first."""
     half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    crossed = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos + crossed * sin).to(x.dtype)
 
 
 def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:

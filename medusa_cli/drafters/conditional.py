@@ -32,8 +32,8 @@ class Conditional(nn.Module):
 
     def joined(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States [n, H] and a matrix [M, H] whose product has the bias of tokens [n] in it, both [.., H + r]."""
-        told = F.embedding(tokens, self.before).to(states.dtype)
-        return torch.cat([states, told], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
+        before = F.embedding(tokens, self.before).to(states.dtype)
+        return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
 
     def narrowed(self, scores: Tensor, least: int) -> Candidates:
         """The best of scores [B, M]: CANDIDATES of them, `least` if that is more."""

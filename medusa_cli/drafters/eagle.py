@@ -114,7 +114,7 @@ class Eagle(HeadDrafter):
     def truncate(self, length: int) -> int:
         if not length:  # a fork's own, not that of the drafter it is a copy of
             self._cache = LayerCache()
-        # The last row that stays was told which token follows: that one may be another now.
+        # The last row that stays saw which token follows: that one may be another now.
         return self._cache.truncate(max(0, length - 1))
 
     @torch.inference_mode()

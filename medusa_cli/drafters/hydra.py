@@ -63,7 +63,7 @@ class HydraHeads(HeadDrafter):
 
     name = "hydra"
     regress = 100.0
-    told = math.inf
+    sees_drafted = math.inf
     config_class = HydraConfig
     settings = ("prefix_layers", "taps", "context")
     config: HydraConfig

@@ -26,10 +26,10 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
     """Sum over heads k of decay^k times the loss of the token k places on, a mean over positions (equation 1).
 
     A target outside the draft vocabulary can be neither learnt nor guessed: it adds nothing to the loss and counts as a
-    miss in the accuracy. The states of heads that are `told` are also drawn, by their smooth L1 distance, to those that
-    the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more than a token. A head that is
-    not told could but learn the mean of the states that may come, which draws it away from any of their tokens. That
-    part is in the total alone.
+    miss in the accuracy. The states of heads that see the drafted tokens are also drawn, by their smooth L1 distance, to
+    those that the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more than a token. A
+    head that sees none could but learn the mean of the states that may come, which draws it away from any of their
+    tokens. That part is in the total alone.
     """
     place, none = drafter.places(batch.next.device), batch.next.new_zeros(())
     positions = max(1, int((batch.segment >= 0).sum()))
@@ -59,7 +59,7 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
         )
         per_head.append(loss)
         correct.append(hits)
-        if objective.regress and k <= drafter.told:
+        if objective.regress and k <= drafter.sees_drafted:
             goals = batch.hidden[rows + k, -drafter.config.hidden_size :].detach().float()
             loss = loss + objective.regress * F.smooth_l1_loss(states.float(), goals)
         terms.append(objective.decay**k * len(rows) / positions * loss)

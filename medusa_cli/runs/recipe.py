@@ -77,7 +77,7 @@ class TrainRecipe:
     decay^k (Medusa, section 2.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
     lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
     ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
-    far the state of a head that is told the tokens before its target (each of Hydra's, Amphista's first) is from the
+    far the state of a head that sees the tokens before its target (each of Hydra's, Amphista's first) is from the
     backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one
     after another, each for its share of the steps, as in its section 3.3; else at once. states: those
     of the model that stage 1 learns from are "kept" in the run, or made "fresh" in every step from whole conversations,

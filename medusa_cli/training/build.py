@@ -31,7 +31,7 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
 def check_drafter(recipe: Recipe) -> None:
     """UsageError where the recipe's way of training is none for its kind of drafter."""
     kind, train = drafter_class(recipe.drafter.name), recipe.train
-    if train.regress and not kind.told:
+    if train.regress and not kind.sees_drafted:
         raise UsageError(
             f"train.regress={train.regress:g} says nothing to {kind.name}: its states are not held to the model's",
             "leave it out, or use drafter=hydra or drafter=amphista",

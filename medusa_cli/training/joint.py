@@ -82,13 +82,13 @@ class Joint:
                 cost["nll"] += float(plain)
             if teacher is None:
                 return plain, _less_one(scores.exp_(), targets)
-            aim = log_softmax(original(teacher[block]))
-            shares = torch.exp(aim, out=log_softmax.spare[: len(aim)])
-            kl = torch.dot(shares.view(-1), aim.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
+            original_scores = log_softmax(original(teacher[block]))
+            shares = torch.exp(original_scores, out=log_softmax.spare[: len(original_scores)])
+            kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
             if cost:
                 cost["kl"] += float(kl)
-                cost["nll_original"] += float(F.nll_loss(aim, targets, reduction="sum"))
-                cost["agreement"] += float((scores.argmax(-1) == aim.argmax(-1)).sum())
+                cost["nll_original"] += float(F.nll_loss(original_scores, targets, reduction="sum"))
+                cost["agreement"] += float((scores.argmax(-1) == original_scores.argmax(-1)).sum())
             if self.train.objective == "kl":
                 return kl, scores.exp_().sub_(shares)
             return plain, _less_one(scores.exp_(), targets)
