@@ -154,7 +154,7 @@ class Endpoint:
             return min(order, key=lambda one: max(one.wakes, now))
 
     def _rest(self, server: "_Server", began: float, asked_s: float = 0.0) -> None:
-        """Leave a server alone that failed a request begun at `began`: for the seconds it asked for, or longer every time.
+        """Leave a server alone that failed a request begun at `began`: for what it asked for, or longer every time.
 
         Requests that were under way when it began to fail count as one failure.
         """

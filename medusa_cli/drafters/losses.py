@@ -26,9 +26,9 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
     """Sum over heads k of decay^k times the loss of the token k places on, a mean over positions (equation 1).
 
     A target outside the draft vocabulary can be neither learnt nor guessed: it adds nothing to the loss and counts as a
-    miss in the accuracy. The states of heads that see the drafted tokens are also drawn, by their smooth L1 distance, to
-    those that the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more than a token. A
-    head that sees none could but learn the mean of the states that may come, which draws it away from any of their
+    miss in the accuracy. The states of heads that see the drafted tokens are also drawn, by their smooth L1 distance,
+    to those that the backbone had at the targets' places (as in EAGLE, arXiv:2401.15077), which say more than a token.
+    A head that sees none could but learn the mean of the states that may come, which draws it away from any of their
     tokens. That part is in the total alone.
     """
     place, none = drafter.places(batch.next.device), batch.next.new_zeros(())

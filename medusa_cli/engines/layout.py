@@ -39,7 +39,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, most: int, device: torch.dev
     most: the model's context: near its end pseudo rows may stand beyond it, where rotary tables may change. round_to:
     attention reads a multiple of so many columns, and few rows all of a cache that is kept small (its `stride`).
     """
-    sees, depth = plan.seating(device)
+    sees, depth = plan.visibility(device)
     pseudo = plan.pseudo_rows(device)
     if pseudo is not None:
         sees, depth = pseudo.place(sees, depth)

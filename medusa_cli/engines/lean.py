@@ -140,14 +140,14 @@ class LeanEngine(Engine):
         positions = layout.positions[:, :rows]
         if len(positions) != layout.size:  # slots that share their positions
             positions = positions.expand(layout.size, -1)
-        turned = [self._turn(table, positions.flatten()) for table in range(len(self._tables))]
-        cos, sin = [one for one, _ in turned], [one for _, one in turned]
+        tables = [self._cos_sin(table, positions.flatten()) for table in range(len(self._tables))]
+        cos, sin = [one for one, _ in tables], [one for _, one in tables]
         if way == "one":
             assert layout.start is not None
             return way, masks, cos, sin, masks[0].new_empty(layout.start, 0)
         return way, masks, cos, sin, layout.places[:, :rows]
 
-    def _turn(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [P, 1, D] of positions [P]; the first half of the sines negated, as rotating wants them."""
         if table not in self._rotary:
             like = torch.empty(1, dtype=self.dtype, device=positions.device)

@@ -81,7 +81,7 @@ class Plan:
         every = torch.arange(self.rows, device=device)
         return PseudoRows(self.pseudo, every[-1:] if self.is_chain else every)
 
-    def seating(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def visibility(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Who sees whom [B or 1, n, n] and depths [B or 1, n], without pseudo rows."""
         if self.depth is None or self.sees is None:
             depth = torch.arange(self.rows, device=device)[None]
