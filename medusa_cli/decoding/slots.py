@@ -9,7 +9,7 @@ from medusa_cli.engines import Cache
 
 
 @dataclass
-class Kept:
+class Held:
     """What a slot held when its sequence left: the tokens in it, and the drafter's state over them."""
 
     tokens: list[int] = field(default_factory=list)
@@ -29,13 +29,13 @@ class Slots:
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self._kept = [Kept() for _ in range(cache.slots)]
+        self._kept = [Held() for _ in range(cache.slots)]
 
     @property
     def count(self) -> int:
         return self.cache.slots
 
-    def take(self, slot: int, prompt: Several[int], drafter: Drafter | None) -> Kept:
+    def take(self, slot: int, prompt: Several[int], drafter: Drafter | None) -> Held:
         """Bring the idle slot that suits a prompt best to the number `slot`; the part of the prompt that it holds.
 
         At least the prompt's last token is left to be run. ValueError where no slot is idle.
@@ -53,17 +53,17 @@ class Slots:
             fork = kept.drafter if shared and kept.drafter is not None else drafter.fork()
             shared = fork.truncate(shared)
         self.cache.truncate(slot, shared)
-        self._kept[slot] = Kept()
-        return Kept(list(prompt[:shared]), fork)
+        self._kept[slot] = Held()
+        return Held(list(prompt[:shared]), fork)
 
     def release(self, slot: int, tokens: list[int], drafter: Drafter | None) -> None:
         """Remember what a slot holds, now that its sequence has left."""
         length = self.cache.lengths[slot]
-        self._kept[slot] = Kept(tokens[:length], drafter)
+        self._kept[slot] = Held(tokens[:length], drafter)
 
     def forget(self) -> None:
         """Keep nothing of what idle slots hold."""
-        self._kept = [Kept() for _ in self._kept]
+        self._kept = [Held() for _ in self._kept]
 
     def swap(self, one: int, other: int) -> None:
         """Let two slots change places."""
