@@ -23,7 +23,7 @@ def test_every_recipe_file_loads_and_can_be_distilled_with(path: Path) -> None:
     assert settings_of(recipe.distill).capacity == recipe.distill.context
 
 
-# Medusa, sections 2.3.2, 3.1 and 3.2: on the data the models were tuned on, or on their own answers.
+# Medusa, sections 3.3.2, 4.1 and 4.2: on the data the models were tuned on, or on their own answers.
 TUNED = {"lambda_0": 0.2, "schedule": "constant", "objective": "ce", "tuning": "qlora", "warmup_steps": 40}
 SELF_DISTILLED = {"lambda_0": 0.01, "schedule": "sine", "objective": "kl", "tuning": "lora", "warmup_steps": 20}
 LORA = {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "optimizer": "adamw8bit", "epochs": 2, "decay": 0.8}

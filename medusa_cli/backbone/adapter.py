@@ -33,7 +33,7 @@ class AdapterConfig:
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int | None = None) -> None:
-    """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 2.2.2).
+    """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
 
     layers: of its decoder layers, only so many of the last ones have it; None: all. Attach before the network becomes a
     Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.

@@ -52,7 +52,7 @@ def _follow(draft: Draft, chosen: Callable[[int], int]) -> Verdict:
 
 
 def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Verdict:
-    """The longest path whose tokens all have p > min(epsilon, delta * exp(-H)); ties by likelihood (section 2.3.1).
+    """The longest path whose tokens all have p > min(epsilon, delta * exp(-H)); ties by likelihood (section 3.3.1).
 
     The token after it is the backbone's most likely one, which the next step takes unconditionally.
     """

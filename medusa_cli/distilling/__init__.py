@@ -1,4 +1,4 @@
-"""Self-distillation: seed prompts in, conversations in the model's own words out (Medusa, section 2.3.2)."""
+"""Self-distillation: seed prompts in, conversations in the model's own words out (Medusa, section 3.3.2)."""
 
 from medusa_cli.distilling.engine import Distilled, Settings, distill
 from medusa_cli.distilling.records import RecordWriter

@@ -100,7 +100,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Objective:
-    """What heads learn: the loss of head k weighs decay^k (section 2.2.1); kind is one of `losses.KINDS`.
+    """What heads learn: the loss of head k weighs decay^k (section 3.2.1); kind is one of `losses.KINDS`.
 
     soft: the share of the backbone's own distribution in the targets of cross-entropy. regress: the weight of the
     distance between the states of the heads that see the drafted tokens and the backbone's own.

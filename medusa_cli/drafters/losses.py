@@ -72,7 +72,7 @@ def teacher(drafter: "HeadDrafter", backbone: Backbone, batch: Batch) -> Tensor:
     """The backbone's probabilities [P, M] over the heads' vocabulary at every position.
 
     In stage 2 they are those of the adapted model, by its own lm_head: that is what will verify the heads' guesses.
-    What ties it to the original is the model's own loss, self-distillation's KL (section 2.3.2).
+    What ties it to the original is the model's own loss, self-distillation's KL (section 3.3.2).
     """
     final = batch.hidden[:, -drafter.config.hidden_size :]
     weight, bias = drafter.of_vocabulary(backbone.lm_head_weight), drafter.of_vocabulary(backbone.lm_head_bias)

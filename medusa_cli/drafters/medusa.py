@@ -19,7 +19,7 @@ from medusa_cli.tree import Growth, Tree
 class MedusaHeads(HeadDrafter):
     """K heads of L residual blocks on the final hidden state, each with its own weights.
 
-    Medusa, section 2.1.1: sections and equations of that paper are numbered here as in its ICML 2024 edition.
+    Medusa, section 3.1.1; its sections and equations are numbered here as in arXiv:2401.10774.
     """
 
     name = "medusa"

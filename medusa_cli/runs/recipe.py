@@ -74,7 +74,7 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). optimizer muon takes the
     matrices inside the drafter, at the peak rate muon_lr (null: lr), and leaves the rest to adamw. Head k's loss weighs
-    decay^k (Medusa, section 2.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
+    decay^k (Medusa, section 3.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
     lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
     ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
     far the state of a head that sees the tokens before its target (each of Hydra's, Amphista's first) is from the
@@ -84,7 +84,7 @@ class TrainRecipe:
     which takes longer and no room on the disk (max_length and batch_tokens are then as in stage 2). shard: of several
     processes each holds a part of the backbone's layers, and gathers a layer to run it.
 
-    Stage 2 alone reads what follows (section 2.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight.
+    Stage 2 alone reads what follows (section 3.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight.
     lora_layers: how many of the last layers it is on, beside the lm_head (null: all). objective: KL to the original
     model, or cross-entropy. lambda_0 weighs the heads' loss, by `schedule`: constant, warmup (heads alone for the share
     heads_first of the steps, 1 for all, then rising to the end) or sine. backbone_lr: null is a quarter of the heads'.

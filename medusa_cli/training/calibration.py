@@ -1,4 +1,4 @@
-"""Calibration: how often the i-th guess of each head is right on held-out conversations (section 2.3.3)."""
+"""Calibration: how often the i-th guess of each head is right on held-out conversations (section 3.3.3)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

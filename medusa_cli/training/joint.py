@@ -1,4 +1,4 @@
-"""Stage 2: backbone and heads learn together, the backbone held to what it was (Medusa-2, section 2.2.2)."""
+"""Stage 2: backbone and heads learn together, the backbone held to what it was (Medusa-2, section 3.2.2)."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from medusa_cli.training.task import Group, head_losses, head_rate
 class Joint:
     """L = L_LM + lambda_0 * sum of lambda_k L_k (equation 2).
 
-    L_LM is KL(original || trained), where the original is the same network with its adapter off (section 2.3.2), or
+    L_LM is KL(original || trained), where the original is the same network with its adapter off (section 3.3.2), or
     with objective "ce" the cross-entropy of the answers' tokens.
     """
 

@@ -18,7 +18,7 @@ def turn_of(progress: float, turns: int) -> int:
 
 
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
-    """The heads' weight at a share of the training done, and whether the backbone learns yet (Medusa, section 2.2.2).
+    """The heads' weight at a share of the training done, and whether the backbone learns yet (Medusa, section 3.2.2).
 
     constant: the peak throughout. warmup: for this share the heads learn alone (for all of it, if it is 1), then both
     do, with the weight rising in a straight line to its peak at the end. sine: it rises as a quarter of a sine to its

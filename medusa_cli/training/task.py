@@ -85,7 +85,7 @@ class _Stage1:
 
 
 class Frozen(_Stage1):
-    """Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 2.2.1)."""
+    """Stage 1: heads learn from the frozen backbone's cached states; the backbone never runs (section 3.2.1)."""
 
     def __init__(self, backbone: Backbone, drafter: Drafter, dataset: Dataset, train: TrainRecipe) -> None:
         self.backbone, self.drafter, self.dataset, self.train = backbone, drafter, dataset, train

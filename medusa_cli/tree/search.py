@@ -1,4 +1,4 @@
-"""The best sparse tree for a budget of nodes, from each head's accuracy by rank (Medusa, section 2.3.3)."""
+"""The best sparse tree for a budget of nodes, from each head's accuracy by rank (Medusa, section 3.3.3)."""
 
 import heapq
 from collections.abc import Sequence

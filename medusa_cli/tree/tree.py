@@ -49,7 +49,7 @@ class Tree:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> "Tree":
-        """The Cartesian product of each head's top shape[k] guesses (Medusa, section 2.1.2)."""
+        """The Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
         choices: list[tuple[int, ...]] = [()]
         level: list[tuple[int, ...]] = [()]
         for width in shape:
