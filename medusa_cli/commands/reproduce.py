@@ -18,7 +18,7 @@ CONVERSATIONS = 600
 
 
 @dataclass(frozen=True)
-class Step:
+class Stage:
     """A command of this program, and the file that is there once it is done; `kept`: what it says in JSON."""
 
     name: str
@@ -49,10 +49,10 @@ class Step:
             write_atomic(self.makes, done.stdout)
 
 
-def steps(run: Path, model: str, questions: int, tokens: int) -> list[Step]:
+def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
     """All that is done, in order: the data, a drafter of each kind, and the benches."""
     found = [
-        Step(
+        Stage(
             "distill",
             ["distill", "--run", f"{run}", "--model", model, "--max-samples", f"{CONVERSATIONS}"],
             run / "distill.jsonl",
@@ -61,11 +61,11 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Step]:
 
     def train(name: str, recipe: str, *settings: str) -> None:
         words = ["train", f"recipes/smollm2-135m-{recipe}.yaml", "--run", f"{run / name}", f"model={model}"]
-        found.append(Step(f"train {name}", [*words, *settings], run / name / "drafter" / "config.json"))
+        found.append(Stage(f"train {name}", [*words, *settings], run / name / "drafter" / "config.json"))
 
     def calibrate(name: str) -> None:
         words = ["calibrate", "--run", f"{run / name}"]
-        found.append(Step(f"calibrate {name}", words, run / name / "calibration.json"))
+        found.append(Stage(f"calibrate {name}", words, run / name / "calibration.json"))
 
     for name, recipe, positions in (
         ("medusa", "medusa1", 400_000),
@@ -79,7 +79,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Step]:
     train("direct", "direct", "train.max_tokens=80000")
 
     def keep(name: str, *words: str) -> None:
-        found.append(Step(name, [*words, "--json"], run / FOLDER / f"{name}.json", kept=True))
+        found.append(Stage(name, [*words, "--json"], run / FOLDER / f"{name}.json", kept=True))
 
     asked = ["bench", "--mt-bench", "--limit", f"{questions}", "--max-new-tokens", f"{tokens}"]
     wide = ["--tree", "static:64"]
@@ -91,7 +91,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Step]:
         "warm", *asked, "--run", f"{run}", "--methods", "medusa,amphista", "--tree", "static:64", "--temperature", "0.7"
     )
     tree = f"{run / FOLDER / 'tree.json'}"
-    found.append(Step("tree", ["tree", *heads, "--budget", "64", "--output", tree], Path(tree)))
+    found.append(Stage("tree", ["tree", *heads, "--budget", "64", "--output", tree], Path(tree)))
     keep("joint", *asked, "--run", f"{run / 'medusa2'}", "--methods", "ar,medusa", "--tree", tree)
     keep("quality", "compare", f"{run / 'medusa2'}", f"{run / 'direct'}")
     keep("nodes", *asked, *heads, "--methods", "medusa", "--sweep", "nodes", "--values", "4,16,64")
