@@ -12,10 +12,10 @@ from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.load import load_network
 from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
+from medusa_cli.benchmarks.continuation import Continuation
 from medusa_cli.benchmarks.methods import check_batch, check_llama
 from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.tally import Tally
-from medusa_cli.benchmarks.timed import Timed
 from medusa_cli.cli import app
 from medusa_cli.decoding import Sampling, Step
 from medusa_cli.drafters import HydraHeads
@@ -88,8 +88,8 @@ def test_sampling_reports_no_identity(place: Path) -> None:
 
 def test_a_difference_is_found_with_its_margin() -> None:
     backbone = tiny_backbone()
-    good = lambda prompts, count, watch: [Timed([9, 10, 11][:count], 1.0, None)]  # noqa: E731
-    odd = lambda prompts, count, watch: [Timed([9, 12, 11][:count], 1.0, None)]  # noqa: E731
+    good = lambda prompts, count, watch: [Continuation([9, 10, 11][:count], 1.0, None)]  # noqa: E731
+    odd = lambda prompts, count, watch: [Continuation([9, 12, 11][:count], 1.0, None)]  # noqa: E731
     question = Question("q", "c", ("w1",))
     (result,) = measure(backbone, {"ar": good, "medusa": odd}, [question], 3)
     found = result.answers["medusa"].divergence
@@ -105,7 +105,7 @@ def test_all_methods_see_the_references_history() -> None:
     prompts: dict[str, list] = {"ar": [], "medusa": []}
 
     def method(name: str, answer: list[int]):
-        return lambda asked, count, watch: prompts[name].extend(asked) or [Timed(answer, 1.0, None)] * len(asked)
+        return lambda asked, count, watch: prompts[name].extend(asked) or [Continuation(answer, 1.0, None)] * len(asked)
 
     question = Question("q", "c", ("w1", "w2"))
     list(measure(backbone, {"medusa": method("medusa", [9]), "ar": method("ar", [10])}, [question], 3))
@@ -154,7 +154,7 @@ def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
 
     def method(prompts, count, watch):
         calls.append(prompts)
-        return [Timed([9 + len(calls)] * (i + 1), 0.5, None) for i in range(len(prompts))]
+        return [Continuation([9 + len(calls)] * (i + 1), 0.5, None) for i in range(len(prompts))]
 
     questions = [Question("a", "c", ("w1", "w2")), Question("b", "c", ("w3",)), Question("d", "c", ("w4", "w5"))]
     results = list(measure(backbone, {"ar": method}, questions, 3, batch_size=2))

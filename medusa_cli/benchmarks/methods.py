@@ -11,7 +11,6 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.others import LlamaCpp
 from medusa_cli.benchmarks.taken import Taken, Watch, share
 from medusa_cli.benchmarks.tally import Tally
-from medusa_cli.benchmarks.timed import Timed, Watch, share
 from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
@@ -34,7 +33,7 @@ ALONE = ("hf-lookup", "hf-assisted", "llama.cpp")
 class Method(Protocol):
     """Continues prompts side by side; tokens and time of each, in order."""
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]: ...
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Continuation]: ...
 
 
 def parse_methods(text: str) -> list[str]:
@@ -125,10 +124,10 @@ class _Steps:
     ) -> None:
         self._decoder, self._sampling = Decoder(backbone, drafter, shape), sampling
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]:
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Continuation]:
         return [self._answer(prompt, max_new_tokens, watch) for prompt in prompts]
 
-    def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Timed:
+    def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Continuation:
         # Nothing is kept from one turn to the next: the other methods run every prompt from its beginning, too.
         self._decoder.forget()
         tokens: list[int] = []
@@ -138,7 +137,7 @@ class _Steps:
             tokens += step.tokens
             stats.add(step)
             watch(step.tokens)
-        return Timed(tokens, time.perf_counter() - start, stats)
+        return Continuation(tokens, time.perf_counter() - start, stats)
 
 
 class _Batches:
@@ -155,7 +154,7 @@ class _Batches:
         self._backbone, self._drafter, self._tree = backbone, drafter, tree
         self._rules: dict[str, Any] = {"batch_size": batch_size, "sampling": sampling}
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]:
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Continuation]:
         answers: list[list[int]] = [[] for _ in prompts]
         stats = [Tally() for _ in prompts]
         start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks.timed import Timed, Watch, share
+from medusa_cli.benchmarks.continuation import Continuation, Watch, share
 from medusa_cli.decoding import Sampling
 
 LOOKUP_TOKENS = 10
@@ -34,7 +34,7 @@ class Transformers:
             cuts = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
             self._options |= {"do_sample": True, **cuts}
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]:
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Continuation]:
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self._options["pad_token_id"])
         mask = torch.zeros_like(ids)
@@ -74,10 +74,10 @@ class LlamaCpp:
         )
         self._ends = backbone.eos_ids
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Timed]:
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: Watch) -> list[Continuation]:
         return [self._answer(prompt, max_new_tokens, watch) for prompt in prompts]
 
-    def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Timed:
+    def _answer(self, prompt: Sequence[int], max_new_tokens: int, watch: Watch) -> Continuation:
         tokens: list[int] = []
         self._model.reset()  # no method may keep a prompt from the turn before
         start = time.perf_counter()
@@ -86,7 +86,7 @@ class LlamaCpp:
             watch(tokens[-1:])
             if len(tokens) == max_new_tokens or tokens[-1] in self._ends:
                 break
-        return Timed(tokens, time.perf_counter() - start, None)
+        return Continuation(tokens, time.perf_counter() - start, None)
 
 
 class _Watcher:

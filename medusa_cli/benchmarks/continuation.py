@@ -8,7 +8,7 @@ from medusa_cli.benchmarks.tally import Tally
 Watch = Callable[[list[int]], None]
 
 
-class Timed(NamedTuple):
+class Continuation(NamedTuple):
     """The new token ids, the seconds they took, and the sums over their steps where the method has steps."""
 
     tokens: list[int]
@@ -16,7 +16,7 @@ class Timed(NamedTuple):
     stats: Tally | None
 
 
-def share(answers: Sequence[list[int]], seconds: float, stats: Sequence[Tally | None]) -> list[Timed]:
+def share(answers: Sequence[list[int]], seconds: float, stats: Sequence[Tally | None]) -> list[Continuation]:
     """The seconds of a batch, shared among its answers by their tokens."""
     each = seconds / max(sum(map(len, answers)), 1)
-    return [Timed(tokens, each * len(tokens), one) for tokens, one in zip(answers, stats, strict=True)]
+    return [Continuation(tokens, each * len(tokens), one) for tokens, one in zip(answers, stats, strict=True)]
