@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from medusa_cli.cli import app
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill, read_seeds
-from medusa_cli.distilling.engine import order
+from medusa_cli.distilling.distilled import order
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_cli.distilling import RecordWriter, distill
-from medusa_cli.distilling.engine import Distilled, Settings
+from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.parts import merge_parts, part_of
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.errors import UserError

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
-from medusa_cli.distilling import Seed, Settings, distill, engine
+from medusa_cli.distilling import Distilled, Seed, Settings, distill
 from medusa_cli.distilling.filters import unique
 from medusa_cli.distilling.selftalk import check_self_talk, user_turn
 from medusa_cli.errors import UserError
@@ -29,13 +29,13 @@ def talkative() -> Backbone:
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Backbone, list[engine.Distilled]]:
+def made() -> tuple[Backbone, list[Distilled]]:
     backbone = talkative()
     settings = Settings(max_new_tokens=24, batch_size=3, capacity=400, max_turns=3, self_talk=True)
     return backbone, list(distill(backbone, SEEDS, settings))
 
 
-def test_the_model_writes_the_users_turns(made: tuple[Backbone, list[engine.Distilled]]) -> None:
+def test_the_model_writes_the_users_turns(made: tuple[Backbone, list[Distilled]]) -> None:
     backbone, samples = made
     assert len(samples) == len(SEEDS) and any(len(one.spans) > 1 for one in samples)
     for one in samples:
@@ -52,7 +52,7 @@ def test_the_model_writes_the_users_turns(made: tuple[Backbone, list[engine.Dist
             assert backbone.decode(said).strip() == one.messages[at]["content"]
 
 
-def _tokens_before(backbone: Backbone, one: engine.Distilled, at: int) -> list[int]:
+def _tokens_before(backbone: Backbone, one: Distilled, at: int) -> list[int]:
     end = one.spans[at // 2 - 1][1]
     header = user_turn(backbone, one.messages[:at])
     assert header is not None
@@ -60,7 +60,7 @@ def _tokens_before(backbone: Backbone, one: engine.Distilled, at: int) -> list[i
 
 
 def test_answers_and_states_are_those_of_the_conversation_as_it_reads(
-    made: tuple[Backbone, list[engine.Distilled]],
+    made: tuple[Backbone, list[Distilled]],
 ) -> None:
     backbone, samples = made
     for one in samples:

@@ -115,7 +115,7 @@ def distill(
     from medusa_cli.commands.answered import Outcome
     from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
-    from medusa_cli.distilling.engine import order
+    from medusa_cli.distilling.distilled import order
     from medusa_cli.distilling.filters import unique
     from medusa_cli.distilling.room import side_by_side
     from medusa_cli.distilling.selftalk import check_self_talk

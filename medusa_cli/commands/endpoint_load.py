@@ -72,7 +72,7 @@ def _measure(
     from medusa_cli.commands.answering import connect
     from medusa_cli.distilling import RecordWriter, Settings, read_seeds
     from medusa_cli.distilling.bare import bare_load
-    from medusa_cli.distilling.engine import order
+    from medusa_cli.distilling.distilled import order
     from medusa_cli.distilling.tokenizer import Tokenizer
 
     speaker = Tokenizer(name)

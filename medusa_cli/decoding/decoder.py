@@ -14,7 +14,7 @@ from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Rule, Sampling
 from medusa_cli.decoding.sequence import Sequence
-from medusa_cli.decoding.slots import Slots
+from medusa_cli.decoding.slots import Held, Slots
 from medusa_cli.decoding.trial import captures
 from medusa_cli.decoding.types import Settled, Step
 from medusa_cli.drafters.base import Confirmed, Draft, Drafter
@@ -26,7 +26,7 @@ ROOT = Tree.root_only()
 
 
 class Decoder:
-    """Sequences under way in the first slots of one cache; `step` brings each of them on.
+    """Sequences under way in the slots of one cache; `step` brings each of them on.
 
     Without a drafter every step is plain: the tree of the root alone. shape is what every step drafts: a static tree, a
     growth of dynamic ones, or a Pace that chooses among trees of several sizes. Greedy and exact sampling give what
@@ -48,12 +48,17 @@ class Decoder:
         self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
         self.slots = Slots(self.engine.new_cache(slots))
-        self.rows: list[Sequence] = []
+        self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up
         fixed = captures(self.engine) if captured is None else captured
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
         # Whether drafts come with the pass before their own, so that they are chosen before it.
         self._rides = drafter is not None and drafter.pseudo(1) is not None
         self._next: Tree | Growth = self._choose()
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The sequences under way."""
+        return [one for one in self._places if one is not None]
 
     @property
     def room(self) -> int:
@@ -77,10 +82,12 @@ class Decoder:
         stop_ids: Iterable[int] | None = None,
         stop_strings: Several[str] = (),
         top: int | None = None,
+        reuse: int | None = None,
     ) -> tuple[Sequence, Step]:
         """Take a prompt of token ids in: its prefill, and the answer's first token. `number` sets its draws apart.
 
-        top asks for the tokens' log probabilities, and those of so many of the likeliest beside each.
+        top asks for the tokens' log probabilities, and those of so many of the likeliest beside each. reuse: of how
+        many of its first tokens an earlier text's rows may serve; None: of all.
 
         Raises UserError for a prompt longer than the context, UsageError for limits that cannot be.
         """
@@ -88,17 +95,16 @@ class Decoder:
         sampling = sampling or Sampling()
         clock, rule = Clock(self.backbone), Rule(sampling, number)
         fortune = self.shape.begin(sampling) if isinstance(self.shape, Pace) else None
-        slot = len(self.rows)
-        if not slot:  # with others under way, what rides in their passes is of the depth that was chosen before
+        if not self.rows:  # with others under way, what rides in their passes is of the depth that was chosen before
             self._next = self._choose(fortune)
-        kept = self.slots.take(slot, prompt, self.drafter)
+        slot, kept = self._place(prompt, reuse)
         tokens = torch.tensor(list(prompt[kept.length :]), device=self.backbone.device)
         plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=self._pseudo())
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
         sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], top, kept.length, fortune)
-        self.rows.append(sequence)
+        self._places[slot : slot + 1] = [sequence]
         likely = sequence.likelihoods(out.logits[0, -1:], [root])
         step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
         self._leave()
@@ -110,7 +116,7 @@ class Decoder:
 
         A step's seconds are each sequence's share of the pass over all.
         """
-        self._leave()
+        self._close_up()
         rows, cache, clock = self.rows, self.slots.cache, Clock(self.backbone)
         if not rows:
             return []
@@ -212,15 +218,30 @@ class Decoder:
             sequence.seen = True
         return drafts
 
+    def _place(self, prompt: Several[int], reuse: int | None) -> tuple[int, Held]:
+        """A slot for a prompt, among those left or right behind the others, and what it holds of the prompt."""
+        taken = {slot for slot, one in enumerate(self._places) if one is not None}
+        idle = [slot for slot in range(self.slots.count) if slot not in taken]
+        slot, kept = self.slots.take(idle, prompt, self.drafter, reuse)
+        if slot > len(self._places):
+            self.slots.swap(slot, len(self._places))
+            slot = len(self._places)
+        return slot, kept
+
     def _leave(self) -> None:
-        """Let sequences that are done go; the last one moves up into each place that is left."""
-        for index in reversed(range(len(self.rows))):
-            sequence = self.rows[index]
-            if sequence.done:
-                last = len(self.rows) - 1
-                self.slots.release(index, sequence.tokens, sequence.drafter)
+        """Let sequences that are done go; what their slots hold is remembered."""
+        for slot, sequence in enumerate(self._places):
+            if sequence is not None and sequence.done:
+                self.slots.release(slot, sequence.tokens, sequence.drafter)
                 if isinstance(self.shape, Pace):
                     self.shape.end()
-                self.slots.swap(index, last)
-                self.rows[index] = self.rows[last]
-                self.rows.pop()
+                self._places[slot] = None
+
+    def _close_up(self) -> None:
+        """Move the last sequences up into the places that were left: a pass runs over the first slots."""
+        while None in self._places:
+            last = self._places.pop()
+            if last is not None:
+                hole = self._places.index(None)
+                self.slots.swap(hole, len(self._places))
+                self._places[hole] = last

@@ -25,7 +25,7 @@ class Held:
 
 
 class Slots:
-    """The slots of one cache: those of running sequences first, then idle ones with what they held last."""
+    """The slots of one cache, and what those that are idle held last."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
@@ -35,26 +35,26 @@ class Slots:
     def count(self) -> int:
         return self.cache.slots
 
-    def take(self, slot: int, prompt: Several[int], drafter: Drafter | None) -> Held:
-        """Bring the idle slot that suits a prompt best to the number `slot`; the part of the prompt that it holds.
+    def take(
+        self, idle: Several[int], prompt: Several[int], drafter: Drafter | None, most: int | None = None
+    ) -> tuple[int, Held]:
+        """The idle slot that suits a prompt best, and the part of the prompt that it holds: at most `most` tokens.
 
         At least the prompt's last token is left to be run. ValueError where no slot is idle.
         """
-        if slot >= self.count:
+        if not idle:
             raise ValueError(f"all {self.count} slots are taken")
-        idle = range(slot, self.count)
-        # Of slots that share nothing the emptiest is taken: what others hold may yet be asked for.
-        best = max(idle, key=lambda one: (self._kept[one].shared(prompt), -self._kept[one].length))
-        self.swap(slot, best)
-        kept = self._kept[slot]
-        shared = min(kept.shared(prompt), len(prompt) - 1)
+        most = len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
+        # Of slots that share as much the emptiest is taken: what others hold may yet be asked for.
+        best = max(idle, key=lambda one: (min(self._kept[one].shared(prompt), most), -self._kept[one].length))
+        kept, self._kept[best] = self._kept[best], Held()
+        shared = min(kept.shared(prompt), most)
         fork = None
         if drafter is not None:
             fork = kept.drafter if shared and kept.drafter is not None else drafter.fork()
             shared = fork.truncate(shared)
-        self.cache.truncate(slot, shared)
-        self._kept[slot] = Held()
-        return Held(list(prompt[:shared]), fork)
+        self.cache.truncate(best, shared)
+        return best, Held(list(prompt[:shared]), fork)
 
     def release(self, slot: int, tokens: list[int], drafter: Drafter | None) -> None:
         """Remember what a slot holds, now that its sequence has left."""

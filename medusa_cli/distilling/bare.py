@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from medusa_cli.distilling.distilled import Settings
 from medusa_cli.distilling.endpoint import Endpoint
-from medusa_cli.distilling.engine import Settings
 from medusa_cli.distilling.seeds import Seed
 
 

@@ -15,7 +15,7 @@ import requests
 import torch
 
 from medusa_cli.backbone.dialogue import Malformed, Speaker, encode, render
-from medusa_cli.distilling.engine import Distilled, Settings
+from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_cli.distilling.engine import Distilled
+from medusa_cli.distilling.distilled import Distilled
 from medusa_cli.distilling.records import RecordWriter, whole_lines
 from medusa_cli.runs.run import Run
 from medusa_cli.states import seal

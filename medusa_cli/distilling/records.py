@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.distilling.engine import Distilled
+from medusa_cli.distilling.distilled import Distilled
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.line import Dropped, Line, as_line
