@@ -129,6 +129,32 @@ def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens] == first and rows[0] == len(OPENING)
 
 
+def test_no_more_is_kept_than_a_prompt_may_have_of_an_earlier_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast")
+    decoder, rows = Decoder(backbone, slots=2), counting(backbone, monkeypatch)
+    for most, run_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
+        rows.clear()
+        sequence, _ = decoder.admit(OPENING, reuse=most, **RULES)
+        decoder.cancel(sequence)
+        assert rows == [run_now]
+
+
+def test_a_prompt_takes_the_place_that_was_left_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("fast")
+    decoder = Decoder(backbone, slots=3)
+    first, *_ = [decoder.admit(prompt, **RULES)[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
+    moved: list[tuple[int, int]] = []
+    inner = decoder.slots.swap
+    monkeypatch.setattr(decoder.slots, "swap", lambda one, other: (moved.append((one, other)), inner(one, other)))
+    decoder.cancel(first)
+    assert decoder.room == 1
+    late, step = decoder.admit([12, 13], **RULES)
+    steps = [step, *(step for one, step in [*decoder.step(), *decoder.step()] if one is late)]
+    assert moved == [] and decoder.rows[0] is late
+    plain = [t for s in generate_plain(backbone, [12, 13], **RULES) for t in s.tokens]
+    assert [t for s in steps for t in s.tokens] == plain[:3]
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "qwen3")

@@ -211,8 +211,8 @@ class Decoder:
         rows = [self.rows[index] for index in mine]
         states = [sequence.drafter for sequence in rows if sequence.drafter is not None]
         if self.drafter is None or not shape.max_depth:
-            roots = [torch.tensor([one.root], device=self.backbone.device) for one in rows]
-            return [Draft(root, ROOT) for root in roots]
+            roots = torch.tensor([one.root for one in rows], device=self.backbone.device)
+            return [Draft(root, ROOT) for root in roots.split(1)]
         drafts = self.drafter.draft(self.backbone, states, [one.confirmed for one in rows], shape)
         for sequence in rows:
             sequence.seen = True
