@@ -192,3 +192,24 @@ def test_every_module_says_what_it_is_for() -> None:
         ".".join(parts(path)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert [name for name in silent if name != "commands.__init__"] == []
+
+
+# A command's file may bear the name of what it presents, a format's that of the drafter in it.
+PRESENTING = {"commands", "exporting"}
+
+
+def test_no_two_files_bear_one_name() -> None:
+    names = [path.name for path in MODULES if parts(path)[0] not in PRESENTING and path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_two_classes_bear_one_name() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_file_uses_the_private_names_of_another() -> None:
+    for path in MODULES:
+        for name in imports(ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+            assert not name.startswith("medusa_cli.") or "._" not in name.replace("__", ""), f"{path}: {name}"
