@@ -17,11 +17,11 @@ from medusa_cli.cli import app
 from medusa_cli.decoding import Stats
 from medusa_cli.decoding.generate import generate_plain
 from medusa_cli.diagnosis import CHECKS, Case, Finding, chosen, examine, worst
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_json
-from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree.budget import Costs
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from tests.runs import TREE, save_model, save_questions, save_run
 from tests.tiny import tiny_backbone
 

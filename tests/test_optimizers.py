@@ -14,7 +14,7 @@ from medusa_cli.training import Stepped, Trainer, split_conversations
 from medusa_cli.training.build import check_drafter
 from medusa_cli.training.checkpoints import checkpoint_path
 from medusa_cli.training.optimizers import Together, optimizer_of
-from medusa_cli.training.records import ReadReport
+from medusa_cli.training.parsing import ReadReport
 from medusa_cli.training.setup import joint_backbone
 from medusa_cli.training.task import Group
 from tests.runs import save_model

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from medusa_cli.benchmarks.charts import scatter
 from medusa_cli.benchmarks.intervals import bootstrap, ratio_of_rates
-from medusa_cli.benchmarks.pieces import Chart, Measured, Section, Table, shown
+from medusa_cli.benchmarks.pieces import Chart, SavedBench, Section, Table, shown
 
 
-def trade_off(sources: Sequence[Measured]) -> Section | None:
+def trade_off(sources: Sequence[SavedBench]) -> Section | None:
     """KL to the original model against tokens a step, one point a run; None unless some run moved its model.
 
     Heads on a frozen model stand at 0, and the first of them is what the others are held against, question by question.
@@ -35,7 +35,7 @@ def trade_off(sources: Sequence[Measured]) -> Section | None:
     return Section("What the model's change buys", words, [Table(head, rows)], [Chart(chart)])
 
 
-def _moved(source: Measured) -> float | None:
+def _moved(source: SavedBench) -> float | None:
     """Nats a token from the original at the last validation: 0 for a frozen model, None where nothing tells."""
     checks = [line for line in source.training if line["event"] == "validated"]
     if not checks:
@@ -44,7 +44,7 @@ def _moved(source: Measured) -> float | None:
     return parts.get("kl", None if parts else 0.0)
 
 
-def _gain(source: Measured, base: Measured | None) -> str:
+def _gain(source: SavedBench, base: SavedBench | None) -> str:
     """How many times the tokens a step of another run's, with its interval where both answered the same questions."""
     if base is None or source is base:
         return "-"

@@ -17,15 +17,15 @@ from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError, in_flags
-from medusa_cli.runs.heads import Heads, read_calibration
+from medusa_cli.runs.accuracies import Heads, read_calibration
 from medusa_cli.runs.made import Made, describe_drafter
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.log import NAME, read_log
-from medusa_cli.training.records import ReadReport, Record, parse, record_of
+from medusa_cli.training.parsing import ReadReport, Record, parse, record_of
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import load_tree
+from medusa_cli.tree.saved import load_tree
 from medusa_cli.tree.search import largest, search
 
 # Conversations that are looked at, of the data and of what was held out; nodes of a tree where the run has none.

@@ -12,7 +12,7 @@ from medusa_cli.diagnosis.case import Case, Conversation
 from medusa_cli.diagnosis.findings import Finding, graded
 from medusa_cli.engines import Plan
 from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.training.records import Record
+from medusa_cli.training.parsing import Record
 
 # Conversations that the model reads again, and tokens of each: a second or two for a small model.
 READ, LONGEST = 8, 640

@@ -11,7 +11,7 @@ from medusa_cli.decoding.sampling import sampling_of
 from medusa_cli.diagnosis.case import Case, typed
 from medusa_cli.diagnosis.findings import Finding, graded
 from medusa_cli.errors import UserError
-from medusa_cli.runs.heads import stamp_of
+from medusa_cli.runs.accuracies import stamp_of
 from medusa_cli.tree.budget import budgets
 from medusa_cli.tree.search import expected_length
 

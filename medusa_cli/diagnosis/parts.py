@@ -6,10 +6,10 @@ from medusa_cli.diagnosis.case import Case
 from medusa_cli.diagnosis.findings import Finding
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import shown
-from medusa_cli.runs.heads import outdated
+from medusa_cli.runs.accuracies import outdated
 from medusa_cli.runs.made import Identity
 from medusa_cli.runs.run import DIGESTS
-from medusa_cli.tree.files import tree_made
+from medusa_cli.tree.saved import tree_made
 
 
 def backbone(case: Case) -> Finding:
