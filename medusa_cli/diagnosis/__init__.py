@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from medusa_cli.diagnosis import data, decoded, learning, parts
+from medusa_cli.diagnosis import decoded, learning, matching, own_words
 from medusa_cli.diagnosis.case import Case
 from medusa_cli.diagnosis.findings import Check, Finding, worst
 from medusa_cli.errors import UserError, explain_os
@@ -10,12 +10,12 @@ from medusa_cli.errors import UserError, explain_os
 __all__ = ["CHECKS", "Case", "Check", "Finding", "chosen", "examine", "worst"]
 
 CHECKS = (
-    Check("backbone", parts.backbone),
-    Check("calibration", parts.calibration),
-    Check("tree", parts.tree),
-    Check("chat template", data.template),
-    Check("answer mask", data.mask),
-    Check("own words", data.own_words),
+    Check("backbone", matching.backbone),
+    Check("calibration", matching.calibration),
+    Check("tree", matching.tree),
+    Check("chat template", own_words.template),
+    Check("answer mask", own_words.mask),
+    Check("own words", own_words.own_words),
     Check("over-fitting", learning.over_fitting),
     Check("training length", learning.converged),
     Check("acceptance", decoded.acceptance, decodes=True),

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Dialogue:
     """A conversation of the data: its messages, None where it has none, and what training reads of it."""
 
     messages: list[dict[str, str]] | None
@@ -123,24 +123,24 @@ class Case:
         return read_log(path)
 
     @cached_property
-    def conversations(self) -> list[Conversation]:
+    def conversations(self) -> list[Dialogue]:
         """Some conversations of the data, those with the least digests of their names."""
         return self._data[0]
 
     @cached_property
-    def held_out(self) -> list[Conversation]:
+    def held_out(self) -> list[Dialogue]:
         """Some of the conversations that training never saw."""
         return self._data[1]
 
     @cached_property
-    def _data(self) -> tuple[list[Conversation], list[Conversation]]:
+    def _data(self) -> tuple[list[Dialogue], list[Dialogue]]:
         path = self.run.data_path
         if not path.is_file():
             raise UserError(self._none("conversations", path), self.command("distill"))
         assert self.backbone is not None  # its errors are its own
         return self.read(self._sampled, self.command("distill"))
 
-    def _sampled(self) -> tuple[list[Conversation], list[Conversation]]:
+    def _sampled(self) -> tuple[list[Dialogue], list[Dialogue]]:
         path, share = self.run.data_path, self._fraction
         light: list[Record] = []
         some: list[tuple[int, int, Any]] = []
@@ -176,7 +176,7 @@ class Case:
         recipe = self.read(lambda: load_recipe(path if path.is_file() else None), self.command("train"))
         return recipe.train.validation_fraction
 
-    def _conversation(self, raw: dict[str, Any]) -> Conversation | None:
+    def _conversation(self, raw: dict[str, Any]) -> Dialogue | None:
         try:
             record = record_of(raw, self.backbone)
         except Malformed:
@@ -185,7 +185,7 @@ class Case:
             messages = messages_of(raw)
         except Malformed:
             messages = None
-        return Conversation(messages, record, "tokens" in raw)
+        return Dialogue(messages, record, "tokens" in raw)
 
 
 def typed(name: str, *words: str, **settings: Any) -> str:

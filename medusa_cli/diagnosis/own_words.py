@@ -8,7 +8,7 @@ import torch
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import Malformed, encode
 from medusa_cli.decoding.likelihood import likelihoods
-from medusa_cli.diagnosis.case import Case, Conversation
+from medusa_cli.diagnosis.case import Case, Dialogue
 from medusa_cli.diagnosis.findings import Finding, graded
 from medusa_cli.engines import Plan
 from medusa_cli.runs.recipe import load_recipe
@@ -43,7 +43,7 @@ def template(case: Case) -> Finding:
     return Finding(name, graded(len(other) / len(stored), 0.02, 0.2), said, case.command("distill"), figures)
 
 
-def _laid_out_alike(backbone: Backbone, one: Conversation) -> bool:
+def _laid_out_alike(backbone: Backbone, one: Dialogue) -> bool:
     """Whether the tokens before each answer are those of today's template; where pieces met, their texts."""
     assert one.messages is not None
     try:
@@ -82,7 +82,7 @@ def mask(case: Case) -> Finding:
     return Finding(name, graded(len(wrong) / len(known), 0.0, 0.05), said, case.command("distill"), figures)
 
 
-def _covers(backbone: Backbone, one: Conversation) -> bool:
+def _covers(backbone: Backbone, one: Dialogue) -> bool:
     assert one.messages is not None
     answers = [message["content"] for message in one.messages[1:] if message["role"] == "assistant"]
     tokens, spans = one.record.tokens, one.record.spans
