@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone.cpu import has_bf16
-from medusa_cli.backbone.load import load_network
-from medusa_cli.benchmarks import Answer, Question, measure, read_questions, spread, summarise
+from medusa_cli.backbone.network import load_network
+from medusa_cli.benchmarks import Answers, Question, measure, read_questions, spread, summarise
 from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.continuation import Continuation
 from medusa_cli.benchmarks.methods import check_batch, check_llama
@@ -116,7 +116,7 @@ def test_answers_of_before_are_the_history_and_are_compared_with_the_others() ->
     backbone, prompts = tiny_backbone(), list[list[int]]()
 
     def method(answer: list[int]):
-        return lambda asked, count, watch: prompts.extend(asked) or [Taken(answer, 1.0, None)] * len(asked)
+        return lambda asked, count, watch: prompts.extend(asked) or [Continuation(answer, 1.0, None)] * len(asked)
 
     question = Question("q", "c", ("w1", "w2"))
     known = list(measure(backbone, {"hf": method([9])}, [question], 3, compare=False))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_cli.distilling.settings import settings_of
+from medusa_cli.distilling.from_recipe import settings_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import Recipe, differences, from_dict, load_recipe
 

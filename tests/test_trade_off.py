@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from medusa_cli.benchmarks.pieces import Measured
+from medusa_cli.benchmarks.pieces import SavedBench
 from medusa_cli.benchmarks.trade_off import trade_off
 
 
-def source(name: str, kl: float | None, accepted: int, full: bool = False) -> Measured:
+def source(name: str, kl: float | None, accepted: int, full: bool = False) -> SavedBench:
     """A bench of four questions of ten steps each, beside a training that moved its model so far."""
     answers = [
         {"question": str(n), "steps": 10, "accepted": accepted + n, "tokens": 20, "seconds": 1.0} for n in range(4)
@@ -18,7 +18,7 @@ def source(name: str, kl: float | None, accepted: int, full: bool = False) -> Me
     parts = {"nll": 2.0} if full else {} if kl is None else {"nll": 2.0, "kl": kl}
     log = [{"event": "validated", "parts": {"kl": 9.0}}, {"event": "stepped"}, {"event": "validated", "parts": parts}]
     methods = {"ar": plain, "medusa": {"acceptance_rate": rate, "questions": 4, "answers": answers}}
-    return Measured(name, {"methods": methods, "baseline": "ar"}, training=log)
+    return SavedBench(name, {"methods": methods, "baseline": "ar"}, training=log)
 
 
 def test_every_run_is_a_point_and_is_held_against_the_frozen_models_heads() -> None:

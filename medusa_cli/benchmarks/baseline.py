@@ -9,7 +9,7 @@ import torch
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
-from medusa_cli.backbone.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
+from medusa_cli.backbone.network import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
 from medusa_cli.benchmarks.drift import Remembered, remember
 from medusa_cli.benchmarks.measure import Result
 from medusa_cli.benchmarks.methods import Method

@@ -16,12 +16,12 @@ from medusa_cli.benchmarks.measure import Result, measure
 from medusa_cli.benchmarks.methods import Method, build_methods
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.report import markdown, summarise
-from medusa_cli.benchmarks.side_by_side import load_rivals
+from medusa_cli.benchmarks.side_by_side import load_competitors
 from medusa_cli.decoding import Pace, Sampling
 from medusa_cli.drafters import Drafter
 from medusa_cli.engines.kernels import BITS
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_atomic, write_json
-from medusa_cli.runs.heads import STAMP, stamp_of
 from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
@@ -50,8 +50,8 @@ More = Callable[[Backbone, Sequence[Result]], dict[str, Any]]
 class Bench:
     """What is measured: methods by name, up to `tokens` new tokens a turn, by a rule, of a model in a place.
 
-    place: what `assemble` takes beside the choice. rivals: the drafters of methods that are named for them; gguf: what
-    llama.cpp reads; draft_model: what drafts for hf-assisted.
+    place: what `assemble` takes beside the choice. competitors: the drafters of methods that are named for them; gguf:
+    what llama.cpp reads; draft_model: what drafts for hf-assisted.
     """
 
     choice: Choice
@@ -62,7 +62,7 @@ class Bench:
     title: str
     place: dict[str, Any]
     batch_size: int = 1
-    rivals: Mapping[str, Choice] = field(default_factory=dict)
+    competitors: Mapping[str, Choice] = field(default_factory=dict)
     gguf: Path | None = None
     draft_model: str | None = None
 
@@ -160,7 +160,7 @@ class Bench:
 
     def _drafted(self, made: Assembled) -> tuple[dict[str, tuple[Drafter, Shape]], dict[str, tuple[Any, Shape]]]:
         """Each drafting method's drafter and what it drafts over, and what the document says of both."""
-        chosen, drafted = dict(self.rivals), load_rivals(self.rivals, made.backbone)
+        chosen, drafted = dict(self.competitors), load_competitors(self.competitors, made.backbone)
         for name, both in drafted.items():
             log.info("%s: %s", name, words_of(drafting(chosen[name], *both), both[1]))
         if made.drafter is not None and made.shape is not None:

@@ -64,7 +64,7 @@ def measure(
     watch: Callable[[str, list[int]], None] = lambda name, tokens: None,
     known: Sequence[Result] = (),
 ) -> Iterator[Result]:
-    """Answer all turns of every question with every method, yielding question by question after a warm-up.
+    """Answers all turns of every question with every method, yielding question by question after a warm-up.
 
     All methods get the same prompts: the reference's answer is the history of the next turn. The order of the
     methods rotates from question to question. watch sees new tokens as they come, [] at an answer's end.
@@ -81,7 +81,7 @@ def measure(
     for number, first in enumerate(range(0, len(questions), batch_size)):
         shift = number % max(1, len(names))
         side_by_side = [
-            _Asked(one, {**(known[place].answers if known else {}), **{name: Answer() for name in names}})
+            _Asked(one, {**(known[place].answers if known else {}), **{name: Answers() for name in names}})
             for place, one in enumerate(questions[first : first + batch_size], first)
         ]
         for turn in range(max(len(one.question.turns) for one in side_by_side)):

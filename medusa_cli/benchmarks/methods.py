@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from medusa_cli.assets import MODELS
 from medusa_cli.backbone import Backbone
+from medusa_cli.benchmarks.continuation import Continuation, Watch, share
 from medusa_cli.benchmarks.others import LlamaCpp
-from medusa_cli.benchmarks.taken import Taken, Watch, share
 from medusa_cli.benchmarks.tally import Tally
 from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter

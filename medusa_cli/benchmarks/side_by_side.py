@@ -46,6 +46,8 @@ def _kind(folder: Path) -> str | None:
     return describe_drafter(config.parent).drafter if config.is_file() else None
 
 
-def load_rivals(rivals: Mapping[str, Choice], backbone: Backbone) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
+def load_competitors(
+    competitors: Mapping[str, Choice], backbone: Backbone
+) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
     """Each rival's drafter and what it drafts over."""
-    return {name: load_drafting(choice, backbone, static_tree(choice)) for name, choice in rivals.items()}
+    return {name: load_drafting(choice, backbone, static_tree(choice)) for name, choice in competitors.items()}

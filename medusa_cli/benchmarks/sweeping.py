@@ -19,12 +19,12 @@ from medusa_cli.benchmarks.environment import environment
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.sweep import AXES, Place, Points, dense, digest, filled, rows_of
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.accuracies import read_calibration, stamp_of
 from medusa_cli.runs.files import write_json
-from medusa_cli.runs.heads import read_calibration, stamp_of
 from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Tree
-from medusa_cli.tree.files import save_tree
+from medusa_cli.tree.saved import save_tree
 from medusa_cli.tree.search import largest, search
 
 # The tree of a sweep over heads, where the run has none of its own.

@@ -13,8 +13,8 @@ from medusa_cli.runs.run import Run
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
     from medusa_cli.distilling import RecordWriter
+    from medusa_cli.distilling.distilled import Settings
     from medusa_cli.distilling.endpoint import Endpoint
-    from medusa_cli.distilling.engine import Settings
     from medusa_cli.distilling.seeds import Seed
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.training import World

@@ -132,13 +132,13 @@ def bench(
         methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
     check_judge(judge, judge_model)
     names = parse_methods(methods)
-    rivals = find_rivals(names, drafting.model, drafting.run, drafting.tree)
+    competitors = find_competitors(names, drafting.model, drafting.run, drafting.tree)
     # Where runs of their own hold the drafters, "medusa-dynamic" is over that of "medusa".
-    alone = "medusa" not in rivals and any(name in ("medusa", "medusa-dynamic") for name in names)
+    alone = "medusa" not in competitors and any(name in ("medusa", "medusa-dynamic") for name in names)
     if drafting.drafter is not None and not alone:
         raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
     choice = drafting.choose(need_drafter=alone)
-    check_methods(names, rivals, choice.model, rules.sampled, gguf, draft_model, batch_size)
+    check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
     source = mt_bench_path() if questions is None else questions
     found, skipped = read_questions(source)
     if skipped:
@@ -155,7 +155,7 @@ def bench(
         title,
         where.loading,
         batch_size,
-        rivals,
+        competitors,
         gguf,
         draft_model,
     )

@@ -11,7 +11,7 @@ from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from medusa_cli.training.sweep import Trial
+    from medusa_cli.training.trials import Trial
 
 TITLES = {
     5: "head 1 by its layer",

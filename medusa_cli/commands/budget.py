@@ -11,7 +11,7 @@ from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.groups import Where
 from medusa_cli.commands.loading import follow
 from medusa_cli.errors import UserError
-from medusa_cli.runs.heads import Heads, check_current, stamp_of
+from medusa_cli.runs.accuracies import Heads, check_current, stamp_of
 from medusa_cli.runs.made import describe_drafter
 from medusa_cli.runs.run import Run
 

@@ -93,7 +93,7 @@ def distill(
         raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
     if endpoint is not None and processes > 1:
         raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
-    from medusa_cli.distilling.settings import header_of, settings_of
+    from medusa_cli.distilling.from_recipe import header_of, settings_of
     from medusa_cli.runs.recipe import load_recipe
 
     given = {

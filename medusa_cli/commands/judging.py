@@ -13,7 +13,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.runs.files import write_atomic, write_json
 
 if TYPE_CHECKING:
-    from medusa_cli.benchmarks.judge import Task
+    from medusa_cli.benchmarks.judge import Grading
 
 TOGETHER = 4
 KEY = "MEDUSA_API_KEY"
@@ -55,7 +55,7 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> 
         ThreadPoolExecutor(TOGETHER) as pool,
     ):
 
-        def ask(task: "Task") -> None:
+        def ask(task: "Grading") -> None:
             said = judge.ask(task)
             verdict = task.read(said)
             line = {"judge": model, "key": task.key, "verdict": verdict, "said": said}

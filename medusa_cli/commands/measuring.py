@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from medusa_cli.benchmarks.bench import Bench
 
 
-class _Bar:
+class _TokenBar:
     """Counts tokens; answers end early, and what they left of their allowance counts as done."""
 
     def __init__(self, bar: console.Bar, bench: "Bench", names: Sequence[str]) -> None:
@@ -37,11 +37,11 @@ class _Bar:
 
 
 @contextmanager
-def bar(bench: "Bench", backbone: "Backbone", names: Sequence[str]) -> Iterator[_Bar]:
+def bar(bench: "Bench", backbone: "Backbone", names: Sequence[str]) -> Iterator[_TokenBar]:
     """Watch a bench's methods by a bar."""
     turns = sum(len(question.turns) for question in bench.questions) * len(names)
     with console.progress("decoding", total=turns * bench.tokens, unit="tokens") as shown:
-        yield _Bar(shown, bench, names)
+        yield _TokenBar(shown, bench, names)
 
 
 def leave(

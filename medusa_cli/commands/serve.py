@@ -56,12 +56,12 @@ def serve(
         ) from None
     from medusa_cli.api import Medusa
     from medusa_cli.commands.loading import follow_choice, load
-    from medusa_cli.serving.settings import Settings
+    from medusa_cli.serving.limits import Limits
 
     door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
     choice = drafting.choose(need_drafter=not baseline)
     made = load(choice, follow_choice(choice, place))
-    settings = Settings(
+    limits = Limits(
         name=name or (Path(choice.model).name if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,
         slots=batch_size,

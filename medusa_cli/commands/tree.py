@@ -9,7 +9,7 @@ from rich.table import Table
 from medusa_cli import console, extras, options
 from medusa_cli.commands.groups import But, Said, Where
 from medusa_cli.errors import UsageError, in_flags
-from medusa_cli.runs.heads import STAMP, Heads, find_heads
+from medusa_cli.runs.accuracies import STAMP, Heads, find_heads
 from medusa_cli.runs.lock import sole_writer
 from medusa_cli.runs.run import provenance
 

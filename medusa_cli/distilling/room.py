@@ -8,7 +8,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.memory import free_memory
-from medusa_cli.distilling.engine import Settings
+from medusa_cli.distilling.distilled import Settings
 
 # More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep fewer of them busy.
 MOST = 64

@@ -12,7 +12,7 @@ from medusa_cli.runs.files import replacing, write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.training.checkpoints import save_drafter
 from medusa_cli.training.loop import Trainer
-from medusa_cli.training.records import ReadReport, parse
+from medusa_cli.training.parsing import ReadReport, parse
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.heads import Heads, check_current
+from medusa_cli.runs.accuracies import Heads, check_current
 from medusa_cli.runs.run import DEFAULT_RUN
-from medusa_cli.tree.files import MOST_NODES, load_tree
+from medusa_cli.tree.saved import MOST_NODES, load_tree
 from medusa_cli.tree.search import largest, search
 from medusa_cli.tree.tree import Tree
 

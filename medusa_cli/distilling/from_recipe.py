@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from medusa_cli.distilling.engine import Settings
+from medusa_cli.distilling.distilled import Settings
 from medusa_cli.distilling.room import MOST
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe
