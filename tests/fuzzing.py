@@ -42,6 +42,7 @@ RECIPE = ("train", "{run}/recipe.yaml", "--run", "{run}", "--dtype", "fp32", "--
 SEEDS = ("--model", "{home}/model", "--seed", "{home}/seeds.json", "--max-turns", "1", "--batch-size", "2")
 DISTILL = ("distill", "--run", "{run}", *SHORT, *SEEDS)
 BENCH = ("bench", "--run", "{run}", "--questions", "{home}/questions.jsonl", *SHORT, "--methods", "ar", "--limit", "1")
+DOCTOR = ("doctor", "--run", "{run}", "--quick", "--dtype", "fp32")
 
 # Every file that the program reads, and a command that reads it.
 FILES: dict[str, tuple[str, ...]] = {
@@ -57,6 +58,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "run/states.bin": TRAIN,
     "run/distill.json": DISTILL,
     "run/train.jsonl": ("compare", "{run}", "--json"),
+    "run/train.jsonl ": DOCTOR,
+    "run/distill.jsonl  ": DOCTOR,
     "run/checkpoint.pt": (*TRAIN, "--resume"),
     "cache/steps.json": (*CHAT, "--tree", "auto"),
     "joint/adapter/adapter_config.json": JOINT,
@@ -78,7 +81,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": BENCH,
     "calibrate": ("calibrate", "--run", "{run}", "--dtype", "fp32"),
     "compare": ("compare", "{run}"),
-    "doctor": ("doctor", "--run", "{run}", "--quick", "--dtype", "fp32"),
+    "doctor": DOCTOR,
 }
 # These would leave the machine, ask for one that is not here, or show tracebacks.
 LEFT_OUT = {"--endpoint", "--help", "--debug", "--device", "--load-in-4bit", "--load-in-8bit", "--gguf"}
