@@ -127,8 +127,8 @@ def test_answers_of_before_are_the_history_and_are_compared_with_the_others() ->
     assert result.answers["hf"].divergence is not None and known[0].answers["hf"].turns == [[9], [9]]
 
 
-@pytest.mark.parametrize("words", [["bench", "--questions", "q.jsonl"], ["demo"]], ids=lambda words: words[0])
-def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps"])
+def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     held: list[int] = []
     networks: list[weakref.ref] = []
 
@@ -142,8 +142,8 @@ def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
     for user in ("medusa_cli.benchmarks.baseline", "medusa_cli.engines.load"):
         monkeypatch.setattr(f"{user}.load_network", counted)
-    words = [*words, "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "1", "--max-new-tokens", "2"]
-    shown = medusa(*words)
+    short = ["--context", "9"] if "--steps" in words else ["--max-new-tokens", "2"]
+    shown = medusa(*words.split(), "--run", str(place / "mine"), "--dtype", "fp32", *short)
     assert shown.exit_code == 0, shown.stderr
     assert held == [0, 0]
 

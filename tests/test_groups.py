@@ -7,14 +7,14 @@ import typer
 from typer.testing import CliRunner
 
 from medusa_cli import options
-from medusa_cli.commands.groups import But, Said, Where, spread_out
+from medusa_cli.commands.groups import Said, Where, but, spread_out
 
 
 def shout(
     asked: typer.Context,
     *,
     word: Annotated[str, typer.Option(help="What.")] = "a",
-    place: Annotated[Where, But("engine", "load_in_4bit", "load_in_8bit")],
+    place: Annotated[Where, but("engine", "load_in_4bit", "load_in_8bit")],
     said: Said,
 ) -> None:
     """Shout."""

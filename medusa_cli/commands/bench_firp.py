@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import But, Said, Where
+from medusa_cli.commands.groups import Said, Where, but
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def bench_firp(
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Answer tokens each choice is trained on.")] = 20_000,
     figure: Annotated[int | None, typer.Option(metavar="N", help="5, 6 or 7 alone. [default: all]")] = None,
-    place: Annotated[Where, But("engine", "load_in_4bit", "load_in_8bit")],
+    place: Annotated[Where, but("engine", "load_in_4bit", "load_in_8bit")],
     said: Said,
 ) -> None:
     """Train FIRP heads shortly at one choice of layers after another and compare their held-out accuracy.

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import But, Said, Where
+from medusa_cli.commands.groups import Said, Where, but
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import TrainRecipe
 
@@ -28,7 +28,7 @@ def compare(
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
-    place: Annotated[Where, But("engine", "load_in_4bit", "load_in_8bit")],
+    place: Annotated[Where, but("engine", "load_in_4bit", "load_in_8bit")],
     said: Said,
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.

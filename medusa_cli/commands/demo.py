@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import But, Drafting, Said, Where
+from medusa_cli.commands.groups import Drafting, Said, Where, but
 from medusa_cli.commands.loading import follow_choice, load
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def demo(
     ] = QUESTIONS,
     max_new_tokens: options.MaxNewTokens = None,
     drafting: Drafting,
-    place: Annotated[Where, But("load_in_4bit", "load_in_8bit")],
+    place: Annotated[Where, but("load_in_4bit", "load_in_8bit")],
     said: Said,
 ) -> None:
     """Watch MT-Bench questions being answered plain and with drafts, and see what it gains.

@@ -87,14 +87,9 @@ class Said:
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
 
 
-@dataclass(frozen=True)
-class But:
-    """Fields of such a dataclass that a command does not offer: Annotated[Where, But("engine")]."""
-
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+def but(*names: str) -> frozenset[str]:
+    """Fields of such a dataclass that a command does not offer: Annotated[Where, but("engine")]."""
+    return frozenset(names)
 
 
 def spread_out(command: Callable[..., None]) -> Callable[..., None]:
@@ -107,7 +102,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
         if not (isinstance(kind, type) and is_dataclass(kind)):
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
-        left_out = {one for but in more if isinstance(but, But) for one in but.names}
+        left_out = frozenset[str]().union(*(one for one in more if isinstance(one, frozenset)))
         offered = [one for one in fields(kind) if one.name not in left_out]
         groups[name], types = (kind, [one.name for one in offered]), get_type_hints(kind, include_extras=True)
         parameters += [

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import But, Drafting, Said, Where
+from medusa_cli.commands.groups import Drafting, Said, Where, but
 from medusa_cli.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,8 +39,8 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 2048,
     max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
     temperature: options.Temperature = None,
-    place: Annotated[Where, But("trust_remote_code")],
-    said: Annotated[Said, But("json")],
+    place: Annotated[Where, but("trust_remote_code")],
+    said: Annotated[Said, but("json")],
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
 

@@ -1,5 +1,6 @@
 """`medusa bench --steps`: what a forward pass over so many rows costs on each engine, under the memory's ceiling."""
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -9,66 +10,60 @@ from medusa_cli.commands.groups import Where
 from medusa_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
     from medusa_cli.benchmarks.rows import Timed
 
 
 def bench_steps(model: str, place: Where, contexts: str, as_json: bool) -> None:
-    """Measure and print, context by context; engine "auto" measures every engine that can run the model."""
+    """Measure and print, context by context; engine "auto" measures every engine that can run the model, in turn."""
     from medusa_cli.backbone.memory import peak_memory, reset_peak
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
     from medusa_cli.engines import load_backbone
 
-    sizes = parse_contexts(contexts)
-    wanted = ("eager", "fast") if place.engine == "auto" else (place.engine,)
-    engines = {}
-    for engine in wanted:
+    sizes, facts = parse_contexts(contexts), dict[str, Any]()
+    found: dict[int, dict[str, Timed]] = {size: {} for size in sizes}
+    peaks = {str(size): 0 for size in sizes}
+    for engine in ("eager", "fast") if place.engine == "auto" else (place.engine,):
         try:
-            engines[engine] = load_backbone(model, **{**place.loading, "engine": engine})
+            backbone = load_backbone(model, **{**place.loading, "engine": engine})
         except UsageError:
             if engine == "eager" or place.engine != "auto":
                 raise
-    first = next(iter(engines.values()))
-    room = first.max_positions - 3
-    if sizes[-1] > room:
-        raise UsageError(
-            f"--context {sizes[-1]} and a step are longer than the model's {first.max_positions}",
-            f"use {room} or less",
-        )
-    kind = str(first.dtype).removeprefix("torch.")
-    bandwidth = copy_bandwidth(first.device)
-    ceiling = first.engine.weight_bytes / bandwidth
-    console.info(
-        f"{place.of(model)} in {kind} on {first.device}: {first.engine.weight_bytes / 1e6:,.0f} MB of weights "
-        f"at the {bandwidth / 1e9:.1f} GB/s of a copy make {1e3 * ceiling:.1f} ms a step at the least"
-    )
-    found: dict[int, dict[str, Timed]] = {}
-    peaks: dict[str, int] = {}
-    with console.progress("timing", total=(ROUNDS + 2) * len(ROWS) * len(engines) * len(sizes), unit="steps") as bar:
-        for size in sizes:
-            bar.describe(f"{size:,} tokens in the cache")
-            reset_peak(first.device)
-            found[size] = time_rows(engines, context=size, on_progress=bar.advance)
-            peaks[str(size)] = peak_memory(first.device)
+            continue
+        facts = facts or _ceiling(backbone, copy_bandwidth(backbone.device), sizes[-1], place.of(model))
+        with console.progress(engine, total=(ROUNDS + 2) * len(ROWS) * len(sizes), unit="steps") as bar:
+            for size in sizes:
+                bar.describe(f"{engine}, {size:,} tokens in the cache")
+                reset_peak(backbone.device)
+                found[size] |= time_rows({engine: backbone}, context=size, on_progress=bar.advance)
+                peaks[str(size)] = max(peaks[str(size)], peak_memory(backbone.device))
+        del backbone  # no two of them are held at once
+        gc.collect()
     if as_json:
-        console.emit_json(
-            {
-                "model": model,
-                "dtype": kind,
-                "device": str(first.device),
-                "weight_bytes": first.engine.weight_bytes,
-                "copy_bytes_per_s": bandwidth,
-                "ceiling_ms": 1e3 * ceiling,
-                "peak_bytes": peaks,
-                "contexts": {
-                    str(size): {one: _facts(timed) for one, timed in by.items()} for size, by in found.items()
-                },
-            }
-        )
+        timed = {str(size): {name: _facts(one) for name, one in by.items()} for size, by in found.items()}
+        console.emit_json({"model": model, **facts, "peak_bytes": peaks, "contexts": timed})
         return
     for size, by in found.items():
-        console.result(_table(size, by, ceiling))
+        console.result(_table(size, by, facts["ceiling_ms"]))
     held = ", ".join(f"{peaks[str(size)] / 1e6:,.0f} MB with {size:,} tokens" for size in sizes)
-    console.result(f"peak memory with the {' and '.join(engines)} engine loaded: {held}")
+    console.result(f"peak memory with one engine loaded: {held}")
+
+
+def _ceiling(backbone: "Backbone", bandwidth: float, context: int, name: str) -> dict[str, Any]:
+    """What bounds a step here, said and returned; UsageError for a context that leaves no room for one."""
+    room = backbone.max_positions - 3
+    if context > room:
+        raise UsageError(
+            f"--context {context} and a step are longer than the model's {backbone.max_positions}",
+            f"use {room} or less",
+        )
+    kind, read = str(backbone.dtype).removeprefix("torch."), backbone.engine.weight_bytes
+    console.info(
+        f"{name} in {kind} on {backbone.device}: {read / 1e6:,.0f} MB of weights at the {bandwidth / 1e9:.1f} GB/s of "
+        f"a copy make {1e3 * read / bandwidth:.1f} ms a step at the least"
+    )
+    facts = {"dtype": kind, "device": str(backbone.device), "weight_bytes": read}
+    return {**facts, "copy_bytes_per_s": bandwidth, "ceiling_ms": 1e3 * read / bandwidth}
 
 
 def parse_contexts(text: str) -> list[int]:
@@ -90,7 +85,7 @@ def _facts(timed: "Timed") -> dict[str, Any]:
 
 def _table(context: int, found: "dict[str, Timed]", ceiling: float) -> Table:
     title = f"Milliseconds a step (over its 1-row step) with {context:,} tokens in the cache"
-    table = Table(title=title, caption=f"the weights alone take {1e3 * ceiling:.1f} ms")
+    table = Table(title=title, caption=f"the weights alone take {ceiling:.1f} ms")
     table.add_column("rows", justify="right")
     for engine in found:
         table.add_column(engine, justify="right")

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, extras, options
-from medusa_cli.commands.groups import But, Said, Where
+from medusa_cli.commands.groups import Said, Where, but
 from medusa_cli.errors import UsageError, in_flags
 from medusa_cli.runs.accuracies import STAMP, Heads, find_heads
 from medusa_cli.runs.lock import sole_writer
@@ -55,7 +55,7 @@ def tree(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")
     ] = False,
-    place: Annotated[Where, But("load_in_4bit", "load_in_8bit")],
+    place: Annotated[Where, but("load_in_4bit", "load_in_8bit")],
     said: Said,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.
