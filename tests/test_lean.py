@@ -21,6 +21,15 @@ from tests.test_firp import firp
 from tests.test_generate import SPARSE, medusa
 from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
+LATER = lean_engine.TRACED_FROM
+
+
+@pytest.fixture(autouse=True)
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decoding does from the third pass of a kind on, these tests do from the first."""
+    monkeypatch.setattr(lean_engine, "TRACED_FROM", 1)
+
+
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
 
@@ -215,3 +224,16 @@ def test_models_it_does_not_know_keep_the_eager_engine(kind: str, tmp_path: Path
 def test_layers_with_the_usual_parts_that_compute_something_else_are_found_out() -> None:
     with pytest.raises(UsageError, match="engine fast cannot run the model .* its states differ"):
         attach(Backbone(strange("odd mlp")), "fast")
+
+
+def test_a_pass_is_traced_only_when_its_kind_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of a token does not wait for a trace; one of many gets it, and the same states."""
+    made: list[int] = []
+    inner = lean_engine.trace
+    monkeypatch.setattr(lean_engine, "TRACED_FROM", LATER)
+    monkeypatch.setattr(lean_engine, "trace", lambda *given: made.append(1) or inner(*given))
+    backbone, eager = tiny_backbone("qwen3", engine="fast"), tiny_backbone("qwen3")
+    for count in range(1, LATER + 3):
+        found, expected = (run(one, [5, 9, 11 + count]).hidden for one in (backbone, eager))
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert len(made) == (count + 1 >= LATER)  # the check at loading was the first pass

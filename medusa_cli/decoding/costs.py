@@ -25,7 +25,7 @@ from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.tree import Tree
 
 CONTEXT = 256
-ROUNDS = 7
+ROUNDS = 4
 # Products go by blocks of rows, so that the cost rises in steps: small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not worth the time it takes to time them.

@@ -25,7 +25,8 @@ from medusa_cli.runs.reading import read_object
 
 KERNELS = ("fp16-weights", "fp32", "bf16", "int8", "int4")
 ROWS = (1, 4, 6, 8, 12, 16, 32, 64)
-LAPS = 8
+# The first two of a few rows are run before the pass is traced; many rows gain nothing by that.
+LAPS, MANY, MANY_LAPS = 4, 16, 2
 # Tokens in the cache of the steps that are timed.
 CONTEXT = 192
 # Weights that one round reads, so that none of them waits in a processor's cache: more than those hold.
@@ -150,7 +151,7 @@ def _times(names: Sequence[str], config: Any) -> dict[str, dict[str, float]]:
             log.debug("%s cannot be timed: %s", name, reason)
             found[name] = {}
             continue
-        found[name] = {str(rows): _step(engine, rows, config.num_hidden_layers / layers, share) for rows in ROWS}
+        found[name] = _steps(engine, config.num_hidden_layers / layers, share)
     return found
 
 
@@ -171,22 +172,26 @@ def _part(config: Any) -> tuple[Any, int, float]:
 
 
 @torch.inference_mode()
-def _step(engine: LeanEngine, rows: int, layers: float, vocabularies: float) -> float:
-    """Seconds of a step over so many rows, of so many times the engine's layers and its vocabulary.
+def _steps(engine: LeanEngine, layers: float, vocabularies: float) -> dict[str, float]:
+    """Seconds of a step by rows, of so many times the engine's layers and its vocabulary.
 
-    The least of some laps: what else a machine does only ever adds.
+    The least of some laps: what else a machine does only ever adds. All are run after the same few tokens, as a tree's
+    rows stay in the cache only where they are kept.
     """
-    cache = engine.new_cache()
-    ids = torch.arange(max(CONTEXT, rows)) % engine.backbone.vocab_size
-    engine.forward(Plan.chain(ids[:CONTEXT], logits="none"), cache)
-    plan = Plan(ids[None, :rows], torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool), logits="none")
-    states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
-    body, head = [], []
-    for _ in range(LAPS):
-        start = time.perf_counter()
-        engine.forward(plan, cache)
-        middle = time.perf_counter()
-        engine.logits(states)
-        body.append(middle - start)
-        head.append(time.perf_counter() - middle)
-    return min(body) * layers + min(head) * vocabularies
+    cache, found = engine.new_cache(), {}
+    ids = torch.arange(CONTEXT) % engine.backbone.vocab_size
+    engine.forward(Plan.chain(ids, logits="none"), cache)
+    for rows in ROWS:
+        tree = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
+        plan = Plan(ids[None, :rows], *tree, logits="none")
+        states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
+        body, head = [], []
+        for _ in range(LAPS if rows <= MANY else MANY_LAPS):
+            start = time.perf_counter()
+            engine.forward(plan, cache)
+            middle = time.perf_counter()
+            engine.logits(states)
+            body.append(middle - start)
+            head.append(time.perf_counter() - middle)
+        found[str(rows)] = min(body) * layers + min(head) * vocabularies
+    return found

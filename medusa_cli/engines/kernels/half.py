@@ -21,13 +21,17 @@ class Half(Kernel):
         self._other = Packed(torch.float32)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        wide = weight.float()
         bias = None if bias is None else bias.float()
+        # What comes back as it was is held to the last bit, and a bf16 weight need not be widened to see it.
+        half = weight.half()
+        if torch.equal(half.to(weight.dtype), weight):
+            return _HalfProduct(half.float(), bias, 1.0)
         # Small weights lose bits in fp16, which a power of two before, and its inverse after the product, saves.
-        for power in (0, _headroom(wide)):
-            scaled = wide * 2.0**power
-            if torch.equal(scaled.half().float(), scaled):
-                return _HalfProduct(scaled, bias, 2.0**-power)
+        wide = weight.float()
+        power = _headroom(wide)
+        scaled = wide * 2.0**power
+        if torch.equal(scaled.half().float(), scaled):
+            return _HalfProduct(scaled, bias, 2.0**-power)
         return self._other.pack(wide, bias)
 
 
