@@ -310,6 +310,18 @@ def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pyt
         assert heading in shown.stdout, shown.stdout[-2000:]
 
 
+def test_the_demo_says_how_often_and_by_how_little_near_ties_flipped() -> None:
+    from medusa_cli.commands.demo import _verdict
+
+    parted = {"questions": 3, "identical": 1, "tokens": 1200, "divergences": [{"margin": 0.0}, {"margin": 0.125}]}
+    said = _verdict(parted, "bfloat16")
+    for words in ("in 1 of 3 answers", "2 times in 1,200 tokens", "at most 0.12 apart", "bfloat16", "--dtype fp32"):
+        assert words in said
+    assert _verdict(parted, "float32") == "output identical to plain decoding: in 1 of 3 answers"
+    whole = {"questions": 3, "identical": 3, "tokens": 1200, "divergences": []}
+    assert _verdict(whole, "bfloat16").endswith(": yes")
+
+
 def test_lookup_and_dynamic_trees_are_methods_too_and_llama_cpp_needs_its_package(place: Path) -> None:
     shown = bench(place, "--json", "--methods", "hf,hf-lookup,ar,medusa,medusa-dynamic")
     assert shown.exit_code == 0, shown.stderr

@@ -205,7 +205,8 @@ class _Passes:
             self._left -= 1
             if not self._left and isinstance(self._run, _Segment):
                 self._run = trace(self._run, inputs) or self._run
-        return self._run(*inputs)  # type: ignore[no-any-return]
+        found: Tensor = self._run(*inputs)
+        return found
 
 
 def release(module: nn.Module) -> None:
