@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-joint bench-trade-off bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-joint bench-trade-off bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -72,6 +72,9 @@ soak: $(READY) ## 10,000 small requests to a server by 32 clients, a tenth cance
 
 bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
 	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))
+
+bench-serve: $(READY) ## chat, the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
+	$(BIN)/python -m medusa_cli.commands.serving_load --ways chat,api,serve,transformers
 
 # A run with distilled conversations, and in its folder medusa/ the heads that stage 2 starts from.
 RUN ?= runs/smollm2

@@ -2,15 +2,11 @@
 
 import contextlib
 import json
-import os
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,9 +21,6 @@ if TYPE_CHECKING:
     from medusa_cli.distilling import RecordWriter, Settings
     from medusa_cli.distilling.endpoint import Endpoint
     from medusa_cli.distilling.seeds import Seed
-
-# Answers come in seconds; a model may take longer to load.
-STARTS_WITHIN = 300
 
 
 def endpoint_load(
@@ -45,7 +38,7 @@ def endpoint_load(
     """Ask a server the same questions bare and through `medusa distill`, in turns; print both rates and their ratio."""
     name = model or DEFAULT_MODEL
     with contextlib.ExitStack() as stack:
-        url = endpoint or stack.enter_context(_served(name))
+        url = endpoint or f"http://127.0.0.1:{stack.enter_context(_served(name))}"
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         found = _measure(url, endpoint_model, name, seed or DEFAULT_SEED, questions, max_new_tokens or 64,
                          concurrency, rounds, folder)  # fmt: skip
@@ -118,35 +111,14 @@ def _distil(
     return took, writer.tokens
 
 
-@contextlib.contextmanager
-def _served(name: str) -> Iterator[str]:
-    """`transformers serve` with a model on a free port, until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", model_dir(name)]
-    words += ["--host", "127.0.0.1", "--port", str(port)]
+def _served(name: str) -> contextlib.AbstractContextManager[int]:
+    """`transformers serve` with a model, until the block ends; its port."""
+    from medusa_cli.benchmarks.servers import PORT, TRANSFORMERS, started
+
     console.info(f"starting `transformers serve` with {name}")
-    with tempfile.TemporaryFile() as log:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            _await(process, port)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _await(process: "subprocess.Popen[bytes]", port: int) -> None:
-    """Wait until the server listens; UserError if it ends or takes too long."""
-    for _ in range(10 * STARTS_WITHIN):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    raise UserError("`transformers serve` does not start", "pip install 'transformers[serving]', or give --endpoint")
+    return started(
+        TRANSFORMERS, [model_dir(name), "--port", PORT], "pip install 'transformers[serving]', or give --endpoint"
+    )
 
 
 if __name__ == "__main__":

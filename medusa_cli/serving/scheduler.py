@@ -97,8 +97,8 @@ class Scheduler:
     def run(self) -> None:
         """Decode in this thread until drained.
 
-        Best the one that loaded the model: OpenMP's workers belong to a thread, and two teams of them on the same cores
-        make a step on a CPU half as slow again.
+        Best the one that loaded the model: OpenMP's workers belong to a thread, and a second team makes them more than
+        the cores, at which they sleep between products instead of spinning: steps on a CPU are half as slow again.
         """
         self._alive = True
         try:

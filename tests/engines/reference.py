@@ -8,7 +8,7 @@ import json
 
 from medusa_cli import assets
 from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks.questions import read_questions, spread
+from medusa_cli.benchmarks import read_questions, spread
 from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engines import load_backbone

@@ -1,0 +1,199 @@
+"""`make bench-serve`: tokens/s of `medusa chat`, of the Python API, of `medusa serve` and of `transformers serve`."""
+
+import contextlib
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from medusa_cli import console, options
+from medusa_cli.assets import DEFAULT_MODEL, model_dir, mt_bench_path
+from medusa_cli.errors import UsageError, UserError
+
+WAYS = ("chat", "api", "serve", "transformers")
+# Of so many questions that stand together, of one category each, one is asked.
+STRIDE = 3
+# Unless told how much, its continuous batching takes most of the memory there is.
+BLOCKS = ("--cb-block-size", "32", "--cb-num-blocks", "256", "--cb-max-batch-tokens", "512")
+EXTRA = "pip install 'transformers[serving]'"
+
+
+@dataclass
+class Way:
+    """A way to be answered, by so many clients at a time: how to ask, and the tokens and seconds of each load."""
+
+    name: str
+    ask: Callable[[str], int]
+    clients: int = 1
+    loads: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        return [tokens / seconds for tokens, seconds in self.loads]
+
+    def run(self, questions: Sequence[str]) -> None:
+        """Ask; one client does in this thread, as chat and the API do."""
+        began = time.perf_counter()
+        if self.clients == 1:
+            tokens = sum(self.ask(one) for one in questions)
+        else:
+            with ThreadPoolExecutor(self.clients) as pool:
+                tokens = sum(pool.map(self.ask, questions))
+        self.loads.append((tokens, time.perf_counter() - began))
+
+
+def serving_load(
+    model: options.Model = None,
+    run: options.RunOrShipped = None,
+    ways: Annotated[str, typer.Option(metavar="NAMES", help=f"Some of {', '.join(WAYS)}.")] = "chat,api,serve",
+    clients: Annotated[str, typer.Option(metavar="N,..", help="How many clients ask a server at a time.")] = "1,8",
+    questions: Annotated[int, typer.Option(metavar="N", min=1, help="Questions in each round.")] = 8,
+    max_new_tokens: options.MaxNewTokens = 128,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds, each of other questions.")] = 2,
+    dtype: options.Dtype = "fp32",
+    json: options.Json = False,
+) -> None:
+    """Ask the same MT-Bench questions of each way in turns; print tokens/s. All answers are of max_new_tokens: others
+    are left out beforehand."""
+    console.configure(json=json)
+    from medusa_cli.benchmarks.servers import TRANSFORMERS
+
+    named, tokens, name = ways.split(","), max_new_tokens or 128, model or DEFAULT_MODEL
+    if unknown := [one for one in named if one not in WAYS]:
+        raise UsageError(f"--ways {unknown[0]!r} is unknown", f"use some of {', '.join(WAYS)}")
+    counts = [int(one) for one in clients.split(",")]
+    with contextlib.ExitStack() as stack:
+        found: list[Way] = []
+        if "chat" in named or "api" in named:
+            found += [way for way in _here(name, run, dtype, tokens) if way.name in named]
+        if "serve" in named:
+            words = ["serve", "--model", name, *(["--run", run] if run else []), "--dtype", dtype]
+            found += _server(stack, "serve", ("medusa_cli",), words, name, tokens, counts)
+        if "transformers" in named:
+            kind = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, "auto")
+            words = [model_dir(name), "--continuous-batching", "--dtype", kind, *BLOCKS]
+            found += _server(stack, "transformers", TRANSFORMERS, words, model_dir(name), tokens, counts)
+        asked = _questions(found[0], questions * rounds, tokens)
+        for number in range(rounds):
+            _round(found, asked[number * questions :][:questions])
+            console.info(f"round {number + 1} of {rounds} is done")
+    _report(found, json)
+
+
+def _here(name: str, run: str | None, dtype: str, tokens: int) -> list[Way]:
+    """Chat and the API, over one model in this thread."""
+    from medusa_cli.api import Medusa
+    from medusa_cli.commands.chat import Session
+    from medusa_cli.commands.loading import load
+    from medusa_cli.decoding.sampling import sampling_of
+    from medusa_cli.runs.resolve import choose
+
+    made = load(choose(name, run, None, None), dtype=dtype)
+    session = Session(made.backbone, made.drafter, made.shape, sampling_of(None, None, 1.0, 0, None), tokens, [], False)
+    medusa = Medusa(made)
+
+    def chat(question: str) -> int:
+        session.clear()
+        return int(session.answer(question, show=False)[1].tokens)
+
+    def api(question: str) -> int:
+        return len(medusa.generate(question, max_new_tokens=tokens).tokens)
+
+    return [Way("chat", chat), Way("api", api)]
+
+
+def _server(
+    stack: contextlib.ExitStack,
+    name: str,
+    module: Sequence[str],
+    words: Sequence[str],
+    model: str,
+    tokens: int,
+    counts: Sequence[int],
+) -> list[Way]:
+    """A server of its own for each number of clients: none knows the questions from another round's."""
+    from medusa_cli.benchmarks.servers import PORT, ask, started
+
+    found = []
+    for count in counts:
+        console.info(f"starting {name} for {count} clients")
+        port = stack.enter_context(
+            started(module, [*words, "--port", PORT], EXTRA if name == "transformers" else "see medusa doctor")
+        )
+
+        def asked(question: str, port: int = port) -> int:
+            return ask(port, model, question, tokens)
+
+        way = Way(name, asked, count)
+        for _ in range(2):  # the first answers warm it up
+            way.run(["Count from one to a hundred."] * count)
+        way.loads.clear()
+        found.append(way)
+    return found
+
+
+def _questions(way: Way, wanted: int, tokens: int) -> list[str]:
+    """Questions whose answers do not end before the limit; UserError for too few."""
+    from medusa_cli.benchmarks import read_questions
+
+    asked = read_questions(mt_bench_path())[0]
+    spread = [asked[place].turns[0] for first in range(STRIDE) for place in range(first, len(asked), STRIDE)]
+    long = list(islice((question for question in spread if way.ask(question) == tokens), wanted))
+    if len(long) < wanted:
+        raise UserError(f"only {len(long)} answers have {tokens} tokens", "ask for fewer --questions or tokens")
+    return long
+
+
+def _round(ways: Sequence[Way], questions: Sequence[str]) -> None:
+    """Each question to every way of one client in turns, then all of them to those of many."""
+    alone = [way for way in ways if way.clients == 1]
+    for number, question in enumerate(questions):
+        turn = number % len(alone) if alone else 0
+        for way in [*alone[turn:], *alone[:turn]]:  # noise and what the machine does meanwhile meets all alike
+            way.run([question])
+    for way in ways:
+        if way.clients > 1:
+            way.run(questions)
+
+
+def _report(ways: Sequence[Way], json: bool) -> None:
+    """Print each way's rate, and how it stands to the first: for ways of one client the median over the questions."""
+    rows: list[dict[str, Any]] = []
+    for way in ways:
+        tokens, seconds = (sum(column) for column in zip(*way.loads, strict=True))
+        over = tokens / seconds / (sum(one for one, _ in ways[0].loads) / sum(one for _, one in ways[0].loads))
+        if len(way.loads) == len(ways[0].loads):
+            over = statistics.median(own / first for own, first in zip(way.rates, ways[0].rates, strict=True))
+        rows.append(
+            {
+                "way": way.name,
+                "clients": way.clients,
+                "tokens": tokens,
+                "tokens_per_s": round(tokens / seconds, 2),
+                "over_the_first": round(over, 3),
+            }
+        )
+    if json:
+        console.emit_json(rows)
+        return
+    for row in rows:
+        console.result(
+            f"{row['way']:13} {row['clients']:2} at a time: {row['tokens_per_s']:6.1f} tokens/s, "
+            f"{row['over_the_first']:.2f} x {ways[0].name}, {row['tokens']} tokens"
+        )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers must not be left behind
+    try:
+        typer.run(serving_load)
+    except UserError as reason:
+        console.error(str(reason))
+        sys.exit(reason.exit_code)
