@@ -138,9 +138,12 @@ ENGINES := build/engines
 ASKED ?= 8
 DEPTH ?= 4
 
-verify-hf: $(READY) ## the exported default model in transformers alone: 20 questions, the same tokens
+HF_ASKED ?= 20
+HF_TOKENS ?= 256
+
+verify-hf: $(READY) ## the exported default model in transformers alone: 20 questions, the same tokens, tokens/s beside ours
 	$(BIN)/medusa export --to hf --output $(ENGINES)/hf --overwrite
-	$(BIN)/python -m tests.engines.reference --questions 20 --tokens 256 > $(ENGINES)/hf.json
+	$(BIN)/python -m tests.engines.reference --questions $(HF_ASKED) --tokens $(HF_TOKENS) --timed > $(ENGINES)/hf.json
 	$(BIN)/python tests/engines/transformers_drafts.py $(ENGINES)/hf.json $(ENGINES)/hf
 
 $(ENGINES)/eagle3.json: $(READY)

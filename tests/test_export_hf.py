@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from medusa_cli.cli import app
 from medusa_cli.drafters import DRAFTERS, Amphista, Firp, HydraHeads, MedusaHeads
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.exporting.hf import export_hf
 from medusa_cli.exporting.source import find_source
 from medusa_cli.tree import Tree
-from medusa_cli.tree.saved import save_tree
+from medusa_cli.tree.saved import load_tree, save_tree
 from tests.runs import save_model, save_run
 from tests.tiny import tiny_tokenizer
 
@@ -90,7 +90,6 @@ def test_what_is_drafted_is_what_our_own_drafter_drafts(tmp_path: Path, name: st
     from medusa_cli.decoding import generate
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
-    from medusa_cli.tree.saved import load_tree
 
     folder = exported(tmp_path, name)
     plain, drafted, passes = both(folder)
@@ -252,6 +251,31 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     drafter.save(firp / "drafter", provenance(backbone.identity))
     with pytest.raises(UserError, match="is a firp drafter"):
         export_hf(find_source(f"{firp}/"), tmp_path / "out")
+
+
+def test_the_tree_has_the_nodes_asked_for_or_those_that_pay(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", save_model(tmp_path / "model"), MedusaHeads)
+    source = find_source(f"{run.path}/")
+    for budget, sizes in (("auto", range(2, 41)), (5, [5]), (None, [1 + 6 + 24 + 48])):
+        folder = export_hf(source, tmp_path / str(budget), budget=budget).folder
+        size = load_tree(folder / "drafter" / "tree.json").size
+        assert size in sizes
+        assert f"a tree of {size} nodes" in (folder / "README.md").read_text()
+    plain, drafted, _ = both(tmp_path / "auto")
+    assert drafted.tolist() == plain.tolist()
+    with pytest.raises(UsageError, match="these heads allow 1 to 40 nodes"):
+        export_hf(source, tmp_path / "large", budget=41)
+    run.calibration_path.unlink()
+    with pytest.raises(UserError, match="has no calibration to search a tree by"):
+        export_hf(source, tmp_path / "unmeasured", budget=5)
+    assert not (tmp_path / "large").exists() and not (tmp_path / "unmeasured").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [(("hf", "few"), "is no number"), (("eagle3", "5"), "says nothing to")])
+def test_a_budget_that_cannot_be_is_a_mistake_of_usage(tmp_path: Path, words: tuple[str, str], said: str) -> None:
+    to, budget = words
+    done = CliRunner().invoke(app, ["export", "--to", to, "--output", str(tmp_path / "out"), "--budget", budget])
+    assert done.exit_code == 2 and said in done.stderr
 
 
 def test_the_command_writes_and_says_how_to_use_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`medusa export`: a drafter, or the model with it, in the layout of another program."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,15 @@ def export(
     ] = "hf",
     run: options.RunOrShipped = None,
     model: options.Model = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|run|N",
+            help="With --to hf: the tree's nodes; auto times transformers' passes here and takes what pays best, run "
+            "takes the run's tree. [default: auto, run without a calibration]",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in that folder.")] = False,
     said: Said,
 ) -> None:
@@ -36,12 +45,19 @@ def export(
     said.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
+    if budget is not None and to != "hf":
+        raise UsageError(f"--budget says nothing to --to {to}", "leave it out")
+    if budget not in (None, "auto", "run") and not budget.isdecimal():
+        raise UsageError(f"--budget {budget!r} is no number", "use auto, run, or how many nodes")
     from medusa_cli.exporting import export_as
     from medusa_cli.exporting.source import find_source
 
     source = find_source(run, model)
     console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {source.model} to {output}")
-    done = export_as(to, source, output, overwrite=overwrite)
+    more: dict[str, Any] = {}
+    if to == "hf" and budget != "run" and (budget or source.calibration):
+        more["budget"] = int(budget) if budget and budget.isdecimal() else "auto"
+    done = export_as(to, source, output, overwrite=overwrite, **more)
     for note in done.notes:
         console.warn(note)
     if said.json:

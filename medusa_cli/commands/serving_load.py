@@ -15,7 +15,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL, model_dir, mt_bench_path
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, in_flags
 
 WAYS = ("chat", "api", "serve", "transformers")
 # Of so many questions that stand together, of one category each, one is asked.
@@ -90,17 +90,18 @@ def serving_load(
 def _here(name: str, run: str | None, dtype: str, tokens: int) -> list[Way]:
     """Chat and the API, over one model in this thread."""
     from medusa_cli.api import Medusa
-    from medusa_cli.commands.chat import Session
+    from medusa_cli.commands.groups import Where
     from medusa_cli.commands.loading import load
-    from medusa_cli.decoding.sampling import sampling_of
+    from medusa_cli.commands.session import Session
+    from medusa_cli.decoding.sampling import Sampling
     from medusa_cli.runs.resolve import choose
 
-    made = load(choose(name, run, None, None), dtype=dtype)
-    session = Session(made.backbone, made.drafter, made.shape, sampling_of(None, None, 1.0, 0, None), tokens, [], False)
-    medusa = Medusa(made)
+    made = load(choose(name, run, None, None), Where(dtype=dtype))
+    # Decoders of their own: neither knows a question from the other.
+    session, medusa = Session(Medusa(made), Sampling(), tokens), Medusa(made)
 
     def chat(question: str) -> int:
-        session.clear()
+        session.clear(None)
         return int(session.answer(question, show=False)[1].tokens)
 
     def api(question: str) -> int:
@@ -195,5 +196,5 @@ if __name__ == "__main__":
     try:
         typer.run(serving_load)
     except UserError as reason:
-        console.error(str(reason))
+        console.error(in_flags(reason))
         sys.exit(reason.exit_code)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from medusa_cli.exporting.eagle3 import export_eagle3
 from medusa_cli.exporting.folder import Exported
@@ -12,6 +13,7 @@ from medusa_cli.exporting.source import Source
 FORMATS: dict[str, Callable[..., Exported]] = {"hf": export_hf, "eagle3": export_eagle3, "medusa": export_medusa}
 
 
-def export_as(format: str, source: Source, output: Path, overwrite: bool = False) -> Exported:
-    """Write a drafter in a format by its name into a new folder, or in the place of an earlier export."""
-    return FORMATS[format](source, output, overwrite=overwrite)
+def export_as(format: str, source: Source, output: Path, overwrite: bool = False, **more: Any) -> Exported:
+    """Write a drafter in a format by its name into a new folder, or in the place of an earlier export; more: what that
+    format alone takes."""
+    return FORMATS[format](source, output, overwrite=overwrite, **more)

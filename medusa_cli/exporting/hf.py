@@ -9,7 +9,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.card import model_card
 from medusa_cli.exporting.folder import Exported, exporting
 from medusa_cli.exporting.source import Source
-from medusa_cli.tree.saved import load_tree
+from medusa_cli.exporting.suited import suited
+from medusa_cli.tree.saved import load_tree, save_tree
 from medusa_cli.tree.tree import Tree
 
 CODE = Path(__file__).parent / "custom_generate"
@@ -17,26 +18,40 @@ CODE = Path(__file__).parent / "custom_generate"
 KINDS = ("medusa", "hydra", "amphista", "eagle")
 
 
-def export_hf(source: Source, output: Path, *, overwrite: bool = False) -> Exported:
+def export_hf(source: Source, output: Path, *, overwrite: bool = False, budget: int | str | None = None) -> Exported:
     """Write the model (an adapter merged), the drafter, tree and calibration, the code that decodes with them, a card.
-    UserError for a kind that has no place in `generate`, or where there is no tree.
+
+    budget: the tree's nodes, "auto" for as many as pay in transformers' passes here (which are timed, in the number
+    type that is stored), None for the run's own tree. UserError for a kind that has no place in `generate`, or where
+    there is no tree, or no calibration to search one by.
     """
     if source.kind not in KINDS:
         raise UserError(
             f"{source.run.drafter_dir} is a {source.kind} drafter, which cannot decode in transformers' generate",
             f"use one of {', '.join(KINDS)}",
         )
-    tree = _tree(source)
+    tree, accuracies = _tree(source), (source.calibration or {}).get("accuracies")
+    if budget == "auto" and not accuracies:
+        budget = None
+    if budget is not None and not accuracies:
+        raise UserError(f"{source.run.path} has no calibration to search a tree by", "run `medusa calibrate` first")
     stored = next(name for name, kind in DTYPES.items() if kind == checkpoint_dtype(source.model))
     network, tokenizer = load_network(source.model, device="cpu", dtype=stored, chat_template=source.run.chat_template)
     if source.adapter is not None:
         network = adapter.merge(network, source.adapter)
-    notes = () if source.adapter is None else (f"the adapter {source.adapter} is merged into the model",)
+    notes: tuple[str, ...] = (
+        () if source.adapter is None else (f"the adapter {source.adapter} is merged into the model",)
+    )
     with exporting(output, overwrite) as part:
         network.save_pretrained(part)
         tokenizer.save_pretrained(part)
         shutil.copytree(source.run.drafter_dir, part / "drafter")
         shutil.copyfile(source.run.tree_path, part / "drafter" / "tree.json")
+        if budget is not None:
+            tree, gain = suited(part, network, accuracies or [], None if budget == "auto" else int(budget))
+            save_tree(part / "drafter" / "tree.json", tree, {})
+            if budget == "auto" and gain < 1:
+                notes += (f"drafts are expected to give {gain:.2f} x plain `generate` on this machine",)
         if source.calibration is not None:
             shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")
         (part / CODE.name).mkdir()

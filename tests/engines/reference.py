@@ -5,8 +5,9 @@ python -m tests.engines.reference --run RUN --questions 8 --tokens 64 --depth 4 
 
 import argparse
 import json
+import time
 
-from medusa_cli import assets
+from medusa_cli import Medusa, assets
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks import read_questions, spread
 from medusa_cli.decoding import generate, generate_plain
@@ -14,6 +15,8 @@ from medusa_cli.drafters import load_drafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import Tree
+
+ENGINES = ("fast", "eager")
 
 
 def main() -> None:
@@ -24,6 +27,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--timed", action="store_true", help="also our own tokens/s with drafts, by engine")
     asked = parser.parse_args()
     run = Run.open(asked.run) if asked.run else None
     backbone = load_backbone(run.model or asked.model if run else asked.model, dtype="fp32", engine="eager")
@@ -33,9 +37,20 @@ def main() -> None:
         [token for step in generate_plain(backbone, prompt, max_new_tokens=asked.tokens) for token in step.tokens]
         for prompt in prompts
     ]
+    rates = {engine: rate(asked, engine, prompts) for engine in ENGINES} if asked.timed else None
     ours = accepted(backbone, run, prompts, asked.tokens, asked.depth) if run else None
     folder = assets.model_dir(backbone.id)
-    print(json.dumps({"model": folder, "prompts": prompts, "tokens": plain, "depth": asked.depth, "accepted": ours}))
+    found = {"model": folder, "prompts": prompts, "tokens": plain, "depth": asked.depth, "accepted": ours}
+    print(json.dumps({**found, "our_tokens_per_s": rates}))
+
+
+def rate(asked: argparse.Namespace, engine: str, prompts: list[list[int]]) -> float:
+    """Our own tokens/s with drafts, over all prompts, after one to warm up."""
+    medusa = Medusa.from_pretrained(None if asked.run else asked.model, run=asked.run, dtype="fp32", engine=engine)
+    medusa.generate(prompts[0], max_new_tokens=asked.tokens)
+    began = time.perf_counter()
+    count = sum(len(medusa.generate(prompt, max_new_tokens=asked.tokens).tokens) for prompt in prompts)
+    return round(count / (time.perf_counter() - began), 2)
 
 
 def accepted(backbone: Backbone, run: Run, prompts: list[list[int]], tokens: int, depth: int) -> list[float]:

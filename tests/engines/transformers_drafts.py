@@ -34,7 +34,8 @@ def main() -> None:
         counted += len(found["drafted"])
     rates = {f"{name}_tokens_per_s": round(counted / spent, 2) for name, spent in seconds.items()}
     questions = len(reference["prompts"])
-    print(json.dumps({"questions": questions, "identical_to_generate": same, "identical_to_ours": ours, **rates}))
+    found = {"questions": questions, "identical_to_generate": same, "identical_to_ours": ours, **rates}
+    print(json.dumps({**found, "our_tokens_per_s": reference["our_tokens_per_s"]}, indent=1))
     sys.exit(same != questions)
 
 

@@ -15,6 +15,7 @@ class Drafter:
         self.size, self.heads = config["hidden_size"], config.get("num_heads") or config["medusa_num_heads"]
         self.layers = config.get("num_layers") or config["medusa_num_layers"]
         self.taps, self.ids = config.get("taps") or [], weights.get("draft_ids")
+        self.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         self.reset()
 
     def reset(self):
@@ -23,7 +24,7 @@ class Drafter:
 
     def states(self, hidden_states):
         """Of the states of all layers [1, n, H] those this drafter reads, the final ones last [n, H * taps]."""
-        return torch.cat([hidden_states[layer][0] for layer in (*self.taps, -1)], dim=-1)
+        return torch.cat([hidden_states[layer][0] for layer in (*self.taps, -1)], dim=-1).to(self.dtype)
 
     def draft(self, tokens, states, root):
         """A token for every node of the tree, after settled tokens [n] with their states and the chosen `root`."""
@@ -67,7 +68,7 @@ class Drafter:
     def score(self, head, states):
         """Scores of a head over its vocabulary."""
         matrix, factor = self.matrices(head)
-        return F.linear(states if factor is None else F.linear(states, factor), matrix)
+        return F.linear((states if factor is None else F.linear(states, factor)).to(matrix.dtype), matrix)
 
     def matrices(self, head):
         """A head's vocabulary matrix, its own or that of all, and the inner factor of one of low rank."""
@@ -85,7 +86,7 @@ class Drafter:
 
     def embed(self, tokens):
         """The model's embeddings [.., H], brought to the size that states have unless the drafter wants them raw."""
-        found = self.embedding(tokens).to(self.lm_head.dtype)
+        found = self.embedding(tokens).to(self.dtype)
         return found if self.config.get("raw") else F.rms_norm(found, (self.size,))
 
     def stack(self, name, x, layers):
@@ -186,7 +187,7 @@ class Eagle(Drafter):
             self.ids = weights["d2t"] + torch.arange(len(weights["d2t"]), device=weights["d2t"].device)
 
     def states(self, hidden_states):
-        return torch.cat([hidden_states[layer][0] for layer in self.taps], dim=-1)
+        return torch.cat([hidden_states[layer][0] for layer in self.taps], dim=-1).to(self.dtype)
 
     def context(self, tokens, states, root):
         x = self.linear("fc", states)

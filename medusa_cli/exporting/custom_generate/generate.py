@@ -9,6 +9,7 @@ loaded from, or by `drafter=FOLDER`.
 """
 
 import json
+import time
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -157,7 +158,7 @@ _loaded = WeakKeyDictionary()
 
 
 def load_drafter(source, model):
-    """The drafter of a folder or hub id with its tree, in the model's number type and on its device; read once."""
+    """The drafter of a folder or hub id with its tree, on the model's device; read once."""
     known, guesser = _loaded.get(model, (None, None))
     if known == (source, model.dtype, model.device):
         return guesser
@@ -169,7 +170,25 @@ def load_drafter(source, model):
         ) from reason
     kind = KINDS[config["drafter"]]
     weights = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
-    weights = {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in weights.items()}
+    dtype = number_type(weights, model)
+    weights = {k: v.to(model.device, dtype if v.is_floating_point() else v.dtype) for k, v in weights.items()}
     guesser = kind(config, weights, Tree(tree["parents"], tree["ranks"]), model)
     _loaded[model] = ((source, model.dtype, model.device), guesser)
     return guesser
+
+
+def number_type(weights, model):
+    """The model's number type, or the stored one where a CPU is quicker by it: rounding moves drafts, no answers."""
+    largest = max((one for one in weights.values() if one.is_floating_point()), key=torch.Tensor.numel)
+    if model.device.type != "cpu" or largest.dtype == model.dtype or largest.numel() < 1 << 20:
+        return model.dtype
+
+    def seconds(dtype):
+        matrix, rows, taken = largest.to(dtype), torch.ones(4, largest.shape[1], dtype=dtype), []
+        for _ in range(4):
+            began = time.perf_counter()
+            torch.nn.functional.linear(rows, matrix)
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    return min((model.dtype, largest.dtype), key=seconds)
