@@ -477,3 +477,7 @@ def test_heads_that_know_what_was_drafted_before_them_learn_in_stage_2_too(place
     assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("weight"))
     said = CliRunner().invoke(app, ["calibrate", "--run", str(run), "--top", "3", "--dtype", "fp32", "--quiet"])
     assert said.exit_code == 0, said.output
+    found = CliRunner().invoke(app, ["doctor", "--run", str(run), "--quick", "--json", "--dtype", "fp32"])
+    assert found.exit_code == 0, found.output
+    backbone = json.loads(found.stdout)["findings"][0]
+    assert backbone["verdict"] == "ok" and f"with adapter {adapter.digest(run / 'adapter')}" in backbone["seen"]
