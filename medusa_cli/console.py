@@ -10,12 +10,13 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from medusa_cli.errors import TERMINATED, in_flags
@@ -89,6 +90,16 @@ def result(renderable: RenderableType) -> None:
         out.print(Text(visible(renderable)), soft_wrap=True)
     else:
         stream([(renderable + "\n", "")])
+
+
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
+    """A table of cells, its columns set right but those that are named in `left`."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def stream(pieces: Iterable[tuple[str, str]]) -> None:

@@ -87,10 +87,7 @@ def bench_firp(
 
 
 def _table(figure: int, trials: "list[Trial]") -> Table:
-    table = Table(title=f"Figure {figure}: {TITLES[figure]}")
-    for column in ("layers", "held-out loss", "top-1, %"):
-        table.add_column(column, justify="right")
-    for trial in trials:
-        layers = ", ".join(map(str, trial.layers)) + (" masked" if trial.masked else "")
-        table.add_row(layers, f"{trial.losses[-1]:.3f}", f"{100 * trial.accuracies[-1]:.1f}")
-    return table
+    layers = [", ".join(map(str, trial.layers)) + (" masked" if trial.masked else "") for trial in trials]
+    numbers = [(f"{trial.losses[-1]:.3f}", f"{100 * trial.accuracies[-1]:.1f}") for trial in trials]
+    rows = [(name, *row) for name, row in zip(layers, numbers, strict=True)]
+    return console.grid(f"Figure {figure}: {TITLES[figure]}", ("layers", "held-out loss", "top-1, %"), rows)

@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Said
 
 
 def bench_gpu(
+    *,
     shapes: Annotated[
         str, typer.Option(metavar="LIST", help="Shapes of random weights, with commas between.")
     ] = "random:1b,random:llama-2-7b",
@@ -16,12 +18,10 @@ def bench_gpu(
         "build/bench-gpu"
     ),
     device: options.Device = "auto",
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Time whole steps of large shapes with random weights: eager, lean and captured, with drafting and prefill."""
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     from medusa_cli.backbone.network import resolve_device
     from medusa_cli.benchmarks.shapes import markdown, time_shape
     from medusa_cli.runs.files import write_atomic, write_json
@@ -34,7 +34,7 @@ def bench_gpu(
         # After each: what was measured must not hang on what comes.
         write_json(output / "steps.json", {**provenance(model), "shapes": found})
         write_atomic(output / "steps.md", markdown(found))
-    if json:
+    if said.json:
         console.emit_json(found)
         return
     console.result(markdown(found))

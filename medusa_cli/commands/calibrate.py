@@ -138,11 +138,9 @@ def _first(answers: list[Any], samples: int | None) -> list[Any]:
 
 def _table(found: "Calibration") -> Table:
     top = len(found.accuracies[0])
-    table = Table(title=f"Accuracy of each head's top {top} guesses on {found.positions:,} held-out tokens, %")
-    table.add_column("head", justify="right")
-    for guess in range(top):
-        table.add_column(str(guess + 1), justify="right")
-    table.add_column("sum", justify="right")
-    for head, row in enumerate(found.accuracies):
-        table.add_row(str(head + 1), *(f"{100 * value:.1f}" for value in row), f"{100 * sum(row):.1f}")
-    return table
+    title = f"Accuracy of each head's top {top} guesses on {found.positions:,} held-out tokens, %"
+    rows = (
+        [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))]
+        for head, row in enumerate(found.accuracies, 1)
+    )
+    return console.grid(title, ["head", *(str(guess + 1) for guess in range(top)), "sum"], rows)

@@ -80,14 +80,12 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> 
 
 def verdict_table(found: dict[str, Any]) -> Table:
     """Grades, and pairs against the reference, as a table."""
-    table = Table(title=f"The judge's verdicts; pairs against {found['reference']}, in both orders")
-    for name in ("method", "score, of 10", "wins", "ties", "losses"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    rows, ends = [], ("wins", "ties", "losses")
     for method, one in found["single"].items():
         pair = found["pairs"].get(method)
-        counts = [str(pair[key]) for key in ("wins", "ties", "losses")] if pair else ["-"] * 3
-        table.add_row(method, f"{one['score']:.2f}", *counts)
-    return table
+        rows.append([method, f"{one['score']:.2f}", *(str(pair[key]) if pair else "-" for key in ends)])
+    title = f"The judge's verdicts; pairs against {found['reference']}, in both orders"
+    return console.grid(title, ("method", "score, of 10", *ends), rows, left=("method",))
 
 
 def _known(log: Path, model: str) -> dict[tuple[Any, ...], Any]:

@@ -92,14 +92,8 @@ def show(document: dict[str, Any]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     console.result(table)
-    for title, grid in by_category(document) if len(document["methods"]) > 1 else ():
-        table = Table(title=title)
-        table.add_column(grid[0][0])
-        for name in grid[0][1:]:
-            table.add_column(name, justify="right")
-        for row in grid[1:]:
-            table.add_row(*row)
-        console.result(table)
+    for title, (names, *cells) in by_category(document) if len(document["methods"]) > 1 else ():
+        console.result(console.grid(title, names, cells, left=("category",)))
     for name, one in document["methods"].items():
         for part in one["divergences"][:5]:
             console.result(
@@ -112,11 +106,10 @@ def show(document: dict[str, Any]) -> None:
 
 def show_sweep(document: dict[str, Any]) -> None:
     """The points as a table, series by series."""
-    table = Table(title=f"{document['title']}: sweep over {document['axis']}")
-    for name in ("series", document["axis"], "tokens/s", "acceptance rate", "overhead", "nats a token"):
-        table.add_column(name, justify="left" if name == "series" else "right")
+    rows = []
     for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):
         cells = (f"{row['x']:g}", f"{row['tokens_per_s']:.1f}", f"{row['acceptance_rate']:.2f}")
         more = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("overhead", "nll"))
-        table.add_row(row["series"], *cells, *more)
-    console.result(table)
+        rows.append((row["series"], *cells, *more))
+    names = ("series", document["axis"], "tokens/s", "acceptance rate", "overhead", "nats a token")
+    console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", names, rows, left=("series",)))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from medusa_cli import console, options
+from medusa_cli.commands.groups import Said
 from medusa_cli.runs.run import Run
 
 # Where the figures of the steps lie in the run.
@@ -102,6 +104,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
 
 
 def reproduce(
+    *,
     run: options.Run = "papers",
     model: Annotated[str, typer.Option(metavar="NAME|FOLDER|ID", help="The backbone.")] = "smollm2-135m",
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the Markdown go.")] = Path(
@@ -109,9 +112,7 @@ def reproduce(
     ),
     questions: Annotated[int, typer.Option(metavar="N", min=1, help="MT-Bench questions a bench.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens a turn.")] = 64,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    said: Said,
 ) -> None:
     """Run the shape of every headline of the papers and say of each whether it is reproduced.
 
@@ -122,14 +123,14 @@ def reproduce(
     from medusa_cli.runs.reading import read_json
     from medusa_cli.runs.run import provenance
 
-    console.configure(quiet=quiet, json=json)
+    said.configure()
     target = Run.open(run, create=True)
     todo = steps(target.path, model, questions, max_new_tokens)
     for number, step in enumerate(todo, 1):
         if not step.done:
             console.info(f"step {number} of {len(todo)}: medusa {' '.join(step.words)}")
             began = time.monotonic()
-            step.run(quiet)
+            step.run(said.quiet)
             console.info(f"{step.name}: {time.monotonic() - began:.0f} s")
     evidence = {step.name: read_json(step.makes, f"the figures of {step.name}") for step in todo if step.kept}
     rows = held(evidence)
@@ -140,16 +141,14 @@ def reproduce(
     document = {**provenance(evidence["auto"]["backbone"]), "facts": facts, "claims": rows}
     write_json(output / "reproduction.json", document)
     write_atomic(output / "reproduction.md", markdown(rows, facts))
-    if json:
+    if said.json:
         console.emit_json(document)
         return
     console.result(_table(rows))
     console.result(f"saved: {output / 'reproduction.md'}")
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
+def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("where", "what it says", "paper", "here", ""):
         table.add_column(name, justify="right" if name in ("paper", "here") else "left")

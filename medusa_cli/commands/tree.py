@@ -148,9 +148,6 @@ def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, source: str) ->
 
 
 def _table(per_depth: list[int], widths: tuple[int, ...]) -> Table:
-    table = Table(title="Nodes per depth")
-    for column in ("depth", "nodes", "guesses used"):
-        table.add_column(column, justify="right")
-    for depth, count in enumerate(per_depth):
-        table.add_row(str(depth), str(count), f"top {widths[depth - 1]}" if depth else "root")
-    return table
+    used = ["root", *(f"top {width}" for width in widths)]
+    rows = ((str(depth), str(count), used[depth]) for depth, count in enumerate(per_depth))
+    return console.grid("Nodes per depth", ("depth", "nodes", "guesses used"), rows)
