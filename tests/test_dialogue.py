@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from medusa_cli.backbone.dialogue import Malformed, encode
-from medusa_cli.training.parsing import _record
+from medusa_cli.training.parsing import record_of
 from tests.tiny import tiny_backbone
 
 
@@ -48,4 +48,4 @@ def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> N
 ])  # fmt: skip
 def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
     with pytest.raises(Malformed, match="half a character"):
-        _record(record, tiny_backbone("llama"))
+        record_of(record, tiny_backbone("llama"))
