@@ -1,6 +1,7 @@
 """One answer, or many side by side, as their steps come."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.decoder import Decoder
@@ -11,23 +12,30 @@ from medusa_cli.drafters.base import Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def answer(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Iterable[int] | None = None,
-    stop_strings: Sequence[str] = (),
-) -> Iterator[Step]:
+    Shape = Tree | Growth | Pace | None
+
+
+class Limit(TypedDict):
+    max_new_tokens: int
+
+
+class AnswerRules(Limit, total=False):
+    """How an answer is made, as Decoder.admit takes it."""
+
+    sampling: Sampling | None
+    stop_ids: Iterable[int] | None
+    stop_strings: Sequence[str]
+
+
+def answer(decoder: Decoder, prompt: Sequence[int], **rules: "Unpack[AnswerRules]") -> Iterator[Step]:
     """Continue a prompt of token ids step by step; the tokens of all steps together are the answer.
 
     A caller that stops listening frees the slot. Errors as Decoder.admit raises them.
     """
-    sequence, first = decoder.admit(
-        prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids, stop_strings=stop_strings
-    )
+    sequence, first = decoder.admit(prompt, **rules)
     try:
         yield first
         while not sequence.done:
@@ -37,61 +45,25 @@ def answer(
 
 
 def generate(
-    backbone: Backbone,
-    drafter: Drafter | None,
-    tree: Tree | Growth | Pace | None,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Iterable[int] | None = None,
-    stop_strings: Sequence[str] = (),
+    backbone: Backbone, drafter: Drafter | None, shape: "Shape", prompt: Sequence[int], **rules: "Unpack[AnswerRules]"
 ) -> Iterator[Step]:
     """Continue one prompt with a decoder of its own; without a drafter this is plain decoding."""
-    decoder = Decoder(backbone, drafter, tree)
-    yield from answer(
-        decoder,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids,
-        stop_strings=stop_strings,
-    )
+    yield from answer(Decoder(backbone, drafter, shape), prompt, **rules)
 
 
-def generate_plain(
-    backbone: Backbone,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Iterable[int] | None = None,
-    stop_strings: Sequence[str] = (),
-) -> Iterator[Step]:
+def generate_plain(backbone: Backbone, prompt: Sequence[int], **rules: "Unpack[AnswerRules]") -> Iterator[Step]:
     """Continue a prompt one token a step: the reference that every drafter is held against."""
-    yield from generate(
-        backbone,
-        None,
-        None,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids,
-        stop_strings=stop_strings,
-    )
+    yield from generate(backbone, None, None, prompt, **rules)
 
 
 def generate_batch(
     backbone: Backbone,
     drafter: Drafter | None,
-    tree: Tree | Growth | Pace | None,
+    shape: "Shape",
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Iterable[int] | None = None,
-    stop_strings: Sequence[str] = (),
+    **rules: "Unpack[AnswerRules]",
 ) -> Iterator[tuple[int, Step]]:
     """Continue many prompts, `batch_size` at a time; yields each one's steps with its number, in no fixed order.
 
@@ -99,19 +71,12 @@ def generate_batch(
     """
     if batch_size < 1:
         raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
-    stop_ids = None if stop_ids is None else frozenset(stop_ids)  # read by every prompt
-    decoder = Decoder(backbone, drafter, tree, slots=max(1, min(batch_size, len(prompts))))
+    stop_ids = rules.get("stop_ids")
+    rules["stop_ids"] = None if stop_ids is None else frozenset(stop_ids)  # read by every prompt
+    decoder = Decoder(backbone, drafter, shape, slots=max(1, min(batch_size, len(prompts))))
     for number, prompt in enumerate(prompts):
         while not decoder.room:
             yield from ((sequence.number, step) for sequence, step in decoder.step())
-        _, first = decoder.admit(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            number=number,
-            stop_ids=stop_ids,
-            stop_strings=stop_strings,
-        )
-        yield number, first
+        yield number, decoder.admit(prompt, number=number, **rules)[1]
     while decoder.rows:
         yield from ((sequence.number, step) for sequence, step in decoder.step())

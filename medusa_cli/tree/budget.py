@@ -67,11 +67,6 @@ def budgets(accuracies: Accuracies, costs: Costs) -> list[Budget]:
     return [judge(accuracies, nodes, costs) for nodes in sizes]
 
 
-def best_budget(accuracies: Accuracies, costs: Costs) -> Budget:
-    """The tree, of any size that was measured, that is expected to give most tokens a second."""
-    return max(budgets(accuracies, costs), key=lambda one: one.tokens_per_s)
-
-
 def break_even(chosen: Budget, costs: Costs) -> float:
     """The chance from which on a further node pays: what it costs, in tokens at the chosen budget's rate.
 
