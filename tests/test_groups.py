@@ -1,6 +1,7 @@
 """Options that go together are one parameter of a command, and one option each on the command line."""
 
 from inspect import signature
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from medusa_cli import options
 from medusa_cli.commands.groups import Said, Where, but, spread_out
+from medusa_cli.commands.loading import follow
 
 
 def shout(
@@ -34,6 +36,11 @@ def test_fields_stand_in_their_parameters_place_as_the_options_they_are() -> Non
     found = signature(spread_out(shout)).parameters
     assert list(found) == ["asked", "word", "device", "dtype", "trust_remote_code", "json", "quiet", "debug"]
     assert found["dtype"].annotation == options.Dtype and found["dtype"].default == "auto"
+
+
+def test_two_ways_of_rounding_are_left_to_the_loader_to_refuse(tmp_path: Path) -> None:
+    both = Where(load_in_4bit=True, load_in_8bit=True)
+    assert follow(tmp_path, both) == both
 
 
 def test_what_nobody_asked_to_be_rounded_is_loaded_whole() -> None:

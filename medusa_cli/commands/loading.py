@@ -40,6 +40,8 @@ def follow(folder: Path, place: Where) -> Where:
     from medusa_cli.engines.kernels import BITS
 
     flags = {"4bit": place.load_in_4bit, "8bit": place.load_in_8bit}
+    if all(flags.values()):
+        return place  # the loader says that they exclude each other
     asked = next((how for how, given in flags.items() if given), None)
     made = rounding_in(folder)
     if made is not None and asked != made:
