@@ -74,6 +74,7 @@ def test_a_part_each_is_as_good_as_the_whole(tmp_path: Path, family: str, words:
         assert all(torch.allclose(ours[name], weight, rtol=0.01, atol=1e-3) for name, weight in theirs.items())
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_in_parts_and_whole(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     one, two, whole = prepared(tmp_path / "one"), prepared(tmp_path / "two"), tmp_path / "whole"
