@@ -99,16 +99,16 @@ def test_the_order_is_the_same_every_time_and_takes_max_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "flag"),
+    ("change", "said"),
     [
-        ({"temperature": -1.0}, "--temperature"),
-        ({"max_new_tokens": 0}, "--max-new-tokens"),
-        ({"max_turns": 0}, "--max-turns"),
-        ({"max_new_tokens": 128}, "--max-new-tokens 128 leaves no room for a prompt in --context 128"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"max_new_tokens": 128}, "max_new_tokens 128 leaves no room for a prompt in context 128"),
     ],
 )
-def test_impossible_settings_are_named(change: dict, flag: str) -> None:
-    with pytest.raises(UsageError, match=flag):
+def test_impossible_settings_are_named(change: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         settings(**change)
 
 
