@@ -54,6 +54,7 @@ class Medusa:
         engine: str = "auto",
         load_in_4bit: bool = False,
         load_in_8bit: bool = False,
+        trust_remote_code: bool = False,
     ) -> "Medusa":
         """Load a model (a named one, a folder, a hub id) with what drafts for it; each word as on the command line.
 
@@ -77,6 +78,7 @@ class Medusa:
             engine=engine,
             load_in_4bit=load_in_4bit,
             load_in_8bit=load_in_8bit,
+            trust_remote_code=trust_remote_code,
         )
         return cls(made)
 

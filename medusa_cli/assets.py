@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SEED = "sharegpt"
@@ -128,7 +128,7 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
             socket.create_connection((address.hostname or "", port), timeout=3).close()
         HfApi().repo_info(name, repo_type=kind, timeout=5)
     except HfHubHTTPError as reason:
-        raise UserError(f"{named} {name!r} was not given by the hub: {str(reason).splitlines()[0]}", remedy) from reason
+        raise UserError(f"{named} {name!r} was not given by the hub: {first_line(reason)}", remedy) from reason
     except Exception as reason:  # the hub client raises whatever its HTTP library does
         raise UserError(
             f"{named} {name!r} is not on this machine and the model hub cannot be reached", remedy

@@ -19,11 +19,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from medusa_cli.errors import TERMINATED, in_flags
+from medusa_cli.errors import TERMINATED, cut, in_flags
 from medusa_cli.screen import Screen, guard_libraries, visible
-
-# A message longer than this loses its middle: five lines of a terminal.
-LONGEST = 5 * 120
 
 # soft_wrap in print keeps one message one line in a pipe.
 out = Screen()
@@ -62,22 +59,22 @@ class _Spoken(logging.Handler):
 def info(message: str) -> None:
     """Say on stderr what is going on; silent when quiet."""
     if not _mode.quiet:
-        err.print(Text(visible(message)), soft_wrap=True)
+        err.print(Text(cut(visible(message))), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    """Say on stderr, in yellow, what may surprise."""
-    err.print(Text(visible(f"warning: {_short(message)}"), style="yellow"), soft_wrap=True)
+    """Say on stderr, in yellow and in one line, what may surprise."""
+    err.print(Text(_line("warning", message), style="yellow"), soft_wrap=True)
 
 
 def error(message: str) -> None:
     """Say on stderr, in red and in one line, what went wrong."""
-    err.print(Text(visible(f"error: {_short(' '.join(message.split()))}"), style="red"), soft_wrap=True)
+    err.print(Text(_line("error", message), style="red"), soft_wrap=True)
 
 
-def _short(message: str) -> str:
-    """A message of bearable length; its end says what to do, so that is kept."""
-    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 + 5 :]}"
+def _line(kind: str, message: str) -> str:
+    """A message in one line, cut once its control characters are spelled out, which makes it longer."""
+    return cut(visible(f"{kind}: {' '.join(message.split())}"))
 
 
 def result(renderable: RenderableType) -> None:

@@ -32,8 +32,13 @@ def shown(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """A text of at most LONGEST characters, its middle left out where it is longer."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    """A text of at most LONGEST characters: of a longer one the middle is left out, as its end says what to do."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
+
+
+def first_line(reason: BaseException) -> str:
+    """What a library's exception says, without the lines that follow; its type where it says nothing."""
+    return next(iter(str(reason).strip().splitlines()), type(reason).__name__)
 
 
 def worded(text: str, word: Callable[[str], str] = str) -> str:
@@ -53,9 +58,8 @@ class UserError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        message = cut(message)
-        self.message, self.remedy = message, remedy
-        self.text = f"{message}; {remedy}" if remedy else message
+        self.message, self.remedy = cut(message), remedy
+        self.text = cut(f"{message}; {remedy}" if remedy else message)
         super().__init__(worded(self.text))
 
     @property

@@ -9,6 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from medusa_cli.errors import cut
+
 # The controls of ASCII and of Latin-1, but newline and tab; what turns the direction of writing, and so disguises a
 # name; halves of characters, as names that are no UTF-8 have them.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
@@ -38,18 +40,25 @@ class Screen(Console):
 
 
 _formatwarning = warnings.formatwarning
+LINES = 5
+
+
+def _brief(text: str) -> str:
+    """What a library says, made visible: of more than a few lines, such as a table of all tensors, the first."""
+    lines = visible(text).splitlines()
+    return cut("\n".join(lines if len(lines) <= LINES else [*lines[: LINES - 1], "..."]))
 
 
 class _Record(logging.LogRecord):
     def getMessage(self) -> str:
-        return visible(super().getMessage())
+        return _brief(super().getMessage())
 
 
 def _warning(*words: Any, **rest: Any) -> str:
-    return visible(_formatwarning(*words, **rest))
+    return _brief(_formatwarning(*words, **rest)) + "\n"
 
 
 def guard_libraries() -> None:
-    """Make visible what libraries log and warn of from now on: some quote the files of a model."""
+    """Make visible and brief what libraries log and warn of from now on: some quote the files of a model."""
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _warning

@@ -1,13 +1,13 @@
 """kill -9 in every command that writes, over and over: afterwards nothing may be lost, doubled or changed.
 
-Half of the kills come after a random time, half just before a random file operation inside the run. Then the command
+Half of the kills come after a random time, half just before a random file operation inside the run (an export, a page
+and the machine's times are written there as well, to be counted). Then the command
 is run to its end, and what it leaves is held against an uninterrupted run by hash. At last two and three commands write
 one run at the same time: one may, the others are told so. `make crash` runs it, `python -m tests.crash --help` tells
 more.
 """
 
 import argparse
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -22,95 +22,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
 import torch
 
 from medusa_cli.errors import UserError
-from medusa_cli.states import StateStore
+from medusa_cli.exporting.medusa import export_medusa
+from medusa_cli.exporting.source import find_source
+from tests.facts import Facts, conversations, document, folder, half, imported, machine, page, report, training
 from tests.forked import RUN, Child, end, free_port, start
-from tests.runs import save_model, save_questions
+from tests.runs import save_model, save_questions, save_run
 
 # What forks would else import each for itself.
 WARM = ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "peft", "medusa_cli.training.loop", "gguf")
 WARM += ("medusa_cli.commands.loading", "medusa_cli.distilling", "medusa_cli.benchmarks", "rich.table", "tensorboard")
-HIDDEN = 32
-
-Facts = list[tuple[str, str]]  # what a run holds: a name for each thing, and a digest of it
-
-
-# ---- what a run holds ----
-
-
-def digest(value: Any) -> str:
-    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def conversations(run: Path) -> Facts:
-    """Every conversation with its states."""
-    found = []
-    states = StateStore(run / "states.bin", HIDDEN)
-    for line in (run / "distill.jsonl").read_text().splitlines():
-        one = json.loads(line)
-        rows = states.read(*one["state_rows"]).contiguous().view(torch.uint8).numpy().tobytes()
-        found.append((one["id"], digest([one["messages"], one["tokens"], one["spans"], digest(rows)])))
-    rows = sum(json.loads(line)["state_rows"][1] for line in (run / "distill.jsonl").read_text().splitlines())
-    return [*found, ("state rows", str(states.rows - rows))]
-
-
-def training(run: Path) -> Facts:
-    """Every step of the log, the drafter, and the adapter where there is one."""
-    kept = ("loss", "accuracies", "positions", "total_positions", "lr")
-    lines = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
-    facts = [
-        (f"{one['event']} {one['step']}", digest({key: one.get(key) for key in kept}))
-        for one in lines
-        if one["event"] in ("stepped", "validated")
-    ]
-    weights = [*run.glob("drafter/*.safetensors"), *run.glob("adapter/*.safetensors")]
-    return facts + [(str(path.relative_to(run)), digest(path.read_bytes())) for path in sorted(weights)]
-
-
-def document(name: str) -> Callable[[Path], Facts]:
-    """A JSON file, but for when it was made."""
-
-    def facts(run: Path) -> Facts:
-        data = json.loads((run / name).read_text())
-        for made in (data, data.get("provenance", {})):
-            made.pop("created", None)
-        return [(name, digest(data)), (f"{name}'s picture", str((run / name).with_suffix(".png").stat().st_size > 0))]
-
-    return facts
-
-
-def report(run: Path) -> Facts:
-    """The last report: what each method wrote, not how fast."""
-    data = json.loads(max(run.glob("bench/*.json")).read_text())
-    return [
-        (name, digest([one["tokens"], one.get("identical"), round(one["acceptance_rate"], 6)]))
-        for name, one in data["methods"].items()
-    ]
-
-
-def half(run: Path) -> list[str]:
-    """The files that are not whole, of those that a reader may meet at any moment."""
-    broken = []
-    for path in [
-        *run.glob("*.json"),
-        *run.glob("drafter/*.json"),
-        *run.glob("adapter/*.json"),
-        *run.glob("bench/*.json"),
-    ]:
-        try:
-            if not path.name.startswith("."):  # else it is not there yet
-                json.loads(path.read_text())
-        except ValueError:
-            broken.append(path.name)
-    return broken
-
-
-# ---- the commands ----
 
 PLACE = ("--run", "r", "--dtype", "fp32", "--device", "cpu", "--quiet")
 DISTILL = ("distill", "--seed", "seeds.json", "--model", "model", *PLACE)
@@ -119,18 +43,24 @@ TRAIN = ("train", *PLACE, "drafter.num_heads=2", "drafter.vocabulary=draft", "dr
 TRAIN += ("train.epochs=2", "train.batch_tokens=96", "train.checkpoint_every=1", "train.validation_every=3")
 
 
+IMPORT = ("import", "theirs", "--run", "r", "--model", "model", "--quiet")
 # Trees that adapt to the clock accept now this, now that.
 STATIC = ("--tree", "static", "--methods", "ar,medusa", "--max-new-tokens", "8")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command to kill: the folder it starts in, what it leaves, and how many processes share it."""
+    """A command to kill: what it leaves, how many processes share it, whether it starts where the first does.
+
+    once: the file that says that it was done; it is refused then, and need not be typed again.
+    """
 
     name: str
     words: tuple[str, ...]
     facts: Callable[[Path], Facts]
     size: int = 1
+    fresh: bool = False
+    once: str = ""
 
     def next(self, place: Path, begun: float) -> list[str]:
         """The words to type now: a training that left a checkpoint is gone on with."""
@@ -141,13 +71,16 @@ class Job:
     def start(self, place: Path, begun: float, die_at: int = 0, victim: int = 0) -> list[Child]:
         port = free_port() if self.size > 1 else 0
         words = self.next(place, begun)
+        home = {"MEDUSA_HOME": str(RUN / "home")} if self.words[0] == "machine" else {}
         return [
-            start(words, place, die_at=die_at if rank == victim else 0, rank=rank, size=self.size, port=port)
+            start(words, place, die_at=die_at if rank == victim else 0, rank=rank, size=self.size, port=port, **home)
             for rank in range(self.size)
         ]
 
     def finish(self, place: Path, begun: float) -> tuple[Facts, float]:
         """Run the command to its end: what it left, and the processor's seconds of the process that took most."""
+        if self.once and (place / RUN / self.once).exists():
+            return self.facts(place / RUN), 0.0
         children = self.start(place, begun)
         end(children)
         assert all(child.code == 0 for child in children), children[0].said.read_text()
@@ -161,11 +94,20 @@ JOBS = (
     Job("calibrate", ("calibrate", *PLACE, "--top", "5"), document("calibration.json")),
     Job("tree", ("tree", "--run", "r", "--quiet", "--budget", "5"), document("tree.json")),
     Job("bench", ("bench", *PLACE, "--questions", "questions.jsonl", *STATIC), report),
+    Job("report", ("report", "r", "--quiet", "--output", f"{RUN}/page.html"), page),
+    Job(
+        "export",
+        ("export", "--run", "r", "--output", f"{RUN}/out", "--budget", "run", "--overwrite", "--quiet"),
+        folder("out"),
+    ),
+    Job("machine", ("machine", "--model", "model", "--quiet", "--measure"), machine),
     Job("train, stage 2", (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"), training),
+    Job("import", IMPORT, imported, fresh=True, once="drafter/config.json"),
 )
+WRITERS = 2  # of these, the first, several at once are tried on one run
 SHARED = (
-    Job("distill, 2 processes", DISTILL, conversations, 2),
-    Job("distill, 3 processes", DISTILL, conversations, 3),
+    Job("distill, 2 processes", DISTILL, conversations, 2, fresh=True),
+    Job("distill, 3 processes", DISTILL, conversations, 3, fresh=True),
 )
 
 
@@ -181,8 +123,10 @@ class Known:
 
 
 def prepare(place: Path) -> None:
-    """A tiny model, seeds and questions to work on."""
-    save_model(place / "model")
+    """A tiny model, seeds and questions to work on, and heads from elsewhere."""
+    made = save_run(place / "made", save_model(place / "model"), calibrated=True)
+    export_medusa(find_source(f"{made.path}/"), place / "theirs")
+    shutil.rmtree(made.path)
     draw = random.Random(0)
     seeds = [
         {"id": f"s{n}", "messages": [{"role": "user", "content": " ".join(f"w{draw.randrange(57)}" for _ in range(4))}]}
@@ -192,13 +136,21 @@ def prepare(place: Path) -> None:
     save_questions(place / "questions.jsonl", 2)
 
 
-def learn(scratch: Path) -> list[Known]:
-    """Run all commands in their order, keeping where each started and what it left."""
+def needed(only: str, rounds: int) -> list[Job]:
+    """The jobs whose names begin so, and those that others stand on, or that write one run at once."""
+    chain = [job for job in JOBS if not job.fresh]
+    last = max((at for at, job in enumerate(chain, 1) if job.name.startswith(only)), default=1)
+    return chain[: max(last, WRITERS if rounds else 1)] + [
+        job for job in (*JOBS, *SHARED) if job.fresh and job.name.startswith(only)
+    ]
+
+
+def learn(scratch: Path, jobs: Sequence[Job]) -> list[Known]:
+    """Run commands in their order, keeping where each started and what it left."""
     known: list[Known] = []
-    place = scratch / "reference"
-    for job in (*JOBS, *SHARED):
-        base = scratch / f"before {job.name}"
-        if job.size > 1:  # these start where the first does
+    for job in jobs:
+        base, place = scratch / f"before {job.name}", scratch / "reference"
+        if job.fresh:
             place = scratch / f"reference {job.name}"
             shutil.copytree(known[0].base, place)
         shutil.copytree(place, base)
@@ -287,7 +239,7 @@ LOCKED = importlib.util.find_spec("medusa_cli.runs.lock") is not None
 
 def contend(known: Sequence[Known], scratch: Path, rounds: int, count: Count) -> None:
     """Start two or three writers of one run at once: one writes what it would alone, the others are refused."""
-    writers = [one for one in known if one.job.name in ("distill", "train, stage 1")]
+    writers = known[:WRITERS]
     for number in range(rounds):
         one, size = writers[number % len(writers)], 2 + number // len(writers) % 2
         place = scratch / "trial"
@@ -325,7 +277,7 @@ def main() -> int:
         os.environ["MEDUSA_HOME"] = str(scratch / "home")  # what is measured of the machine is kept there, for all
         (scratch / "reference").mkdir()
         prepare(scratch / "reference")
-        known = learn(scratch)
+        known = learn(scratch, needed(given.only, given.rounds))
         killed = [one for one in known if one.job.name.startswith(given.only)]
         crash(killed, scratch, given.kills, random.Random(given.random_seed), count)
         if LOCKED:

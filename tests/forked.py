@@ -61,6 +61,7 @@ def start(
     size: int = 1,
     port: int = 0,
     results: Path | None = None,
+    **environment: str,
 ) -> Child:
     """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never, None: none is
     counted); results: where standard output goes, if not beside what the command says."""
@@ -71,6 +72,7 @@ def start(
     code = 70
     try:
         os.chdir(place)
+        os.environ.update(environment)
         with said.open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)

@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from medusa_cli.backbone import adapter
 from medusa_cli.backbone.network import load_network
 from medusa_cli.cli import app
+from medusa_cli.exporting.medusa import export_medusa
+from medusa_cli.exporting.source import find_source
 from tests.runs import save_model, save_questions, save_run
 
 # A case takes a fraction of a second: bounds on what it computes, and on what it waits for on a busy machine.
@@ -41,6 +45,11 @@ TRAIN = ("train", "--run", "{run}", "--dtype", "fp32", "--quiet", *BRIEF, "draft
 RECIPE = ("train", "{run}/recipe.yaml", "--run", "{run}", "--dtype", "fp32", "--quiet")
 SEEDS = ("--model", "{home}/model", "--seed", "{home}/seeds.json", "--max-turns", "1", "--batch-size", "2")
 DISTILL = ("distill", "--run", "{run}", *SHORT, *SEEDS)
+PLAIN = ("chat", "--model", "{home}/model", *SHORT, "--baseline", "--prompt", "w1", "--json")
+IMPORT = ("import", "{home}/theirs", "--run", "{home}/new/", "--model", "{home}/model", "--json")
+EXPORT = ("export", "--run", "{run}/", "--output", "{home}/out", "--to", "medusa", "--json")
+REPORT = ("report", "{run}/bench/one.json", "--json")
+SERVE = ("serve", "--run", "{run}/", "--port", "0", "--dtype", "fp32", "--tree", "static")
 BENCH = ("bench", "--run", "{run}", "--questions", "{home}/questions.jsonl", *SHORT, "--methods", "ar", "--limit", "1")
 DOCTOR = ("doctor", "--run", "{run}", "--quick", "--dtype", "fp32")
 
@@ -64,6 +73,12 @@ FILES: dict[str, tuple[str, ...]] = {
     "cache/steps.json": (*CHAT, "--tree", "auto"),
     "joint/adapter/adapter_config.json": JOINT,
     "joint/adapter/adapter_model.safetensors": JOINT,
+    "run/bench/one.json": REPORT,
+    "theirs/config.json": IMPORT,
+    "theirs/medusa_cli.json": IMPORT,
+    "theirs/medusa_lm_head.safetensors": IMPORT,
+    "heads.pt": ("import", "{home}/heads.pt", *IMPORT[2:]),
+    "model/chat_template.jinja": PLAIN,
     "model/config.json": CHAT,
     "model/generation_config.json": CHAT,
     "model/tokenizer.json": CHAT,
@@ -82,9 +97,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "calibrate": ("calibrate", "--run", "{run}", "--dtype", "fp32"),
     "compare": ("compare", "{run}"),
     "doctor": DOCTOR,
+    "import": IMPORT,
+    "export": EXPORT,
+    "report": REPORT,
+    "serve": SERVE,
 }
-# These would leave the machine, ask for one that is not here, or show tracebacks.
-LEFT_OUT = {"--endpoint", "--help", "--debug", "--device", "--load-in-4bit", "--load-in-8bit", "--gguf"}
+# These would leave the machine, wait for other machines, ask for one that is not here, or show tracebacks.
+LEFT_OUT = {"--endpoint", "--judge", "--host", "--device", "--load-in-4bit", "--load-in-8bit", "--gguf"}
+LEFT_OUT |= {"--help", "--debug"}
 
 # What json.dumps does not write is put in by _dump.
 DEEP, LONG = "\0deep", "\0long"
@@ -176,9 +196,12 @@ class Ground:
         seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n} w{n + 1}"}]} for n in range(6)]
         (self.home / "seeds.json").write_text("".join(json.dumps(one) + "\n" for one in seeds))
         save_questions(self.home / "questions.jsonl")
-        for words in (DISTILL, TRAIN, FILES["cache/steps.json"]):
+        export_medusa(find_source(f"{run.path}/"), self.home / "theirs")
+        torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
+        for words in (DISTILL, TRAIN, FILES["cache/steps.json"], BENCH):
             done = CliRunner().invoke(app, self.filled(words))
             assert done.exit_code == 0, done.output
+        max(run.bench_dir.glob("*.json")).rename(run.bench_dir / "one.json")
         shutil.copytree(self.home, self._whole)
 
     def filled(self, words: tuple[str, ...]) -> list[str]:
@@ -202,7 +225,8 @@ class Ground:
         os.mkfifo(self.home / "run" / "pipe")
         if case.name:
             (self.home / case.name.strip()).write_bytes(case.data)
-        with limits():
+        # A server would wait for requests.
+        with limits(), patch("medusa_cli.serving.server.Server.run"):
             done = CliRunner().invoke(app, self.filled(case.words))
         said = done.stderr
         assert isinstance(done.exception, SystemExit | type(None)), f"{done.exception!r}\n{case!r}"
@@ -250,7 +274,7 @@ def cases(ground: Ground, name: str) -> st.SearchStrategy[Case]:
         ways += [changed_recipe(whole)] * 2
     elif name.endswith(".safetensors"):
         ways += [changed_tensors(whole)] * 2
-    elif name.endswith(".pt"):
+    elif name.endswith("checkpoint.pt"):
         ways += [changed_checkpoint(ground)]
     return st.one_of(ways).map(lambda data: Case(FILES[name], name, data))
 

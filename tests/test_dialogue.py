@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from medusa_cli.backbone.dialogue import Malformed, encode
+from medusa_cli.errors import UserError
 from medusa_cli.training.parsing import record_of
 from tests.tiny import tiny_backbone
 
@@ -49,3 +50,20 @@ def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> N
 def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
     with pytest.raises(Malformed, match="half a character"):
         record_of(record, tiny_backbone("llama"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{% for one in range(10**9) %}x{% endfor %}",
+        "{{ messages[0].x.y }}",
+        "{{ {",
+    ],
+)
+def test_a_template_that_fails_is_said_to_refuse(template: str) -> None:
+    backbone = tiny_backbone()
+    backbone.tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template refuses it"):
+        backbone.encode_chat([{"role": "user", "content": "w1"}])

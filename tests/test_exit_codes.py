@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_cli.console import LONGEST
+from medusa_cli.errors import LONGEST
 
 ROOT = Path(__file__).parent.parent
 LONG = "x" * 5000
@@ -51,7 +51,7 @@ def test_a_command_ends_with_its_code_and_a_short_line(code: int, words: list[st
     if code:
         assert done.stdout == ""
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-        assert len(done.stderr) <= LONGEST + len("error: \n")
+        assert len(done.stderr) <= LONGEST + len("\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

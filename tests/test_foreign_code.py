@@ -8,16 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone import adapter
-from medusa_cli.cli import app
+from medusa_cli.cli import COMMANDS, app
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.errors import UserError
-from tests.runs import save_model
+from tests.checkpoints import medusa_heads, write
+from tests.runs import save_model, save_run
 from tests.tiny import tiny_model
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
@@ -108,6 +111,46 @@ def test_a_servers_tokenizer_is_loaded_without_its_code(tmp_path: Path) -> None:
     assert not (tmp_path / "model" / "ran").exists()
     assert Tokenizer(model, trust_remote_code=True).hidden_size == 32
     assert (tmp_path / "model" / "ran").exists()
+
+
+LOADING = {
+    "machine": ("--model", "{model}", "--json"),
+    "import": ("{home}/theirs", "--model", "{model}", "--run", "{home}/new"),
+    "export": ("--run", "{home}/run/", "--output", "{home}/out"),
+    "serve": ("--run", "{home}/run/", "--port", "0", "--dtype", "fp32", "--tree", "static"),
+    "tree": ("--run", "{home}/run/", "--budget", "auto", "--measure"),
+}
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_a_command_runs_a_models_code_with_the_flag_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    run = save_run(tmp_path / "run", model, calibrated=True)
+    for path in (run.path / "run.json", run.drafter_dir / "config.json"):
+        path.write_text(path.read_text().replace('"llama"', '"own-kind"'))
+    write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads(), {})
+    booby_trapped(tmp_path / "model", "own-kind")
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("medusa_cli.serving.server.prepare", lambda *_: SimpleNamespace(run=lambda door: None))
+    words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "--trust-remote-code" in done.stderr, done.output
+    assert not (tmp_path / "model" / "ran").exists()
+    done = CliRunner().invoke(app, [*words, "--trust-remote-code"])
+    assert done.exit_code == 0, (done.exception, done.output)
+    assert (tmp_path / "model" / "ran").exists()
+
+
+def test_every_command_that_takes_a_model_has_the_flag() -> None:
+    names = {}
+    for name in COMMANDS:
+        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+        names[name] = {word for one in command.params for word in one.opts}
+    loading = {name for name, words in names.items() if words & {"--model", "--drafter"}}
+    assert loading >= {"chat", "bench", "serve", "machine", "export", "import", "train", "distill", "calibrate"}
+    assert all("--trust-remote-code" in names[name] for name in loading), loading
 
 
 def changed_adapter(tmp_path: Path, change: dict[str, Any]) -> Path:

@@ -53,6 +53,8 @@ def test_sigterm_lets_answers_finish_and_ends_well(run: str) -> None:
     ("words", "said", "code"),
     [
         (["--host", "nowhere.invalid"], "--host nowhere.invalid --port 8000 cannot be had", 2),
+        (["--host", "x" * 300], "cannot be had", 2),
+        (["--host", "\0"], "cannot be had", 2),
         (["--port", "65536"], "--port", 2),
         (["--run", "/no/such/run"], "does not exist", 1),
     ],

@@ -84,6 +84,12 @@ def test_settings_that_are_read_late_are_refused_at_load(
     refused(model, match)
 
 
+def test_an_adapter_beside_a_model_is_refused_unopened(model: Path) -> None:
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/etc"}')
+    with pytest.raises(UserError, match="has an adapter beside it"):
+        load_network(str(model), dtype="fp32")
+
+
 def test_a_model_of_pickled_weights_alone_is_refused_unopened(model: Path, tmp_path: Path) -> None:
     class Touch:
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -1,13 +1,16 @@
 """What reaches a terminal: no control characters of other people's texts, and a terminal that is left as it was."""
 
 import io
+import logging
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli import console
-from medusa_cli.errors import INTERRUPTED, TERMINATED
+from medusa_cli.errors import INTERRUPTED, LONGEST, TERMINATED
 from medusa_cli.screen import Screen, visible
 from tests.runs import save_model
 
@@ -107,10 +110,11 @@ def test_what_standard_output_cannot_encode_is_no_error() -> None:
 @pytest.mark.parametrize("say", [console.warn, console.error])
 def test_no_message_is_longer_than_five_lines(say, capsys: pytest.CaptureFixture[str]) -> None:
     console.configure()
-    say("the value " + "x" * 100_000 + " cannot be; give a shorter one")
-    said = capsys.readouterr().err
-    assert len(said) <= console.LONGEST + len("warning: \n") and said.count("\n") == 1
-    assert "the value xxx" in said and said.endswith("xxx cannot be; give a shorter one\n")
+    for value in ("x" * 100_000, "\x1b" * LONGEST, "x\n" * 200):
+        say(f"the value {value} cannot be; give a shorter one")
+        said = capsys.readouterr().err
+        assert len(said) <= LONGEST + len("\n") and said.count("\n") == 1
+        assert "the value " in said and said.endswith(" cannot be; give a shorter one\n")
 
 
 class Seen:
@@ -174,6 +178,14 @@ def test_what_libraries_say_is_made_visible() -> None:
     assert "\x1b]0;" not in said and said.count("\\x1b]0;owned\\x07") >= 3
 
 
+def test_what_libraries_say_is_of_five_lines_at_most() -> None:
+    console.configure()
+    report = "the tensor x is missing\n" * 45 + "x" * 100_000
+    logged = logging.getLogRecordFactory()("x", logging.WARNING, "x.py", 1, report, (), None).getMessage()
+    for said in (logged, warnings.formatwarning(report, UserWarning, "x.py", 1)):
+        assert "the tensor x is missing" in said and len(said.splitlines()) == 5 and len(said) <= LONGEST + 1
+
+
 @pytest.mark.parametrize(("code", "restored"), [(FOOTER, "\x1b7\x1b[r"), (BAR, "\x1b[?25h")], ids=["footer", "bar"])
 def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None:
     seen = Seen("-c", code)
@@ -193,6 +205,8 @@ def test_sigterm_is_the_systems_again_afterwards() -> None:
 
 def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", positions=20_000)
+    for path in tmp_path.glob("model/*config.json"):  # nothing but Ctrl-C shall end it
+        path.write_text(re.sub(r'"eos_token(_id)?": [^,\n]+', r'"eos_token\1": null', path.read_text()))
     words = ["chat", "--model", model, "--baseline", "--dtype", "fp32", "--max-new-tokens", "19000", "--prompt", "w1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE

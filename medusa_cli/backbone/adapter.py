@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.backbone.layers import decoder_layers
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.files import replacing_folder
 from medusa_cli.runs.reading import read_as
 from medusa_cli.runs.weights import read_weights
@@ -161,7 +161,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
             return network if beside else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(
-            f"the adapter {folder} does not fit the model: {str(reason).strip().splitlines()[0]}",
+            f"the adapter {folder} does not fit the model: {first_line(reason)}",
             "give the @model it was trained with",
         ) from reason
 

@@ -7,7 +7,7 @@ Pieces are tokenised as decoding meets them: a prompt first, then the answer's o
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 
 ROLES = {
     "human": "user",
@@ -66,8 +66,6 @@ def render(speaker: Speaker, messages: list[dict[str, str]], *, prompt: bool) ->
 
     UserError where the model has no template, Malformed where the template or the tokenizer cannot take the messages.
     """
-    from jinja2.exceptions import TemplateError
-
     if not getattr(speaker.tokenizer, "chat_template", None):
         raise UserError(
             f"the model {speaker.id!r} has no chat template",
@@ -75,8 +73,10 @@ def render(speaker: Speaker, messages: list[dict[str, str]], *, prompt: bool) ->
         )
     try:
         text = str(speaker.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-    except TemplateError as reason:
-        raise Malformed(f"the chat template refuses it ({reason})") from reason
+    except MemoryError:
+        raise
+    except Exception as reason:  # a template is a program, and may fail as any
+        raise Malformed(f"the chat template refuses it ({first_line(reason)})") from reason
     if not is_whole(text):
         raise Malformed(HALF)
     return text

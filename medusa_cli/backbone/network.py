@@ -10,7 +10,7 @@ from medusa_cli.backbone import blank
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.backbone.sharding import split_layers
 from medusa_cli.backbone.sound import check_complete, check_config, check_ends, check_finite
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -34,6 +34,7 @@ def load_network(
     files of the model's run. Raises UserError for what cannot be found or used.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
@@ -64,12 +65,21 @@ def load_network(
     source = assets.model_dir(model)
     check_config(source)
     try:
+        beside = find_adapter_config_file(source)
+    except Exception as reason:  # damaged files raise whatever the code that meets them does
+        raise unloadable(model, reason) from reason
+    if beside is not None:  # transformers would load it, and the model that it names, by settings that nobody checked
+        raise UserError(
+            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
+            "merge it into the model, or put it into the adapter/ of a run",
+        )
+    try:
         network, info = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         tokenizer.encode("a")  # some settings are read at the first text alone
     except MemoryError:
         raise
-    except Exception as reason:  # damaged files raise whatever the code that meets them does
+    except Exception as reason:  # as above
         raise unloadable(model, reason) from reason
     check_complete(info, model)
     check_ends((network.generation_config, network.config, tokenizer), model)
@@ -156,9 +166,8 @@ def unloadable(model: str, reason: Exception) -> UserError:
     """What to tell of a model that transformers could not load."""
     if "trust_remote_code" in str(reason):
         return assets.untrusted(model)
-    first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
     return UserError(
-        f"@model {model!r} could not be loaded: {first}",
+        f"@model {model!r} could not be loaded: {first_line(reason)}",
         f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {assets.DEFAULT_MODEL!r}",
     )
 

@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from medusa_cli.backbone.support import refuse_unsupported
-from medusa_cli.errors import UserError, shown
+from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.runs.reading import read_as
 
 # Tokens of the probe pass.
@@ -69,8 +69,9 @@ def check_finite(network: Any, model: str) -> None:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
         if isinstance(reason, torch.OutOfMemoryError):
             raise
-        said = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        raise UserError(f"@model {model!r} cannot be run: {said}", "check its config.json, or get it again") from reason
+        raise UserError(
+            f"@model {model!r} cannot be run: {first_line(reason)}", "check its config.json, or get it again"
+        ) from reason
     if not finite:
         kind = str(rows.dtype).removeprefix("torch.")
         raise UserError(

@@ -11,6 +11,7 @@ from medusa_cli.benchmarks.rows import copy_bandwidth
 from medusa_cli.decoding.costs import measure_costs
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engines import Plan, load_backbone
+from medusa_cli.errors import first_line
 
 ROWS = (1, 4, 8, 16, 32, 64)
 PREFILL = 1024
@@ -44,7 +45,7 @@ def time_shape(
             try:
                 found["ways"][way] = _time(backbone, captured, rows, prefill, rounds)
             except (RuntimeError, torch.AcceleratorError) as reason:
-                found["ways"][way] = {"error": str(reason).strip().splitlines()[0]}
+                found["ways"][way] = {"error": first_line(reason)}
         del backbone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

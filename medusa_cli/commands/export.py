@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import Said
+from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UsageError
 
 FORMATS = ("hf", "eagle3", "medusa")
@@ -35,6 +35,7 @@ def export(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in that folder.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     said: Said,
 ) -> None:
     """Write a drafter so that another program decodes with it, and say how that one is started.
@@ -52,8 +53,9 @@ def export(
     from medusa_cli.exporting import export_as
     from medusa_cli.exporting.source import find_source
 
-    source = find_source(run, model)
-    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {source.model} to {output}")
+    source = find_source(run, model, trust_remote_code)
+    whose = Where(trust_remote_code=trust_remote_code).of(source.model)
+    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {whose} to {output}")
     more: dict[str, Any] = {}
     if to == "hf" and budget != "run" and (budget or source.calibration):
         more["budget"] = int(budget) if budget and budget.isdecimal() else "auto"

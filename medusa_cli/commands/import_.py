@@ -20,6 +20,7 @@ def import_(
     ],
     run: options.RunOrNew = None,
     model: options.ModelOrSaid = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     said: Said,
 ) -> None:
     """Take in a drafter that was trained elsewhere, or exported by `medusa export --to medusa` or `eagle3`.
@@ -30,7 +31,7 @@ def import_(
     said.configure()
     from medusa_cli.exporting.incoming import import_drafter
 
-    done = import_drafter(place, run, model)
+    done = import_drafter(place, run, model, trust_remote_code)
     for note in done.notes:
         console.warn(note)
     name = str(done.run.path) if run is None or "/" in run else run

@@ -8,12 +8,13 @@ from rich.table import Table
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.groups import Said
+from medusa_cli.commands.groups import Said, Where
 
 
 def machine(
     *,
     model: options.Model = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     measure: Annotated[bool, typer.Option("--measure", help="Time everything again though it is known.")] = False,
     said: Said,
 ) -> None:
@@ -24,15 +25,16 @@ def machine(
     said.configure()
     import torch
 
-    from medusa_cli.backbone.network import read_config
+    from medusa_cli.backbone.network import has_own_code, read_config
     from medusa_cli.benchmarks.rows import copy_bandwidth
     from medusa_cli.engines.load import choose_kernel
-    from medusa_cli.engines.machine import KERNELS, arithmetic, machine_file, measured, processor
+    from medusa_cli.engines.machine import KERNELS, Measured, arithmetic, machine_file, measured, processor
 
     name = model or DEFAULT_MODEL
-    config, device = read_config(name), torch.device("cpu")
-    found = measured(KERNELS, config, again=measure)
-    taken = choose_kernel(name, "cpu", "auto", "auto", None)
+    config, device = read_config(name, trust_remote_code), torch.device("cpu")
+    own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
+    found = Measured({}) if own else measured(KERNELS, config, again=measure)
+    taken = "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name
     bandwidth, flops = copy_bandwidth(device), arithmetic()
     facts = {
         "processor": processor(),
@@ -42,7 +44,7 @@ def machine(
         "model": name,
         "copy_bytes_per_s": bandwidth,
         "fp32_flops_per_s": flops,
-        "auto": taken.name,
+        "auto": taken,
         "kept_in": str(machine_file()),
     }
     if said.json:
@@ -54,9 +56,12 @@ def machine(
         f"{facts['processor']}, {facts['instructions']}, {facts['threads']} threads, torch {facts['torch']}: "
         f"a copy moves {bandwidth / 1e9:.0f} GB/s, fp32 products reach {flops / 1e9:.0f} GFLOP/s"
     )
-    console.result(_table(name, found.seconds, taken.name))
+    if own:
+        console.result(f"auto takes eager: {Where(trust_remote_code=True).of(name)}, runs as it is")
+        return
+    console.result(_table(name, found.seconds, taken))
     console.result(
-        f"auto takes {taken.name}: of the kernels that are true to the checkpoint's numbers it costs least a token, "
+        f"auto takes {taken}: of the kernels that are true to the checkpoint's numbers it costs least a token, "
         f"over the tree that pays best. Kept in {machine_file()}; --measure times it again"
     )
 

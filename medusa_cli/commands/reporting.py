@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.accuracies import outdated, read_calibration
 from medusa_cli.runs.files import write_atomic
 from medusa_cli.runs.reading import read_object
@@ -70,7 +70,7 @@ def place_of(names: Sequence[str], output: Path | None) -> Path:
     """Where a report goes: what --output says, else beside the first of its benches."""
     if output is not None:
         if output.suffix.lower() not in (".html", ".htm"):
-            raise UserError(f"--output {output} is no name for a page", "give one that ends in .html")
+            raise UsageError(f"--output {output} is no name for a page", "give one that ends in .html")
         return output
     first = bench_of(names[0])
     return first.with_suffix(".html") if len(names) == 1 else first.with_name("report.html")

@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_cli import assets
 from medusa_cli.backbone.dialogue import HALF, is_whole
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.reading import parse_json
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
@@ -128,7 +128,7 @@ def _hub_rows(name: str) -> Iterator[Any]:
         splits = load_dataset(name, trust_remote_code=False)
     except Exception as reason:  # the library raises its own and its HTTP client's many types
         raise UserError(
-            f"@seed {name!r} could not be loaded from the hub: {str(reason).splitlines()[0]}",
+            f"@seed {name!r} could not be loaded from the hub: {first_line(reason)}",
             f"check the name, or use one of {', '.join(NAMED)} or a file",
         ) from reason
     yield from splits["train" if "train" in splits else next(iter(splits))]

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from medusa_cli import assets
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 
 
 class Tokenizer:
@@ -25,7 +25,7 @@ class Tokenizer:
             if "trust_remote_code" in str(reason):
                 raise assets.untrusted(model) from reason
             raise UserError(
-                f"@model {model!r}: its tokenizer could not be loaded: {str(reason).splitlines()[0]}",
+                f"@model {model!r}: its tokenizer could not be loaded: {first_line(reason)}",
                 "give the folder or hub id of the model that the server serves",
             ) from reason
         if chat_template is not None:

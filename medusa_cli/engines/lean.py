@@ -15,6 +15,7 @@ from medusa_cli.engines.kernels import Kernel
 from medusa_cli.engines.layout import Layout
 from medusa_cli.engines.lean_layers import LeanLayer, attend_fused, attend_many, attend_one, norm_of
 from medusa_cli.engines.tracing import Traced, trace
+from medusa_cli.errors import first_line
 
 # Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.
 MANY = 128
@@ -73,7 +74,7 @@ class LeanEngine(Engine):
         try:
             found = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
         except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
-            raise Unsupported(str(reason).splitlines()[0]) from reason
+            raise Unsupported(first_line(reason)) from reason
         error = float((found - expected).norm() / expected.norm())
         allowed = max(TOLERANCE[self.dtype], TOLERANCE[self.backbone.embedding.weight.dtype])
         if self.kernel.exact and error > allowed:

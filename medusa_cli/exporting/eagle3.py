@@ -74,7 +74,7 @@ def _launch(model: str, folder: Path, tokens: int) -> tuple[str, ...]:
 
 def _config(source: Source) -> dict[str, Any]:
     """config.json under the engines' names; UserError where the drafter's own lacks a width."""
-    base = read_config(source.model)
+    base = read_config(source.model, source.trusted)
     own = source.config
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size", "taps", "num_heads")
     lacking = [key for key in needed if key not in own]
@@ -173,7 +173,8 @@ def import_eagle3(found: dict[str, Tensor], config: dict[str, Any], base: Base, 
     check_tensors(tensors, _shapes(full) | maps, "the EAGLE-3 checkpoint")
     _check_maps(tensors["d2t"], tensors["t2d"], base.vocab_size)
     _share_none(tensors, full)
-    theta = plain.get("rope_theta") or (plain.get("rope_parameters") or {}).get("rope_theta") or 10_000.0
+    inner = plain.get("rope_parameters")
+    theta = plain.get("rope_theta") or (inner.get("rope_theta") if isinstance(inner, dict) else None) or 10_000.0
     ours = {
         "num_heads": _levels(config),
         "num_layers": 1,
@@ -185,7 +186,7 @@ def import_eagle3(found: dict[str, Tensor], config: dict[str, Any], base: Base, 
         "num_key_value_heads": heads,
         "draft_vocab_size": full["draft_vocab_size"],
         "rms_norm_eps": plain.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(theta),
+        "rope_theta": float(theta) if isinstance(theta, int) else theta,
         "taps": taps,
     }
     return Imported(KIND, ours, tensors, notes=tuple(notes))

@@ -35,8 +35,14 @@ def export_hf(source: Source, output: Path, *, overwrite: bool = False, budget: 
         budget = None
     if budget is not None and not accuracies:
         raise UserError(f"{source.run.path} has no calibration to search a tree by", "run `medusa calibrate` first")
-    stored = next(name for name, kind in DTYPES.items() if kind == checkpoint_dtype(source.model))
-    network, tokenizer = load_network(source.model, device="cpu", dtype=stored, chat_template=source.run.chat_template)
+    own = checkpoint_dtype(source.model, source.trusted)
+    network, tokenizer = load_network(
+        source.model,
+        device="cpu",
+        dtype=next(name for name, kind in DTYPES.items() if kind == own),
+        chat_template=source.run.chat_template,
+        trust_remote_code=source.trusted,
+    )
     if source.adapter is not None:
         network = adapter.merge(network, source.adapter)
     notes: tuple[str, ...] = (

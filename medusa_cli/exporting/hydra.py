@@ -9,7 +9,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.imported import Base, Imported, count_said
 from medusa_cli.exporting.tensors import check_tensors
 
-KEY = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)")
+KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
 
 
 def import_hydra(found: dict[str, Tensor], config: dict[str, Any], base: Base, beside: dict[str, Any]) -> Imported:

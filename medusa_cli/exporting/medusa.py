@@ -22,7 +22,8 @@ WEIGHTS = "medusa_lm_head.safetensors"
 # What the layout has no place for lies beside it, so that an import finds all of it again: config and measurements,
 # and matrices of low rank before they were multiplied out.
 BESIDE, NARROW = "medusa_cli.json", "medusa_cli.safetensors"
-KEY = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+# Two digits: of more heads or layers than that there is none, and a file must not make us count to a billion.
+KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 
 
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> Exported:
@@ -138,7 +139,7 @@ def import_medusa(found: dict[str, Tensor], config: dict[str, Any], base: Base, 
         *count_said(config, ("medusa_num_heads", "num_heads"), heads, "heads"),
         *_filled(tensors, heads, layers, config),
     )
-    size, words = base.hidden_size, base.vocab_size if ids is None else len(ids)
+    size, words = base.hidden_size, base.vocab_size if ids is None else _ids(ids, base)
     shapes: dict[str, tuple[int, ...]] = {}
     for k in range(heads):
         shapes |= {f"{k}.{layer}.linear.weight": (size, size) for layer in range(layers)}
@@ -163,6 +164,14 @@ def import_medusa(found: dict[str, Tensor], config: dict[str, Any], base: Base, 
     return Imported("medusa", ours, tensors, notes=notes)
 
 
+def _ids(ids: Tensor, base: Base) -> int:
+    """How many tokens a token_map names; UserError unless each is one of the model's, and none stands twice."""
+    whole = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and ids.numel() > 0
+    if not whole or ids.min() < 0 or ids.max() >= base.vocab_size or len(ids.unique()) < len(ids):
+        raise UserError("token_map is no list of different tokens of the model", "give the @model it was made for")
+    return len(ids)
+
+
 def plain_name(name: str) -> str:
     """A tensor's name as FasterDecoding's files have it, from there, from vLLM's own form, or from a whole model's."""
     name = re.sub(r"^(model\.)?medusa_heads?\.", "", name)
@@ -177,7 +186,7 @@ def _filled(tensors: dict[str, Tensor], heads: int, layers: int, config: dict[st
         for layer in range(layers):
             weight = tensors.get(f"{k}.{layer}.linear.weight")
             if weight is not None:
-                tensors[f"{k}.{layer}.linear.bias"] = weight.new_zeros(len(weight))
+                tensors[f"{k}.{layer}.linear.bias"] = weight.new_zeros(weight.shape[:1])
     return ["its layers have no biases"]
 
 
@@ -188,7 +197,7 @@ def _restored(
     theirs."""
     config, ids, narrow = beside.get("config"), beside.get("draft_ids"), beside["narrow"]
     wrong = UserError(f"{BESIDE} does not belong to these heads", f"delete {BESIDE} to import them as they are")
-    if not isinstance(config, dict) or not isinstance(ids, list | None):
+    if not isinstance(config, dict) or not isinstance(ids, list | None) or "draft_ids" in tensors:
         raise wrong
     kept = {key: ours[key] for key in ("vocabulary", "draft_vocab_size", "matrices", "rank")}
     matrices = [f"{k}.{layers}.weight" for k in range(heads)]
@@ -205,7 +214,7 @@ def _restored(
         tensors["draft_ids"] = rows.to(torch.int32)
         kept |= {"vocabulary": "draft", "draft_vocab_size": len(ids)}
     if config.get("matrices") == "one" and ours["vocabulary"] == "own":
-        if any(not torch.equal(tensors[name], tensors[matrices[0]]) for name in matrices[1:]):
+        if any(name not in tensors or not torch.equal(tensors[name], tensors[matrices[0]]) for name in matrices):
             raise wrong
         for name in matrices[1:]:
             del tensors[name]

@@ -16,12 +16,16 @@ from medusa_cli.runs.run import RUNS, Run
 
 @dataclass(frozen=True)
 class Source:
-    """A run that holds a drafter, its config.json and weights as they are on disk, and the model's name."""
+    """A run that holds a drafter, its config.json and weights as they are on disk, and the model's name.
+
+    trusted: whether Python files of the model's may be run.
+    """
 
     run: Run
     model: str
     config: dict[str, Any]
     tensors: dict[str, Tensor] = field(repr=False)
+    trusted: bool = False
 
     @property
     def kind(self) -> str:
@@ -57,7 +61,7 @@ class Source:
         return None
 
 
-def find_source(run: str | None = None, model: str | None = None) -> Source:
+def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
     """The run that is named, else what ships for the model (by default the default model); UserError where there is no
     drafter, or it is another model's."""
     from medusa_cli.drafters import drafter_kind
@@ -76,4 +80,4 @@ def find_source(run: str | None = None, model: str | None = None) -> Source:
     owner = target.model or config.get("base_model_name_or_path")
     if model is None and run is not None and isinstance(owner, str):
         name = owner
-    return Source(target, name, config, read_tensors(folder / kind.weights_file))
+    return Source(target, name, config, read_tensors(folder / kind.weights_file), trusted)

@@ -1,6 +1,7 @@
 """Tensors from files that are not trusted: nothing in them is executed, and every name, shape and type is checked."""
 
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line, shown
 
 # How many names an error gives of those that are missing or too many.
 NAMED = 4
+TYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -24,22 +26,44 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} does not exist", "check the path")
     if path.suffix == ".safetensors":
         try:
-            return dict(load_file(path))
+            return _usable(load_file(path), path)
         except (SafetensorError, OSError, ValueError) as reason:
-            raise UserError(f"{path} is no whole safetensors file: {_first_line(reason)}", "fetch it again") from reason
+            raise UserError(f"{path} is no whole safetensors file: {first_line(reason)}", "fetch it again") from reason
     try:
+        _check_unpacked(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as reason:
         raise UserError(
             f"{path} holds more than tensors, which would be executed on reading: it is refused",
             "save its tensors as .safetensors where you trust it",
         ) from reason
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError) as reason:
-        raise UserError(f"{path} is no whole torch file: {_first_line(reason)}", "fetch it again") from reason
+    except (
+        *(RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError),
+        zipfile.BadZipFile,
+    ) as reason:
+        raise UserError(f"{path} is no whole torch file: {first_line(reason)}", "fetch it again") from reason
     if not isinstance(found, Mapping) or not all(
         isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
     ):
         raise UserError(f"{path} holds no table of named tensors", "give the file with the heads' state dict")
+    return _usable(found, path)
+
+
+def _check_unpacked(path: Path) -> None:
+    """UserError for a torch file that holds more than its size: torch packs nothing, and a packed one may be vast."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(path) as archive:
+        if sum(one.file_size for one in archive.infolist()) > path.stat().st_size:
+            raise UserError(f"{path} is packed, which torch's own files are not", "save it again with torch.save")
+
+
+def _usable(found: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The tensors of a file; UserError where one is sparse, quantised, elsewhere, or of a type no weight has."""
+    for name, one in found.items():
+        if one.layout != torch.strided or one.device.type != "cpu" or one.dtype not in TYPES:
+            raise UserError(f"{path}: the tensor {shown(name)} is of no plain type", "save it as plain floats")
     return dict(found)
 
 
@@ -62,10 +86,12 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, .
 
 def inside(folder: Path, name: str) -> Path:
     """The path of a file that a config names, which must lie in the folder; else UserError."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
+    path, root = (folder / name).resolve(), folder.resolve()
+    if root.parent.name == "snapshots":  # in the hub's cache files are links to where it keeps them
+        root = root.parents[1]
+    if not path.is_relative_to(root):
         raise UserError(f"{folder} names the file {name!r}, which lies outside of it", "do not trust this folder")
-    return path
+    return folder / name
 
 
 def _some(names: Iterable[str]) -> str:
@@ -76,7 +102,3 @@ def _some(names: Iterable[str]) -> str:
 
 def _shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
-
-
-def _first_line(reason: Exception) -> str:
-    return (str(reason).strip().splitlines() or [type(reason).__name__])[0]

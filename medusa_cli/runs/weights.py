@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def read_weights(
                 _check(f"{what} {path}: the tensor {name!r}", found.get(name), tuple(shape), name in ids, remedy)
             tensors = {name: file.get_tensor(name) for name in wanted}
     except (SafetensorError, OSError) as reason:
-        raise UserError(f"{what} {path} cannot be read: {str(reason).splitlines()[0]}", remedy) from reason
+        raise UserError(f"{what} {path} cannot be read: {first_line(reason)}", remedy) from reason
     for name, tensor in tensors.items():
         if name not in ids and not torch.isfinite(tensor).all():
             raise UserError(f"{what} {path}: the tensor {name!r} holds numbers that are not finite", remedy)

@@ -57,7 +57,7 @@ def listen(host: str, port: int) -> socket.socket:
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         door.bind((host, port))
-    except (OSError, OverflowError) as reason:
+    except (OSError, OverflowError, ValueError, TypeError) as reason:  # of names that no address can have
         door.close()
         said = getattr(reason, "strerror", None) or str(reason)
         raise UsageError(f"@host {host} @port {port} cannot be had: {said}", "give another @port or @host") from reason

@@ -8,7 +8,7 @@ import torch
 from msgspec import convert
 
 from medusa_cli.drafters.base import Drafter
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.runs.files import replacing, replacing_folder
 from medusa_cli.runs.recipe import Recipe, differences, from_dict
 from medusa_cli.runs.run import Run, check_backbone
@@ -58,7 +58,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         earlier_path(path).unlink(missing_ok=True)
     except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
-            f"the checkpoint {path} could not be written: {str(reason).splitlines()[0]}",
+            f"the checkpoint {path} could not be written: {first_line(reason)}",
             "free disk space or choose another @run",
         ) from reason
 
