@@ -169,19 +169,19 @@ def test_a_draw_is_where_its_number_falls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flag"),
+    ("changes", "name"),
     [
-        ({"mode": "magic"}, "--sampling"),
-        ({"temperature": -1.0}, "--temperature"),
-        ({"temperature": math.inf}, "--temperature"),
-        ({"top_p": 0.0}, "--top-p"),
-        ({"top_p": 1.5}, "--top-p"),
-        ({"top_k": -1}, "--top-k"),
+        ({"mode": "magic"}, "sampling"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
         ({"epsilon": 0.0}, "epsilon"),
-        ({"mode": "typical", "temperature": 0.7, "top_p": 0.9}, "--top-p 0.9 says nothing to --sampling typical"),
-        ({"mode": "typical", "temperature": 0.7, "top_k": 5}, "--top-k 5 says nothing to --sampling typical"),
+        ({"mode": "typical", "temperature": 0.7, "top_p": 0.9}, "top_p 0.9 says nothing to sampling typical"),
+        ({"mode": "typical", "temperature": 0.7, "top_k": 5}, "top_k 5 says nothing to sampling typical"),
     ],
 )
-def test_impossible_sampling_is_named(changes: dict, flag: str) -> None:
-    with pytest.raises(UsageError, match=flag):
+def test_impossible_sampling_is_named(changes: dict, name: str) -> None:
+    with pytest.raises(UsageError, match=name):
         Sampling(**changes)

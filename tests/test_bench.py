@@ -76,7 +76,7 @@ def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> No
 
 def test_80_columns_hold_the_table_whole(place: Path) -> None:
     shown = bench(place, "--limit", "2", "--methods", "ar,medusa,medusa-dynamic").stdout
-    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    assert max(len(line) for line in shown.splitlines() if not line.startswith("report:")) <= 80 and "…" not in shown
     assert "┓" in shown.splitlines()[1] and "dynamictreesofatmost" in "".join(shown.split())
 
 

@@ -271,7 +271,10 @@ def test_the_tree_has_the_nodes_asked_for_or_those_that_pay(tmp_path: Path) -> N
     assert not (tmp_path / "large").exists() and not (tmp_path / "unmeasured").exists()
 
 
-@pytest.mark.parametrize(("words", "said"), [(("hf", "few"), "is no number"), (("eagle3", "5"), "says nothing to")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("hf", "few"), "is no number"), (("hf", "9" * 5000), "is no number"), (("eagle3", "5"), "says nothing to")],
+)
 def test_a_budget_that_cannot_be_is_a_mistake_of_usage(tmp_path: Path, words: tuple[str, str], said: str) -> None:
     to, budget = words
     done = CliRunner().invoke(app, ["export", "--to", to, "--output", str(tmp_path / "out"), "--budget", budget])

@@ -220,7 +220,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, model: str) -> None:
         import_drafter(str(tmp_path / "empty"), f"{tmp_path}/run", model)
     with pytest.raises(UserError, match="does not exist"):
         import_drafter(str(tmp_path / "nowhere"), f"{tmp_path}/run", model)
-    with pytest.raises(UserError, match="give model NAME"):
+    with pytest.raises(UserError, match="has no config.json"):
         import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", str(tmp_path / "empty"))
 
 

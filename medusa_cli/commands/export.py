@@ -1,5 +1,6 @@
 """`medusa export`: a drafter, or the model with it, in the layout of another program."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.commands.groups import Said, Where
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, shown
 
 FORMATS = ("hf", "eagle3", "medusa")
 
@@ -48,8 +49,8 @@ def export(
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget says nothing to --to {to}", "leave it out")
-    if budget not in (None, "auto", "run") and not budget.isdecimal():
-        raise UsageError(f"--budget {budget!r} is no number", "use auto, run, or how many nodes")
+    if budget not in (None, "auto", "run") and not re.fullmatch("[0-9]{1,5}", budget):
+        raise UsageError(f"--budget {shown(budget)} is no number of nodes", "use auto, run, or how many")
     from medusa_cli.exporting import export_as
     from medusa_cli.exporting.source import find_source
 
@@ -58,7 +59,7 @@ def export(
     console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {whose} to {output}")
     more: dict[str, Any] = {}
     if to == "hf" and budget != "run" and (budget or source.calibration):
-        more["budget"] = int(budget) if budget and budget.isdecimal() else "auto"
+        more["budget"] = int(budget) if budget not in (None, "auto") else "auto"
     done = export_as(to, source, output, overwrite=overwrite, **more)
     for note in done.notes:
         console.warn(note)
