@@ -179,3 +179,12 @@ def test_the_page_opens_in_a_browser(place: Path, tmp_path: Path, width: int, da
     for order, values in (found["up"], found["down"]):
         rates = [float(value.split()[0]) for value in values]
         assert rates == sorted(rates, reverse=order == "descending") and len(rates) == 4
+
+
+@pytest.mark.skipif(not PROGRAM, reason="needs Chromium")
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
+def test_the_kept_report_opens_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
+    page = Path(__file__).parent.parent / "docs/results/mt-bench.html"
+    script = "({wide: document.documentElement.scrollWidth, charts: document.querySelectorAll('svg').length})"
+    found, console = look(page, script, tmp_path, width=width, dark=dark)
+    assert console == [] and found["wide"] <= width and found["charts"] > 5
