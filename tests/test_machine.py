@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,26 @@ def test_steps_are_timed_once_for_a_shape_and_then_read(timed: list[str]) -> Non
     assert not list(machine_file().parent.glob(".*"))  # nothing half written is left
     measured(["fp32"], CONFIG, again=True)
     assert timed[3:] == ["fp32"]
+
+
+def test_times_of_a_busy_machine_hold_for_one_process(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = machine._times
+
+    def disturbed(names: Any, config: Any) -> dict[str, dict[str, float]]:
+        time.sleep(1.2 * machine.SHORT)  # what another program computes
+        return times(names, config)
+
+    monkeypatch.setattr(machine, "_times", disturbed)
+    monkeypatch.setattr(machine, "_disturbed", {})
+    found = measured(["fp32"], CONFIG)
+    assert measured(["fp32"], CONFIG) == found and len(timed) == 1
+    assert not machine_file().exists() and "times it anew" in caplog.text
+    monkeypatch.setattr(machine, "_disturbed", {})  # another process
+    monkeypatch.setattr(machine, "_times", times)
+    measured(["fp32"], CONFIG)
+    assert len(timed) == 2 and machine_file().exists()
 
 
 def test_models_of_another_shape_machines_and_threads_have_times_of_their_own(
@@ -164,7 +185,10 @@ def test_the_cost_is_of_the_tree_that_pays_best_or_of_so_many_rows() -> None:
     assert found.cost("single", 1) < found.cost("many", 1) and found.cost("many", 60) == pytest.approx(0.060 / 64)
 
 
-def test_a_machine_is_really_timed_and_its_choice_runs_the_model(home: Path, tmp_path: Path) -> None:
+def test_a_machine_is_really_timed_and_its_choice_runs_the_model(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "UNDISTURBED", 0.0)  # whatever else runs beside the tests
     model = tiny_model().to(torch.bfloat16)
     backbone = load_backbone(saved(model, tmp_path / "model"))
     kept = json.loads((home / "machine.json").read_text())["kernels"]

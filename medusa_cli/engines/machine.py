@@ -58,16 +58,28 @@ def fastest(kernels: Sequence[Kernel], config: Any, rows: int | None = None) -> 
     return min(known or kernels[:1], key=lambda one: found.cost(one.name, rows) if known else 0.0)
 
 
+# The thread that times computes or spins all the while; where it ran for less of the time (of more than so many
+# seconds), the times are those of a busy machine and hold for this process alone.
+UNDISTURBED, SHORT = 0.8, 0.2
+_disturbed: dict[tuple[Path, str], dict[str, Any]] = {}
+
+
 def measured(names: Sequence[str], config: Any, again: bool = False) -> Measured:
     """The times of kernels on a model's shapes: kept ones, or, where there are none for this machine, new ones."""
     key, path = machine_key(config), machine_file()
-    kept = {} if again else _read(path).get(key, {})
+    kept = {} if again else {**_read(path).get(key, {}), **_disturbed.get((path, key), {})}
     missing = [name for name in names if name not in kept or not kept[name]]
     if missing:
         log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(missing))
+        wall, own = time.perf_counter(), time.thread_time()
         fresh = _times(missing, config)
+        wall, own = time.perf_counter() - wall, time.thread_time() - own
         kept = {**kept, **fresh}
-        _keep(path, key, kept)
+        if wall < SHORT or own > UNDISTURBED * wall:
+            _keep(path, key, kept)
+        else:
+            log.warning("other programs took much of the processor while it was timed; the next start times it anew")
+            _disturbed[path, key] = kept
     return Measured({name: {int(rows): s for rows, s in kept[name].items()} for name in names if kept.get(name)})
 
 
