@@ -72,9 +72,10 @@ def test_times_of_a_busy_machine_hold_for_one_process(
     assert measured(["fp32"], CONFIG) == found and len(timed) == 1
     assert not machine_file().exists() and "times it anew" in caplog.text
     monkeypatch.setattr(machine, "_disturbed", {})  # another process
-    monkeypatch.setattr(machine, "_times", times)
     measured(["fp32"], CONFIG)
-    assert len(timed) == 2 and machine_file().exists()
+    assert len(timed) == 2 and not machine_file().exists()
+    measured(["fp32"], CONFIG, again=True)  # asked for
+    assert len(timed) == 3 and machine_file().exists() and "once more" in caplog.text
 
 
 def test_models_of_another_shape_machines_and_threads_have_times_of_their_own(

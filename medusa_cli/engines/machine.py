@@ -59,7 +59,7 @@ def fastest(kernels: Sequence[Kernel], config: Any, rows: int | None = None) -> 
 
 
 # The thread that times computes or spins all the while; where it ran for less of the time (of more than so many
-# seconds), the times are those of a busy machine and hold for this process alone.
+# seconds), the times are those of a busy machine and hold for this process alone, unless they were asked for.
 UNDISTURBED, SHORT = 0.8, 0.2
 _disturbed: dict[tuple[Path, str], dict[str, Any]] = {}
 
@@ -75,11 +75,14 @@ def measured(names: Sequence[str], config: Any, again: bool = False) -> Measured
         fresh = _times(missing, config)
         wall, own = time.perf_counter() - wall, time.thread_time() - own
         kept = {**kept, **fresh}
-        if wall < SHORT or own > UNDISTURBED * wall:
-            _keep(path, key, kept)
-        else:
-            log.warning("other programs took much of the processor while it was timed; the next start times it anew")
+        busy = wall > SHORT and own < UNDISTURBED * wall
+        if busy:
+            then = "time it once more without them" if again else "the next start times it anew"
+            log.warning("other programs took much of the processor while it was timed; %s", then)
+        if busy and not again:
             _disturbed[path, key] = kept
+        else:
+            _keep(path, key, kept)
     return Measured({name: {int(rows): s for rows, s in kept[name].items()} for name in names if kept.get(name)})
 
 
