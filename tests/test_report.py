@@ -165,6 +165,26 @@ SEEN = """(() => {
 })()"""
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("facts", [[0]]),
+        ("backbone", 1),
+        ("drafting", [3]),
+        ("methods", {"ar": {"speedup": "x"}}),
+        ("baseline", "1e-300"),
+    ],
+)
+def test_figures_that_no_bench_writes_are_refused_in_one_line(
+    place: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    document = json.loads(only(place / "mine/bench", "*.json").read_text())
+    (tmp_path / "bench.json").write_text(json.dumps({**document, key: value}))
+    done = medusa("report", str(tmp_path / "bench.json"))
+    assert done.exit_code == 1 and "holds figures that no bench writes" in done.stderr, done.output
+    assert "internal error" not in done.stderr and not list(tmp_path.glob("*.html"))
+
+
 @pytest.mark.skipif(not PROGRAM, reason="needs Chromium")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])

@@ -48,11 +48,11 @@ def doctor(
     prompts, and changes nothing in the run. Typed bare it examines the drafter that ships. About a minute on two cores.
     """
     said.configure()
-    target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    target = Run.open(run) if run is not None else Run.pretrained(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
     name = model or _model_of(target) or DEFAULT_MODEL
-    whose = target.path if run else f"the drafter that ships for {name}"
+    whose = target.path if run is not None else f"the drafter that ships for {name}"
     console.info(f"Examining {whose} on {place.of(name)}; --quick leaves decoding out")
 
     from medusa_cli.diagnosis import Case, chosen, examine, worst

@@ -1,11 +1,12 @@
 """From run names and files to what a report is made of, and the page and the Markdown on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_cli import console
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.runs.accuracies import outdated, read_calibration
 from medusa_cli.runs.files import write_atomic
 from medusa_cli.runs.reading import read_object
@@ -25,7 +26,21 @@ def gather(names: Sequence[str]) -> "list[SavedBench]":
     labels = [_label(path) for path in paths]
     # Two benches of one run go by their time as well.
     labels = [one if labels.count(one) == 1 else f"{one} {path.stem}" for one, path in zip(labels, paths, strict=True)]
-    return [measured(*one) for one in zip(labels, documents, [path.parent for path in paths], strict=True)]
+    found = []
+    for label, document, path in zip(labels, documents, paths, strict=True):
+        with _drawn_from(path):
+            found.append(measured(label, document, path.parent))
+    return found
+
+
+@contextmanager
+def _drawn_from(bench: Any) -> Iterator[None]:
+    """UserError, naming the bench, where its figures are not those that a bench writes: a file may hold anything."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
+        what = f"{type(reason).__name__}: {first_line(reason)}"
+        raise UserError(f"{bench} holds figures that no bench writes ({what})", "run `medusa bench` again") from reason
 
 
 def read_bench(path: Path) -> dict[str, Any]:
@@ -59,11 +74,12 @@ def write_report(sources: "Sequence[SavedBench]", target: Path) -> list[Path]:
     """Write the page and, beside it, the Markdown; their paths."""
     from medusa_cli.benchmarks.page import contents, html, markdown
 
-    parts = contents(sources)
-    text = target.with_suffix(".md")
-    write_atomic(target, html(sources, parts))
-    write_atomic(text, markdown(sources, parts))
-    return [target, text]
+    with _drawn_from(" or ".join(one.name for one in sources)):
+        parts = contents(sources)
+        pages = {target: html(sources, parts), target.with_suffix(".md"): markdown(sources, parts)}
+    for path, text in pages.items():
+        write_atomic(path, text)
+    return list(pages)
 
 
 def place_of(names: Sequence[str], output: Path | None) -> Path:
