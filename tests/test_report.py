@@ -169,7 +169,6 @@ SEEN = """(() => {
     ("key", "value"),
     [
         ("facts", [[0]]),
-        ("backbone", 1),
         ("drafting", [3]),
         ("methods", {"ar": {"speedup": "x"}}),
         ("baseline", "1e-300"),
