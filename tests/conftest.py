@@ -1,12 +1,17 @@
 """What all tests share: one thread, as tiny models lose by more; a cache folder apart; those marked gpu need CUDA."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 # Set before torch is imported. Two threads that wait for each other are many times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell lets what it runs in the background ignore Ctrl-C, and so the commands that tests interrupt.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

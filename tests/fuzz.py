@@ -8,10 +8,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition
 
 from tests.fuzzing import COMMANDS, FILES, MEMORY, Ground, cases
 
@@ -58,7 +60,9 @@ def block(ground: Ground, name: str, number: int, end: float) -> list[str]:
         except AssertionError as reason:
             found.append(str(reason))
 
-    fuzzed()
+    # What a case draws may hang on what an earlier one left in the run: the block then ends there.
+    with suppress(FlakyStrategyDefinition):
+        fuzzed()
     return found
 
 
