@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.assembly import Assembled, assemble
+from medusa_cli.backbone.dialogue import token_ids
 from medusa_cli.decoding import Decoder, Likelihood, Piece, Reply, Request, Stats
 from medusa_cli.decoding.sampling import sampling_of
 from medusa_cli.errors import UsageError, UserError
@@ -149,11 +150,10 @@ class Medusa:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt, as `request` reads it; UserError where it is none."""
-        tokenizer = self.backbone.tokenizer
         if isinstance(prompt, str):
-            if not raw and getattr(tokenizer, "chat_template", None):
+            if not raw and getattr(self.backbone.tokenizer, "chat_template", None):
                 return self.backbone.encode_chat([{"role": "user", "content": prompt}])
-            return list(tokenizer.encode(prompt))
+            return token_ids(self.backbone, prompt, begin=True)
         if prompt and all(isinstance(one, Mapping) for one in prompt):
             return self.backbone.encode_chat([_message(one) for one in prompt])  # type: ignore[arg-type]
         ids = [one for one in prompt if isinstance(one, int) and 0 <= one < self.backbone.vocab_size]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from medusa_cli.backbone.dialogue import Malformed, encode
+from medusa_cli.backbone.dialogue import Malformed, encode, token_ids
 from medusa_cli.errors import UserError
 from medusa_cli.training.parsing import record_of
 from tests.tiny import tiny_backbone
@@ -28,7 +28,7 @@ def blank_tokenizer() -> Any:
 
 
 class Speaker:
-    id, tokenizer, eos_ids = "blank", blank_tokenizer(), frozenset({1})
+    id, tokenizer, vocab_size, eos_ids = "blank", blank_tokenizer(), 9, frozenset({1})
 
 
 def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> None:
@@ -67,3 +67,11 @@ def test_a_template_that_fails_is_said_to_refuse(template: str) -> None:
     backbone.tokenizer.chat_template = template
     with pytest.raises(UserError, match="the chat template refuses it"):
         backbone.encode_chat([{"role": "user", "content": "w1"}])
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_it_gives_one() -> None:
+    backbone = tiny_backbone()
+    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [f"<more{i}>" for i in range(300)]})
+    assert token_ids(backbone, "w1")
+    with pytest.raises(UserError, match=rf"gives token \d+, and the model has {backbone.vocab_size}"):
+        token_ids(backbone, "w1 <more299>")

@@ -27,6 +27,7 @@ class Speaker(Protocol):
 
     id: str
     tokenizer: Any
+    vocab_size: int
 
     @property
     def eos_ids(self) -> Collection[int]: ...
@@ -82,6 +83,17 @@ def render(speaker: Speaker, messages: list[dict[str, str]], *, prompt: bool) ->
     return text
 
 
+def token_ids(speaker: Speaker, text: str, *, begin: bool = False) -> list[int]:
+    """Token ids of a text, `begin` with what the tokenizer puts around one; UserError for ids the model has not."""
+    ids: list[int] = speaker.tokenizer.encode(text, add_special_tokens=begin)
+    if ids and max(ids) >= speaker.vocab_size:
+        raise UserError(
+            f"the tokenizer of {speaker.id!r} gives token {max(ids)}, and the model has {speaker.vocab_size:,}",
+            "put the tokenizer that belongs to it into its folder",
+        )
+    return ids
+
+
 def is_whole(text: str) -> bool:
     """Whether a text is of whole characters: half of a surrogate pair can be neither tokenised nor written."""
     try:
@@ -131,8 +143,8 @@ def _extend(speaker: Speaker, tokens: list[int], text: str, messages: list[dict[
             "use @data with single-turn conversations, or data made by `medusa distill`",
         )
     # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole if it can be.
-    whole = speaker.tokenizer.encode(longer, add_special_tokens=False)
+    whole = token_ids(speaker, longer)
     if whole[: len(tokens)] != tokens:
-        whole = [*tokens, *speaker.tokenizer.encode(longer[len(text) :], add_special_tokens=False)]
+        whole = [*tokens, *token_ids(speaker, longer[len(text) :])]
     tokens[:] = whole
     return longer

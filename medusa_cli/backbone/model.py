@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
-from medusa_cli.backbone.dialogue import Malformed, render
+from medusa_cli.backbone.dialogue import Malformed, render, token_ids
 from medusa_cli.backbone.identity import identity_of
 from medusa_cli.backbone.support import refuse_unsupported, usable_positions
 from medusa_cli.errors import UserError
@@ -89,7 +89,7 @@ class Backbone:
                 f"the model {self.id!r} cannot be told this conversation: {reason}",
                 "leave the system prompt out, or what the template names",
             ) from reason
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return token_ids(self, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

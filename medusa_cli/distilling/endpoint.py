@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 import requests
 import torch
 
-from medusa_cli.backbone.dialogue import Malformed, Speaker, encode, render
+from medusa_cli.backbone.dialogue import Malformed, Speaker, encode, render, token_ids
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
@@ -263,7 +263,7 @@ def _fits(speaker: Tokenizer, messages: list[dict[str, str]], settings: Settings
     if len(messages[-1]["content"]) > 8 * settings.capacity:
         return False
     text = render(speaker, messages, prompt=True)
-    return len(speaker.tokenizer.encode(text, add_special_tokens=False)) <= room
+    return len(token_ids(speaker, text)) <= room
 
 
 def with_tokens(speaker: Speaker, id: str, messages: list[dict[str, str]], ended: Sequence[bool]) -> Distilled:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, after_answer, render
+from medusa_cli.backbone.dialogue import Malformed, after_answer, render, token_ids
 from medusa_cli.decoding import Decoder, Sampling
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
@@ -83,7 +83,7 @@ class _Conversation:
         if len(self.seed.turns[0]) > 8 * self.capacity:
             return False
         self.messages.append({"role": "user", "content": self.seed.turns[0]})
-        prompt = self._encode(render(self.backbone, self.messages, prompt=True))
+        prompt = token_ids(self.backbone, render(self.backbone, self.messages, prompt=True))
         self._asked = 1
         return self._go_on(prompt, self.settings.max_new_tokens)
 
@@ -111,7 +111,7 @@ class _Conversation:
             bridge = after_answer(self.backbone, [*self.messages, question], prompt=True)
         except Malformed:
             return False
-        if bridge is None or not self._go_on(self._encode(bridge), self.settings.max_new_tokens):
+        if bridge is None or not self._go_on(token_ids(self.backbone, bridge), self.settings.max_new_tokens):
             return False
         self.messages.append(question)
         self._asked += 1
@@ -161,7 +161,3 @@ class _Conversation:
             return Sampling()
         digest = hashlib.sha256(f"{self.settings.random_seed}:{self.seed.id}".encode()).digest()
         return Sampling("exact", self.settings.temperature, seed=int.from_bytes(digest[:7], "big"))
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of a text that the template made."""
-        return list(self.backbone.tokenizer.encode(text, add_special_tokens=False))

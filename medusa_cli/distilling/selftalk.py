@@ -1,7 +1,7 @@
 """Self-talk: the model writes the user's turns as well, after the header its chat template puts before them."""
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, after_answer
+from medusa_cli.backbone.dialogue import Malformed, after_answer, token_ids
 from medusa_cli.errors import UserError
 
 # Stands where the user's words will be, so that the template can be cut around them.
@@ -11,13 +11,13 @@ MARK = "THE-USERS-WORDS"
 def user_turn(backbone: Backbone, messages: list[dict[str, str]]) -> list[int] | None:
     """Token ids of the template between the last answer and the user's next words; None if it cannot be cut there."""
     cut = _cut(backbone, messages)
-    return None if cut is None else list(backbone.tokenizer.encode(cut[0], add_special_tokens=False))
+    return None if cut is None else token_ids(backbone, cut[0])
 
 
 def check_self_talk(backbone: Backbone) -> None:
     """UserError unless the template lets the model speak for the user and end that turn with a token of its own."""
     cut = _cut(backbone, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}])
-    after = [] if cut is None else backbone.tokenizer.encode(cut[1], add_special_tokens=False)
+    after = [] if cut is None else token_ids(backbone, cut[1])
     if not after or after[0] not in backbone.eos_ids:
         why = "cannot be cut before a user's turn" if cut is None else "ends a user's turn without an end token"
         raise UserError(

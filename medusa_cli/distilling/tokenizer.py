@@ -39,6 +39,7 @@ class Tokenizer:
             found = getattr(owner, "eos_token_id", None)
             ids.update(found if isinstance(found, list) else [] if found is None else [found])
         self.eos_ids = frozenset(ids)
+        self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
         self.identity = {
