@@ -20,6 +20,8 @@ from medusa_cli.diagnosis import CHECKS, Case, Finding, chosen, examine, worst
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.run import Run, provenance
+from medusa_cli.training.events import Stepped, Validated
+from medusa_cli.training.log import TrainLog
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.saved import save_tree
 from tests.runs import TREE, save_model, save_questions, save_run
@@ -84,16 +86,15 @@ def write_log(
     run: Run, *, error: Callable[[int], float] = lambda n: 0.4, gap: float = 0.02, rise: float = 0.0, count: int = 10
 ) -> None:
     """A training's log: held-out errors by positions, a gap to the trained ones, a rise of the last held-out loss."""
-    lines = []
+    log = TrainLog(run.path / "train.jsonl")
     for number in range(1, count + 1):
         positions = 1000 * number
         held = [1 - error(positions), 1 - 1.2 * error(positions)]
-        common = {"step": number, "loss": 1.0, "total_positions": positions}
         losses = [2.0 * (1 + rise) if number == count else 2.0] * 2
         trained = [one + gap for one in held]
-        lines.append({"event": "stepped", **common, "head_losses": [2.0, 2.0], "accuracies": trained})
-        lines.append({"event": "validated", **common, "head_losses": losses, "accuracies": held})
-    (run.path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        log.write(Stepped(number, count, 1.0, [2.0, 2.0], trained, 1e-3, 1.0, 1000, positions, 1.0, {}))
+        log.write(Validated(number, 1.0, losses, held, 100, positions, {}))
+    log.close()
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:

@@ -1,5 +1,6 @@
 """JSON and YAML from anywhere: bounded, no key twice, of the types that are declared; each fault is one line."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from medusa_cli.errors import LONGEST, UserError
 from medusa_cli.runs.reading import read_as, read_json, read_yaml
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.training.events import Validated
 from medusa_cli.training.log import read_log
 from medusa_cli.training.parsing import read_records
 from medusa_cli.tree.saved import TreeFile, load_tree
@@ -184,9 +186,11 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
 
 
 def test_a_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
-    step = {"event": "stepped", "step": 1, "loss": 1.0, "head_losses": [1.0], "accuracies": [0.5], "total_positions": 9}
+    step = {"event": "validated", **dataclasses.asdict(Validated(1, 1.0, [1.0], [0.5], 3, 9, {}))}
     path = tmp_path / "train.jsonl"
-    for bad in ("[1]", DEEP, "{}", '{"event": "stepped", "step": 2}', json.dumps({**step, "step": "2"})):
+    wrong = ({"step": "2"}, {"head_losses": []}, {"accuracies": [0.5, 0.5]}, {"event": ["saved"]}, {"event": "rested"})
+    without = ({key: value for key, value in step.items() if key != missing} for missing in step)
+    for bad in ("[1]", DEEP, *map(json.dumps, without), *(json.dumps(step | one) for one in wrong)):
         path.write_text(f"{json.dumps(step)}\n{bad}\n{json.dumps(step)}\n")
         assert read_log(path) == [step]
     path.write_bytes(b'{"event": "saved", "step": 1}\n\xff\xfe\n')

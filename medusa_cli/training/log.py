@@ -9,27 +9,11 @@ from msgspec import convert
 
 from medusa_cli.runs.files import write_atomic
 from medusa_cli.runs.reading import read_lines
-from medusa_cli.training.events import Event
+from medusa_cli.training.events import Event, Saved, Stepped, Stopped, Validated
 
 NAME = "train.jsonl"
-FULL = ("stepped", "validated")
-
-
-@dataclasses.dataclass(frozen=True)
-class Logged:
-    """What every line has, and those of steps and validations too."""
-
-    event: str
-    step: int
-    loss: float = 0.0
-    head_losses: list[float] = dataclasses.field(default_factory=list)
-    accuracies: list[float] = dataclasses.field(default_factory=list)
-    total_positions: int = 0
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.head_losses) != len(self.accuracies) or (self.event in FULL and not self.head_losses):
-            raise ValueError("not every head has its loss and its accuracy")
+# What a line may be of, by the name that it has there.
+KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved, Stopped)}
 
 
 class TrainLog:
@@ -52,15 +36,18 @@ class TrainLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a log; a last one that was cut off is left out."""
+    """The lines of a log up to the first that is none, such as a last one that was cut off."""
     lines: list[dict[str, Any]] = []
+    heads = 0
     for text in read_lines(path) if path.is_file() else ():
         try:
             line = json.loads(text)
-            heads = len(convert(line, Logged).head_losses)
-        except (ValueError, RecursionError):
+            event = convert(line, KINDS[line["event"]])
+        except (ValueError, RecursionError, TypeError, KeyError):
             break
-        if heads and heads != len(next((one["head_losses"] for one in lines if "head_losses" in one), [0] * heads)):
-            break
+        if isinstance(event, Stepped | Validated):
+            heads = heads or len(event.head_losses)
+            if not len(event.head_losses) == len(event.accuracies) == heads > 0:
+                break
         lines.append(line)
     return lines
