@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, head_count, rotary, rotated
@@ -21,6 +22,10 @@ def test_what_fitted_is_as_it_was() -> None:
             assert head_count(hidden, 64) == plain
 
 
+def extended(layer: DecoderLayer, x: Tensor, cache: LayerCache, first: int) -> Tensor:
+    return layer.extend(x, cache, first, lambda what, compute, *inputs: compute(*inputs))
+
+
 @pytest.mark.parametrize("hidden", [130, 480])
 def test_layers_of_an_uneven_width_run_and_their_caches_agree(hidden: int) -> None:
     torch.manual_seed(0)
@@ -28,8 +33,8 @@ def test_layers_of_an_uneven_width_run_and_their_caches_agree(hidden: int) -> No
     for weight in (layer.out.weight, layer.down.weight, attention.out.weight):
         torch.nn.init.normal_(weight, std=0.1)
     x, cache = torch.randn(1, 7, hidden), LayerCache()
-    pieces = [layer(piece, cache, first) for piece, first in zip(x.split([3, 1, 3], dim=1), (0, 3, 4), strict=True)]
-    assert torch.allclose(torch.cat(pieces, dim=1), layer(x), atol=1e-5)
+    pieces = [extended(layer, one, cache, first) for one, first in zip(x[0].split([3, 1, 3]), (0, 3, 4), strict=True)]
+    assert torch.allclose(torch.cat(pieces), layer(x)[0], atol=1e-5)
     assert attention(x).shape == x.shape
 
 
@@ -37,17 +42,17 @@ def test_a_cache_that_is_cut_goes_on_from_there_and_one_with_a_gap_sees_what_is_
     torch.manual_seed(0)
     layer, cache, x = DecoderLayer(32, 8), LayerCache(), torch.randn(1, 9, 32)
     torch.nn.init.normal_(layer.out.weight)
-    layer(x[:, :3], cache, 0)
-    layer(x[:, 5:], cache, 5)  # nothing is known of positions 3 and 4
+    extended(layer, x[0, :3], cache, 0)
+    extended(layer, x[0, 5:], cache, 5)  # nothing is known of positions 3 and 4
     cache.truncate(7)
     assert cache.length == 5
-    again = layer(x[:, 7:], cache, 7)
+    again = extended(layer, x[0, 7:], cache, 7)
     # The same rows in one pass: rotary embedding sees how far apart they are.
     mask = torch.ones(9, 9).tril().bool()
     mask[5:, 3:5] = False
     q, k, v = layer.qkv(layer.attention_norm(x)).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4)
     turn = rotary(torch.arange(9), 8, layer.rope_theta)
     seen = F.scaled_dot_product_attention(rotated(q, *turn), rotated(k, *turn), v, attn_mask=mask)
-    assert torch.allclose(again, (x + layer.out(seen.transpose(1, 2).flatten(-2)))[:, 7:], atol=1e-4)
+    assert torch.allclose(again, (x + layer.out(seen.transpose(1, 2).flatten(-2)))[0, 7:], atol=1e-4)
     cache.truncate(0)
-    assert cache.length == 0 and torch.allclose(layer(x, cache, 0), layer(x), atol=1e-5)
+    assert cache.length == 0 and torch.allclose(extended(layer, x[0], cache, 0), layer(x)[0], atol=1e-5)

@@ -1,7 +1,11 @@
 """Every way to multiply against torch's own product: exact weights, biases, sums, traces, what no kernel can hold."""
 
+import gc
+import weakref
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,7 +160,7 @@ def test_a_traced_product_is_the_untraced_one_for_any_number_of_rows(kernel: Ker
         pytest.skip("rounded kernels choose by the number of rows, so each number has a trace of its own")
     module = _Two(kernel).eval()
     with torch.inference_mode():
-        made = trace(module, (torch.randn(3, 64).to(kernel.rows),))
+        made = trace(module, (torch.randn(3, 64).to(kernel.rows),), [module])
         assert made is not None
         for rows in (1, 3, 6, 33):
             x = torch.randn(rows, 64).to(kernel.rows)
@@ -168,10 +172,21 @@ def test_a_trace_of_so_many_rows_serves_rows_of_that_number(kernel: Kernel) -> N
     module = _Two(kernel).eval()
     with torch.inference_mode():
         for rows in (2, 20):
-            made = trace(module, (torch.randn(rows, 64).to(kernel.rows),))
+            made = trace(module, (torch.randn(rows, 64).to(kernel.rows),), [module])
             assert made is not None
             x = torch.randn(rows, 64).to(kernel.rows)
             assert torch.equal(made(x), module(x))
+
+
+def test_a_trace_that_nobody_has_any_more_lets_its_weights_go() -> None:
+    array = np.ones((64, 64), dtype=np.float32)
+    held, weight = weakref.ref(array), nn.Buffer(torch.from_numpy(array))
+    made = trace(partial(F.linear, weight=weight), (torch.randn(2, 64),), [])
+    del array, weight
+    assert made is not None and made(torch.ones(3, 64))[2, 0] == 64 and held() is not None
+    del made
+    gc.collect()
+    assert held() is None
 
 
 @PACK
@@ -181,7 +196,7 @@ def test_what_cannot_be_traced_is_no_error() -> None:
             raise RuntimeError("no graph")
 
     module = Odd(Packed(torch.float32))
-    assert trace(module, (torch.randn(3, 64),)) is None
+    assert trace(module, (torch.randn(3, 64),), [module]) is None
     assert module.wide.slot.tensor is module.wide.slot.own  # left as it was
 
 

@@ -10,7 +10,7 @@ import transformers as hf
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.engines import Plan, attach, load_backbone
+from medusa_cli.engines import Plan, attach, load_backbone, tracing
 from medusa_cli.engines import lean as lean_engine
 from medusa_cli.engines.kernels import Packed, Plain
 from medusa_cli.errors import UsageError
@@ -21,13 +21,13 @@ from tests.test_firp import firp
 from tests.test_generate import SPARSE, medusa
 from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
-LATER = lean_engine.TRACED_FROM
+LATER = tracing.TRACED_FROM
 
 
 @pytest.fixture(autouse=True)
 def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decoding does from the third pass of a kind on, these tests do from the first."""
-    monkeypatch.setattr(lean_engine, "TRACED_FROM", 1)
+    monkeypatch.setattr(tracing, "TRACED_FROM", 1)
 
 
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
@@ -137,11 +137,11 @@ def test_every_fp32_kernel_computes_what_the_network_does(family: str, kernel: A
 def test_traced_and_untraced_layers_compute_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = tiny_backbone(family, engine="fast")
     made = []
-    inner = lean_engine.trace
-    monkeypatch.setattr(lean_engine, "trace", lambda *given: made.append(inner(*given)) or made[-1])
+    inner = tracing.trace
+    monkeypatch.setattr(tracing, "trace", lambda *given: made.append(inner(*given)) or made[-1])
     ours = passes(traced)
     assert made and all(one is not None for one in made)
-    monkeypatch.setattr(lean_engine, "trace", lambda *given: None)
+    monkeypatch.setattr(tracing, "trace", lambda *given: None)
     theirs = passes(tiny_backbone(family, engine="fast"))
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(ours, theirs, strict=True))
 
@@ -229,9 +229,9 @@ def test_layers_with_the_usual_parts_that_compute_something_else_are_found_out()
 def test_a_pass_is_traced_only_when_its_kind_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of a token does not wait for a trace; one of many gets it, and the same states."""
     made: list[int] = []
-    inner = lean_engine.trace
-    monkeypatch.setattr(lean_engine, "TRACED_FROM", LATER)
-    monkeypatch.setattr(lean_engine, "trace", lambda *given: made.append(1) or inner(*given))
+    inner = tracing.trace
+    monkeypatch.setattr(tracing, "TRACED_FROM", LATER)
+    monkeypatch.setattr(tracing, "trace", lambda *given: made.append(1) or inner(*given))
     backbone, eager = tiny_backbone("qwen3", engine="fast"), tiny_backbone("qwen3")
     for count in range(1, LATER + 3):
         found, expected = (run(one, [5, 9, 11 + count]).hidden for one in (backbone, eager))

@@ -40,9 +40,13 @@ class AdaptationLayer(nn.Module):
         nn.init.eye_(self.fc.weight[:, :hidden_size])
         nn.init.zeros_(self.fc.bias)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, cache: LayerCache | None = None, first: int = 0) -> Tensor:
-        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H], from position `first` on."""
-        return self.layer(self.fc(torch.cat([hidden, embedded], dim=-1)), cache, first)
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
+        return self.layer(self.join(hidden, embedded))
+
+    def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What the decoder layer reads [.., H]."""
+        return self.fc(torch.cat([hidden, embedded], dim=-1))
 
 
 class Amphista(HeadDrafter):
@@ -86,26 +90,31 @@ class Amphista(HeadDrafter):
         """Adapt each sequence's confirmed states, let the heads see one another, and fill every node at once."""
         each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
         adapted = [torch.cat(stage) for stage in zip(*each, strict=True)]
-        scores = self._scores(backbone, adapted, shape.max_depth)
-        return drafts_of(self, scores, shape, roots_of(confirmed, backbone.device))
+        return drafts_of(
+            self,
+            lambda *stages: self._scores(backbone, stages, shape.max_depth),
+            adapted,
+            shape,
+            roots_of(confirmed, backbone.device),
+        )
 
     def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
         if self.config.context == "answer" and not self._caches[0].length:
             confirmed = confirmed.last()  # the state that says an answer's first token
-        embedded = self.embed(backbone, confirmed.following)[None]
-        stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)[None]
+        embedded = self.embed(backbone, confirmed.following)
+        stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)
         for stage, one in zip(stages, self._caches, strict=True):
-            x = stage(x, embedded, one, confirmed.start)
-            adapted.append(x[0, -1:])
+            x = stage.layer.extend(stage.join(x, embedded), one, confirmed.start, self.repeated)
+            adapted.append(x[-1:])
         return adapted
 
-    def _scores(self, backbone: Backbone, adapted: list[Tensor], heads: int) -> list[Tensor]:
+    def _scores(self, backbone: Backbone, adapted: Sequence[Tensor], heads: int) -> list[Tensor]:
         """Scores [B, M] of the first heads from the stages' states, [B, H] each."""
         states = self._together(adapted, self.fast("blocks"), self.fast("attention"))  # [B, K, H]
         return [self.score(backbone, head, states[:, head]) for head in range(heads)]
 
-    def _together(self, adapted: list[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
+    def _together(self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
         """The heads' states [P, K, H] from those of the two stages, [P, H] each."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]

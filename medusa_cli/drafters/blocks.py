@@ -1,11 +1,14 @@
 """Layers that drafters are built of: residual blocks, and a decoder layer with a KV cache of its own."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# Calls a function by a name under which it may come again, with its inputs: `HeadDrafter.repeated`.
+Repeatedly = Callable[..., Tensor]
 
 
 class ResidualBlock(nn.Module):
@@ -114,22 +117,37 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.down.weight)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, first: int = 0) -> Tensor:
-        """Sequences x [B, n, H] -> [B, n, H], each from position `first` on; with a cache B is 1 and x continues it."""
-        past = cache.length if cache is not None else 0
-        rows = x.shape[1]
-        q, k, v = self.qkv(normed(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        turn = rotary(torch.arange(first, first + rows, device=x.device), q.shape[-1], self.rope_theta)
-        q, k = rotated(q, *turn), rotated(k, *turn)
-        mask = None
-        if cache is not None:
-            keys, values = cache.append(k[0], v[0], range(first, first + rows))
-            k, v = keys[None], values[None]
-            if past and rows > 1:
-                mask = torch.ones(rows, past + rows, dtype=torch.bool, device=x.device).tril(past)
-        causal = mask is None and rows > 1
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+    def forward(self, x: Tensor) -> Tensor:
+        """Sequences x [B, n, H] -> [B, n, H], each from its first position on."""
+        q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
+        return self._leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
+
+    def extend(self, x: Tensor, cache: LayerCache, first: int, repeated: Repeatedly) -> Tensor:
+        """Rows x [n, H] at positions from `first` on, which continue a cache -> [n, H]; what it calls is `repeated`."""
+        positions = torch.arange(first, first + len(x), device=x.device)
+        q, k, v = repeated((self, "project"), self._projected, x, positions)
+        keys, values = cache.append(k, v, range(first, first + len(x)))
+        return repeated((self, "see"), self._see, x, q, keys, values)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [.., heads, n, D] of x [.., n, H] at positions [n]."""
+        parts = self.qkv(normed(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = parts.movedim(-3, 0).transpose(-3, -2)
+        turn = rotary(positions, q.shape[-1], self.rope_theta)
+        return rotated(q, *turn), rotated(k, *turn), v
+
+    def _projected(self, x: Tensor, positions: Tensor) -> Tensor:
+        return torch.stack(self._project(x, positions))
+
+    def _see(self, x: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Rows [n, H] once their q [heads, n, D] have seen all rows [heads, m, D], of which the last n are theirs."""
+        past = keys.shape[1] - q.shape[1]
+        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool, device=x.device).tril(past)
+        return self._leave(x, F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0])
+
+    def _leave(self, x: Tensor, seen: Tensor) -> Tensor:
+        """x [.., n, H] and what its attention saw [.., heads, n, D], through the MLP."""
+        x = x + self.out(seen.transpose(-3, -2).flatten(-2))
         gate, up = self.gate_up(normed(self.mlp_norm, x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 

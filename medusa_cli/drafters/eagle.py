@@ -141,21 +141,30 @@ class Eagle(HeadDrafter):
     def _confirm(self, backbone: Backbone, sequences: "Sequence[Eagle]", confirmed: Sequence[Confirmed]) -> Tensor:
         """Take the confirmed rows into each sequence's own cache; the state [B, H] of its last one."""
         layer, counts = self.fast("midlayer"), [len(one.tokens) for one in confirmed]
-        states = self.fast("fc")(self._lower(torch.cat([one.hidden for one in confirmed]).to(self.dtype)))
+        below = self._lower(torch.cat([one.hidden for one in confirmed]).to(self.dtype))
+        states = self.repeated("fc", self.fast("fc"), below)
         tokens = torch.cat([one.following for one in confirmed])
         where = [range(one.start, one.start + count) for one, count in zip(confirmed, counts, strict=True)]
         positions = torch.tensor([place for places in where for place in places], device=backbone.device)
-        x = layer.beside(states, self._embedded(backbone, tokens))
-        keys, values = layer.keys_values(x, positions)  # [heads, rows, D]
+        queries, keys, values = self._read(backbone, states, tokens, positions)
         last = torch.tensor(counts, device=backbone.device).cumsum(0) - 1
-        queries = layer.queries(x[last], positions[last])
         every = [
             own._cache.append(k, v, places)
             for own, k, v, places in zip(sequences, keys.split(counts, 1), values.split(counts, 1), where, strict=True)
         ]
-        seen = [F.scaled_dot_product_attention(q, k, v) for q, (k, v) in zip(queries.split(1, 1), every, strict=True)]
-        found: Tensor = layer.leave(states[last], torch.cat(seen, dim=1))
-        return found
+        own = queries[:, last].split(1, 1)
+        seen = [F.scaled_dot_product_attention(q, k, v) for q, (k, v) in zip(own, every, strict=True)]
+        return self.repeated("leave", layer.leave, states[last], torch.cat(seen, dim=1))
+
+    def _read(self, backbone: Backbone, states: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Queries, keys and values [3, heads, n, D] of rows of states [n, H], the tokens after them, and positions."""
+        layer = self.fast("midlayer")
+
+        def read(states: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+            x = layer.beside(states, self._embedded(backbone, tokens))
+            return torch.stack([layer.queries(x, positions), *layer.keys_values(x, positions)])
+
+        return self.repeated("read", read, states, tokens, positions)
 
     def _fill(self, backbone: Backbone, started: "list[_Branch]", tree: Tree) -> list[Draft]:
         roots = torch.tensor([branch.root for branch in started], device=backbone.device)
@@ -201,19 +210,18 @@ class Eagle(HeadDrafter):
         states = torch.cat([branch.states[rows] for branch, rows in zip(branches, above, strict=True)])
         where = [[branch.place] * count for branch, count in zip(branches, counts, strict=True)]
         positions = torch.tensor([place for places in where for place in places], device=states.device)
-        x = layer.beside(states, self._embedded(backbone, torch.cat(list(tokens))))
-        keys, values = layer.keys_values(x, positions)
-        each: Iterator[Any] = zip(
-            branches, above, where, *(part.split(counts, 1) for part in (layer.queries(x, positions), keys, values)),
-            strict=True,
-        )  # fmt: skip
+        parts = self._read(backbone, states, torch.cat(list(tokens)), positions)
+        each: Iterator[Any] = zip(branches, above, where, *(part.split(counts, 1) for part in parts), strict=True)
         seen = [branch.attend(rows, places, q, k, v) for branch, rows, places, q, k, v in each]
-        made = layer.leave(states, torch.cat(seen, dim=1))
+        made = self.repeated("leave", layer.leave, states, torch.cat(seen, dim=1))
         for branch, own in zip(branches, made.split(counts), strict=True):
             branch.states = own
 
     def _scored(self, backbone: Backbone, states: Tensor) -> Tensor:
-        return self.score(backbone, 0, self.norm(states))
+        def scored(states: Tensor) -> Tensor:
+            return self.score(backbone, 0, self.norm(states))
+
+        return self.repeated(("scored", states.dim()), scored, states)
 
     def _embedded(self, backbone: Backbone, tokens: Tensor) -> Tensor:
         """The backbone's embeddings as they are: the layer's own norm levels them."""

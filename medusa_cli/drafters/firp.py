@@ -112,12 +112,15 @@ class Firp(HeadDrafter):
         """Fill every node from the pseudo states that came with the last accepted tokens."""
         roots, states = roots_of(confirmed, backbone.device), [one.ahead for one in confirmed if one.ahead is not None]
         if not shape.max_depth:
-            return drafts_of(self, [], shape, roots)
+            return drafts_of(self, lambda: [], [], shape, roots)
         if len(states) < len(confirmed):
             raise UserError("internal: firp drafts from pseudo states, and none came with the last pass")
         ahead = torch.stack([one[: shape.max_depth] for one in states], dim=1)  # [K, B, H]
-        scores = self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2])
-        return drafts_of(self, list(scores), shape, roots)
+        return drafts_of(self, lambda states: self._scores(backbone, states), [ahead], shape, roots)
+
+    def _scores(self, backbone: Backbone, ahead: Tensor) -> Sequence[Tensor]:
+        """Scores [B, M] of each head for pseudo states [K, B, H]."""
+        return self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2]).unbind(0)
 
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
         """The lm_head's rows of the draft vocabulary [M, H], or all of them."""

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +20,7 @@ from medusa_cli.drafters.config import VOCABULARIES, HeadsConfig, check_vocabula
 from medusa_cli.drafters.losses import heads_loss
 from medusa_cli.engines.kernels import Kernel, Rounded, kernels_for
 from medusa_cli.engines.kernels.modules import pack_linears
+from medusa_cli.engines.tracing import Computation, Repeated
 from medusa_cli.runs.files import write_json
 from medusa_cli.tree import Growth
 
@@ -108,6 +109,7 @@ class HeadDrafter(Drafter):
         """Drop the packed copies: they are stale as soon as a weight may change."""
         self._fast: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
+        self._repeated: dict[Hashable, Repeated] = {}
 
     def fast(self, name: str) -> Any:
         """A copy of the submodule `name` with its linear layers packed for drafting."""
@@ -115,6 +117,21 @@ class HeadDrafter(Drafter):
             self._fast[name] = copy.deepcopy(getattr(self, name))
             pack_linears(self._fast[name], self.kernel)
         return self._fast[name]
+
+    def repeated(self, what: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
+        """compute(*inputs), over the fast copies alone: what comes a few times under one name `what` is traced.
+
+        Forks share it, so nothing of a sequence's own may be in it but what the inputs bring.
+        """
+        rows = None if self.kernel.exact else tuple(one.shape for one in inputs)  # rough kernels choose by the rows
+        if (what, rows) not in self._repeated:
+            never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
+            self._repeated[what, rows] = Repeated(compute, self._products, never=never)
+        return self._repeated[what, rows](*inputs)
+
+    def _products(self) -> list[nn.Module]:
+        """Everything that multiplies by packed weights."""
+        return [*self._fast.values(), *(one for one in self._scorers if isinstance(one, nn.Module))]
 
     @property
     def kernel(self) -> Kernel:
@@ -158,9 +175,8 @@ class HeadDrafter(Drafter):
         """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
         states = self.inner(head, states)
         if self.config.vocabulary == "shared":
-            bias = self.bias(backbone)
-            bias = None if bias is None else bias.to(states.dtype)
-            return F.linear(states, backbone.lm_head_weight.to(states.dtype), bias).float()
+            found: Tensor = backbone.engine.lm_head(states.to(backbone.dtype))
+            return found.float()
         if not self._scorers:
             # Forks share this very list.
             self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -121,20 +122,24 @@ class HydraHeads(HeadDrafter):
             paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)
             each = zip(paths.split(1), confirmed, strict=True)
             return [self._grow(backbone, path, shape, one.root) for path, one in each]
-        return [Draft(tokens, shape) for tokens in self._fill(backbone, states, roots, shape)]
+        return [Draft(tokens, shape) for tokens in self._fill(backbone, shape, states, roots)]
 
-    def _fill(self, backbone: Backbone, states: Tensor, roots: Tensor, tree: Tree) -> Tensor:
+    def _fill(self, backbone: Backbone, tree: Tree, states: Tensor, roots: Tensor) -> Tensor:
         """Tokens [B, N] for B sequences, level by level, from their states [B, H] and roots [B]."""
-        blocks, tokens = self.fast("blocks"), roots[:, None].repeat(1, tree.size)
-        paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)[:, None]  # [B, 1, 2H]: what head 1 reads
+        tokens = roots[:, None].repeat(1, tree.size)
         for head, level in enumerate(levels(tree, backbone.device)):
-            best = self.score(backbone, head, blocks[head](paths)).topk(level.width, dim=-1).indices
-            drafted = self.draft_ids[best[:, level.rows, level.ranks]]
-            tokens[:, level.nodes] = drafted
-            if len(level.inner):
-                embedded = self.embed(backbone, drafted[:, level.inner])
-                paths = torch.cat([paths[:, level.rows[level.inner]], embedded], dim=-1)
+            width = min(4 ** math.ceil(math.log(level.width, 4)), len(self.draft_ids))  # few widths, so few traces
+            guess = partial(self._guesses, backbone, head, width)
+            best = self.repeated(("guesses", head, width), guess, states, tokens[:, level.paths])
+            tokens[:, level.nodes] = best[:, level.rows, level.ranks]
         return tokens
+
+    def _guesses(self, backbone: Backbone, head: int, width: int, states: Tensor, said: Tensor) -> Tensor:
+        """A head's best tokens [B, n, width] after paths of tokens [B, n, head + 1] from states [B, H]."""
+        embedded = self.embed(backbone, said).flatten(2)
+        paths = torch.cat([states[:, None].expand(-1, said.shape[1], -1), embedded], dim=-1)
+        best = self.score(backbone, head, self.fast("blocks")[head](paths)).topk(width, dim=-1).indices
+        return self.draft_ids[best]
 
     def _grow(self, backbone: Backbone, paths: Tensor, growth: Growth, root: int) -> Draft:
         blocks, growing, nodes = self.fast("blocks"), Growing(growth, root), [0]
@@ -156,10 +161,12 @@ class HydraHeads(HeadDrafter):
         # Prefix layers that see answers alone begin with the state that says an answer's first token.
         if not self.prefix or (self.config.context == "answer" and not self._caches[0].length):
             confirmed = confirmed.last()
-        x = self.fast("fuse")(confirmed.hidden.to(self.dtype))[None]
+        x = confirmed.hidden.to(self.dtype)
+        if self.config.taps:
+            x = self.repeated("fuse", self.fast("fuse"), x)
         for layer, cache in zip(self.fast("prefix"), self._caches, strict=True):
-            x = layer(x, cache, confirmed.start)
-        return x[0, -1:]
+            x = layer.extend(x, cache, confirmed.start, self.repeated)
+        return x[-1:]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)

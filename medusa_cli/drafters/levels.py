@@ -13,13 +13,15 @@ from medusa_cli.tree import Tree
 class Level:
     """The nodes of one depth: their ids, ranks and the rows of their parents [n]; which of them have children.
 
-    A row is a place among the nodes of the depth above that have children.
+    A row is a place among the nodes of the depth above that have children; paths [rows, depth] are the nodes from the
+    root to each of those.
     """
 
     nodes: Tensor
     rows: Tensor
     ranks: Tensor
     inner: Tensor
+    paths: Tensor
     width: int
 
 
@@ -34,6 +36,15 @@ def levels(tree: Tree, device: torch.device) -> list[Level]:
         rows = torch.tensor([row[tree.parents[node]] for node in nodes], device=device)
         ranks = torch.tensor([tree.ranks[node] for node in nodes], device=device)
         inside = torch.tensor(inner, dtype=torch.long, device=device)
-        found.append(Level(torch.tensor(nodes, device=device), rows, ranks, inside, tree.widths[depth - 1]))
+        paths = torch.tensor([_path(tree, node) for node in row], device=device)
+        found.append(Level(torch.tensor(nodes, device=device), rows, ranks, inside, paths, tree.widths[depth - 1]))
         row = {nodes[i]: place for place, i in enumerate(inner)}
     return found
+
+
+def _path(tree: Tree, node: int) -> list[int]:
+    """The nodes from the root to one."""
+    path = [node]
+    while path[0]:
+        path.insert(0, tree.parents[path[0]])
+    return path

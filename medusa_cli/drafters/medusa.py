@@ -39,8 +39,8 @@ class MedusaHeads(HeadDrafter):
         shape: Tree | Growth,
     ) -> list[Draft]:
         """All heads guess from the last confirmed states, those of all sequences at once."""
-        scores = self._scores(backbone, torch.cat([one.hidden[-1:] for one in confirmed]), shape.max_depth)
-        return drafts_of(self, scores, shape, roots_of(confirmed, backbone.device))
+        states, roots = torch.cat([one.hidden[-1:] for one in confirmed]), roots_of(confirmed, backbone.device)
+        return drafts_of(self, lambda last: self._scores(backbone, last, shape.max_depth), [states], shape, roots)
 
     def _scores(self, backbone: Backbone, states: Tensor, heads: int) -> list[Tensor]:
         """Scores [B, M] of the first heads for states [B, H]."""

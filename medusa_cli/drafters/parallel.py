@@ -4,7 +4,7 @@ With a conditional bias a node's guesses depend on its token, but on nothing els
 candidates, without another pass through any head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,20 +19,25 @@ from medusa_cli.tree import Growing, Growth, Tree
 if TYPE_CHECKING:
     from medusa_cli.drafters.heads import HeadDrafter
 
+Scoring = Callable[..., Sequence[Tensor]]
 
-def drafts_of(drafter: "HeadDrafter", scores: Sequence[Tensor], shape: Tree | Growth, roots: Tensor) -> list[Draft]:
+
+def drafts_of(
+    drafter: "HeadDrafter", score: Scoring, inputs: Sequence[Tensor], shape: Tree | Growth, roots: Tensor
+) -> list[Draft]:
     """Fill each node with the guess of its head and rank, or grow trees over the heads' confidences.
 
-    scores: rows [B, M] for each head that the shape needs; roots [B].
+    score(*inputs): rows [B, M] for each head that the shape needs; roots [B].
     """
     if not shape.max_depth:
         return [Draft(root, Tree.root_only()) for root in roots[:, None]]
+    scores = drafter.repeated(("scores", shape.max_depth), lambda *given: torch.stack(list(score(*given))), *inputs)
     if isinstance(shape, Growth):
-        return [_grow(drafter, [row[i : i + 1] for row in scores], shape, roots[i]) for i in range(len(roots))]
+        return [_grow(drafter, scores[:, i : i + 1], shape, roots[i]) for i in range(len(roots))]
     return [Draft(tokens, shape) for tokens in fill(drafter, scores, shape, roots)]
 
 
-def _grow(drafter: "HeadDrafter", scores: Sequence[Tensor], growth: Growth, root: Tensor) -> Draft:
+def _grow(drafter: "HeadDrafter", scores: Tensor, growth: Growth, root: Tensor) -> Draft:
     growing, nodes = Growing(growth, int(root)), [0]
     for head, row in enumerate(scores):
         if not nodes:
@@ -54,20 +59,18 @@ def _offered(
     return found.tolist(), drafter.draft_ids[places].tolist()
 
 
-def fill(drafter: "HeadDrafter", scores: Sequence[Tensor], tree: Tree, roots: Tensor) -> Tensor:
-    """Tokens [B, N] of a static tree for B sequences with roots [B], from scores [B, M] for each head it needs."""
+def fill(drafter: "HeadDrafter", scores: Tensor, tree: Tree, roots: Tensor) -> Tensor:
+    """Tokens [B, N] of a static tree for B sequences with roots [B], from scores [K, B, M] of the heads it needs."""
     if not tree.max_depth:
         return roots[:, None]
     if drafter.conditional is not None:
         return _fill_after(drafter, drafter.conditional, scores, tree, roots)
-    best = torch.stack(list(scores), dim=1).topk(max(tree.widths), dim=-1).indices  # [B, heads, widest]
+    best = scores.topk(max(tree.widths), dim=-1).indices  # [K, B, widest]
     heads, ranks = _lookup(tree, roots.device)
-    return torch.cat([roots[:, None], drafter.draft_ids[best[:, heads, ranks]]], dim=1)
+    return torch.cat([roots[:, None], drafter.draft_ids[best[heads, :, ranks].T]], dim=1)
 
 
-def _fill_after(
-    drafter: "HeadDrafter", conditional: Conditional, scores: Sequence[Tensor], tree: Tree, roots: Tensor
-) -> Tensor:
+def _fill_after(drafter: "HeadDrafter", conditional: Conditional, scores: Tensor, tree: Tree, roots: Tensor) -> Tensor:
     tokens, before = roots[:, None].repeat(1, tree.size), roots[:, None]
     for row, level in zip(scores, levels(tree, roots.device), strict=False):
         best = conditional.best(row, before, level.width)

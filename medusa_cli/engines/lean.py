@@ -14,14 +14,11 @@ from medusa_cli.engines.engine import Engine
 from medusa_cli.engines.kernels import Kernel
 from medusa_cli.engines.layout import Layout
 from medusa_cli.engines.lean_layers import LeanLayer, attend_fused, attend_many, attend_one, norm_of
-from medusa_cli.engines.tracing import Traced, trace
+from medusa_cli.engines.tracing import Repeated
 from medusa_cli.errors import first_line
 
 # Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.
 MANY = 128
-# The pass of a kind from which on it is traced: a trace costs as long as fifty passes gain by it, and a short answer
-# would wait for it.
-TRACED_FROM = 3
 # Tokens by which the lean layers are held against the network.
 PROBE = 12
 # How far its states may be from the network's own, as a share of their size: rounding apart by the type of either.
@@ -63,7 +60,7 @@ class LeanEngine(Engine):
         if head.weight is not backbone.embedding.weight:
             release(head)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._segments: dict[tuple[Any, ...], _Passes] = {}
+        self._segments: dict[tuple[Any, ...], Repeated] = {}
         self._check(probe, expected)
 
     @torch.inference_mode()
@@ -126,7 +123,7 @@ class LeanEngine(Engine):
         found = self._segments.get(key)
         if found is None:
             plain = _Segment(self.layers[first:end], self.norm if final else None, way, cache.transposed)
-            found = self._segments[key] = _Passes(plain, never=way == "fused")
+            found = self._segments[key] = Repeated(plain, lambda: [plain], never=way == "fused")
         return found(*inputs).view(x.shape)
 
     def _given(self, rows: int, layout: Layout) -> tuple[Any, ...]:
@@ -192,22 +189,6 @@ class _Segment(nn.Module):
                 seen = attend_fused(layer, rows, masks[layer.kind], where, (key, value), self.transposed)
             x = layer.finish(x, seen)
         return x if self.norm is None else self.norm(x)
-
-
-class _Passes:
-    """A segment's passes of one kind: as they are at first, then traced, where that can be done and pays."""
-
-    def __init__(self, plain: _Segment, never: bool) -> None:
-        self._run: Traced | _Segment = plain
-        self._left = 0 if never else TRACED_FROM
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        if self._left:
-            self._left -= 1
-            if not self._left and isinstance(self._run, _Segment):
-                self._run = trace(self._run, inputs) or self._run
-        found: Tensor = self._run(*inputs)
-        return found
 
 
 def release(module: nn.Module) -> None:

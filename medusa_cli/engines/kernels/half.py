@@ -25,13 +25,13 @@ class Half(Kernel):
         # What comes back as it was is held to the last bit, and a bf16 weight need not be widened to see it.
         half = weight.half()
         if torch.equal(half.to(weight.dtype), weight):
-            return _HalfProduct(half.float(), bias, 1.0)
+            return HalfProduct(half.float(), bias, 1.0)
         # Small weights lose bits in fp16, which a power of two before, and its inverse after the product, saves.
         wide = weight.float()
         power = _headroom(wide)
         scaled = wide * 2.0**power
         if torch.equal(scaled.half().float(), scaled):
-            return _HalfProduct(scaled, bias, 2.0**-power)
+            return HalfProduct(scaled, bias, 2.0**-power)
         return self._other.pack(wide, bias)
 
 
@@ -41,8 +41,8 @@ def _headroom(weight: Tensor) -> int:
     return math.floor(math.log2(LARGEST / largest)) if 0 < largest < math.inf else 0
 
 
-class _HalfProduct(Product):
-    """The packed weight is an attribute of a module, so that it can be traced; bias [N] and shrink come after it."""
+class HalfProduct(Product):
+    """fbgemm's packed weight; bias [N] and shrink come after it, where they are not in it."""
 
     bias: Tensor | None
 
@@ -59,7 +59,7 @@ class _HalfProduct(Product):
             found = found.mul_(self.shrink)
         return found if self.bias is None else found.add_(self.bias)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_HalfProduct":
+    def __deepcopy__(self, memo: dict[int, object]) -> "HalfProduct":
         return self  # frozen, and the library's packed weights cannot be copied
 
 
