@@ -119,9 +119,8 @@ class HydraHeads(HeadDrafter):
         if not shape.max_depth:
             return [Draft(root, Tree.root_only()) for root in roots[:, None]]
         if isinstance(shape, Growth):
-            paths = torch.cat([states, self.embed(backbone, roots)], dim=-1)
-            each = zip(paths.split(1), confirmed, strict=True)
-            return [self._grow(backbone, path, shape, one.root) for path, one in each]
+            each = zip(states.split(1), confirmed, strict=True)
+            return [self._grow(backbone, state, shape, one.root) for state, one in each]
         return [Draft(tokens, shape) for tokens in self._fill(backbone, shape, states, roots)]
 
     def _fill(self, backbone: Backbone, tree: Tree, states: Tensor, roots: Tensor) -> Tensor:
@@ -136,25 +135,26 @@ class HydraHeads(HeadDrafter):
 
     def _guesses(self, backbone: Backbone, head: int, width: int, states: Tensor, said: Tensor) -> Tensor:
         """A head's best tokens [B, n, width] after paths of tokens [B, n, head + 1] from states [B, H]."""
+        return self.draft_ids[self._scores(backbone, head, states, said).topk(width, dim=-1).indices]
+
+    def _scores(self, backbone: Backbone, head: int, states: Tensor, said: Tensor) -> Tensor:
+        """A head's scores [B, n, M] after paths of tokens [B, n, head + 1] from states [B, H]."""
         embedded = self.embed(backbone, said).flatten(2)
         paths = torch.cat([states[:, None].expand(-1, said.shape[1], -1), embedded], dim=-1)
-        best = self.score(backbone, head, self.fast("blocks")[head](paths)).topk(width, dim=-1).indices
-        return self.draft_ids[best]
+        return self.score(backbone, head, self.fast("blocks")[head](paths))
 
-    def _grow(self, backbone: Backbone, paths: Tensor, growth: Growth, root: int) -> Draft:
-        blocks, growing, nodes = self.fast("blocks"), Growing(growth, root), [0]
+    def _grow(self, backbone: Backbone, state: Tensor, growth: Growth, root: int) -> Draft:
+        growing, nodes, said = Growing(growth, root), [0], [[root]]
         for head in range(growth.max_depth):
-            log_p, tokens = self.confidences(head, self.score(backbone, head, blocks[head](paths)), growth)
-            row = {node: place for place, node in enumerate(nodes)}
-            nodes = growing.extend(nodes, log_p, tokens)
+            paths = torch.tensor([said], device=state.device)
+            scores = self.repeated(("scores", head), partial(self._scores, backbone, head), state, paths)
+            path = dict(zip(nodes, said, strict=True))
+            nodes = growing.extend(nodes, *self.confidences(head, scores[0], growth))
             if not nodes:
                 break
-            if head + 1 < growth.max_depth:
-                above = torch.tensor([row[growing.parents[node]] for node in nodes], device=paths.device)
-                drafted = torch.tensor([growing.tokens[node] for node in nodes], device=paths.device)
-                paths = torch.cat([paths[above], self.embed(backbone, drafted)], dim=-1)
+            said = [[*path[growing.parents[node]], growing.tokens[node]] for node in nodes]
         tree, chosen = growing.tree()
-        return Draft(torch.tensor(chosen, device=paths.device), tree)
+        return Draft(torch.tensor(chosen, device=state.device), tree)
 
     def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""
