@@ -171,6 +171,18 @@ def test_a_machine_that_turns_out_quicker_is_quicker_for_plain_steps_too() -> No
     assert pace.choose([text]) == ROOT
 
 
+def test_plain_steps_that_a_busy_machine_once_made_slow_are_not_held_against_them_for_long() -> None:
+    pace = Pace(sizes(), COSTS)
+    for _ in range(3):  # plain steps are seen while something else runs
+        chosen(pace, 0.0, 40, pace.begin(GREEDY))
+        mine = pace.begin(GREEDY)
+        for _ in range(30):
+            step(pace, mine, 0.0, lambda tree: 1.3 * SECONDS[tree.size])
+    mine = pace.begin(Sampling("exact", 1.0))
+    found = [step(pace, mine, 0.0, lambda tree: SECONDS[tree.size]).size for _ in range(200)]
+    assert found.count(ROOT.size) > 170 and set(found[-20:]) == {ROOT.size}
+
+
 def test_one_step_that_was_held_up_moves_nothing() -> None:
     pace = Pace(sizes(), COSTS)
     text = pace.begin(GREEDY)

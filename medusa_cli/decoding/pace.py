@@ -16,8 +16,9 @@ HELD = 1.5
 # Plain steps between two tries whether drafts pay again, at first and at most; a try takes so many steps, and goes on
 # while drafts come true.
 PATIENCE, MOST_PATIENCE, TRY = 12, 512, 2
-# How quickly what steps are seen to take corrects what was measured, and the most one step may add.
-QUICK, HELD_UP = 0.1, 3.0
+# How quickly what steps are seen to take corrects what was measured, and the most one step may add; and how quickly
+# what was seen of other sizes gives way to what is seen now, for a machine's speed changes for all of them.
+QUICK, HELD_UP, FADING = 0.1, 3.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class Pace:
         if before or not self._held:
             new = (nodes, batch) not in self._slower
             self._slower[nodes, batch] = ratio if new else (1 - QUICK) * slower + QUICK * ratio
+            now = self._slower[nodes, batch]
+            for other in [one for one in self._slower if one[1] == batch]:
+                self._slower[other] += FADING * (now - self._slower[other])
             self._quickest[batch] = min(one for (_, many), one in self._slower.items() if many == batch)
         came = 0
         if nodes > 1:
