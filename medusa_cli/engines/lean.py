@@ -1,6 +1,7 @@
 """The fast engine: lean layers over a kernel's products, on a CPU traced once so that little lies between products."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -47,16 +48,21 @@ class LeanEngine(Engine):
         self.kv, self.groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
         probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
         expected = backbone.states(probe[None]).float()
-        self._lean: list[LeanLayer] = []
-        for index, layer in enumerate(self._parts.layers):
-            kind = kinds.index(self._masks.kind_of(index))
-            lean = LeanLayer(layer, config, kernel, kind, self._tables.index(self._parts.kinds[index]))
-            self._lean.append(lean.eval())
+
+        def lean(index: int, layer: nn.Module) -> LeanLayer:
+            kind, table = kinds.index(self._masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
+            made = LeanLayer(layer, config, kernel, kind, table).eval()
             release(layer)
+            return made
+
+        # A matrix is packed by one thread, whatever its size.
+        with ThreadPoolExecutor(torch.get_num_threads() if self.transposed else 1) as pool:
+            packed = pool.submit(kernel.last, backbone.lm_head_weight, backbone.lm_head_bias)
+            self._lean = list(pool.map(lean, itertools.count(), self._parts.layers))
+            self.head = packed.result()
         self.layers, self.dim = nn.ModuleList(self._lean), self._lean[0].dim
         self.norm = norm_of(self._parts.base.norm)
         head = model.get_output_embeddings()
-        self.head = kernel.last(backbone.lm_head_weight, backbone.lm_head_bias)
         if head.weight is not backbone.embedding.weight:
             release(head)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
