@@ -130,3 +130,10 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(ran) == len(todo) - 14 and ran[0][-1] == "--resume"
     rows = json.loads((tmp_path / "out" / "reproduction.json").read_text())["claims"]
     assert len(rows) == len(CLAIMS) and "| FIRP, Table 3 |" in (tmp_path / "out" / "reproduction.md").read_text()
+
+
+def test_without_the_recipes_it_says_where_to_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["reproduce", "--run", str(tmp_path / "run")])
+    assert done.exit_code == 1 and "there is no folder recipes/ here" in done.stderr
+    assert not (tmp_path / "run").exists()

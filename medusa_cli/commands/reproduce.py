@@ -12,11 +12,13 @@ from rich.table import Table
 
 from medusa_cli import console, options
 from medusa_cli.commands.groups import Said
+from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
 
 # Where the figures of the steps lie in the run.
 FOLDER = "papers"
 CONVERSATIONS = 600
+RECIPES = Path("recipes")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ class Stage:
 
     def run(self, quiet: bool) -> None:
         """Run it in a process of its own, which gives all its memory back; UserError where it fails."""
-        from medusa_cli.errors import UserError
         from medusa_cli.runs.files import write_atomic
 
         words = [*self.words, *(["--quiet"] if quiet else [])]
@@ -62,7 +63,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
     ]
 
     def train(name: str, recipe: str, *settings: str) -> None:
-        words = ["train", f"recipes/smollm2-135m-{recipe}.yaml", "--run", f"{run / name}", f"model={model}"]
+        words = ["train", f"{RECIPES}/smollm2-135m-{recipe}.yaml", "--run", f"{run / name}", f"model={model}"]
         found.append(Stage(f"train {name}", [*words, *settings], run / name / "drafter" / "config.json"))
 
     def calibrate(name: str) -> None:
@@ -124,6 +125,10 @@ def reproduce(
     from medusa_cli.runs.run import provenance
 
     said.configure()
+    if not RECIPES.is_dir():
+        raise UserError(
+            f"there is no folder {RECIPES}/ here", "run it in a clone of the project, whose recipes it trains by"
+        )
     target = Run.open(run, create=True)
     todo = steps(target.path, model, questions, max_new_tokens)
     for number, step in enumerate(todo, 1):
