@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
+from medusa_cli.commands.asking import Questions
 from medusa_cli.commands.groups import Drafting, Rules, Said, Where
 from medusa_cli.commands.loading import follow_choice, load
 from medusa_cli.errors import UsageError
@@ -21,23 +22,7 @@ WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 def bench(
     asked: typer.Context,
     *,
-    mt_bench: Annotated[
-        bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
-    ] = False,
-    questions: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|ID",
-            help="Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, "
-            "HumanEval, GSM8K, or any prompts), or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]].",
-        ),
-    ] = None,
-    category: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Questions of these categories alone, such as math,coding.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="At most N questions, spread over the categories. [default: all]")
-    ] = None,
+    which: Questions,
     methods: Annotated[
         str,
         typer.Option(
@@ -110,13 +95,8 @@ def bench(
     for word, value, needed, there in (("context", context, "--steps", False), ("values", values, "--sweep", sweep)):
         if word in given and not there:
             raise UsageError(f"--{word} {value} says nothing without {needed}", f"leave it out, or give {needed}")
-    if mt_bench and questions is not None:
-        raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
-    from medusa_cli.assets import mt_bench_path
     from medusa_cli.benchmarks.bench import Bench
     from medusa_cli.benchmarks.methods import check_methods, parse_methods
-    from medusa_cli.benchmarks.questions import of_categories, spread
-    from medusa_cli.benchmarks.sets import read_questions
     from medusa_cli.benchmarks.side_by_side import find_competitors
     from medusa_cli.commands.beside import Beside
     from medusa_cli.commands.judging import check_judge
@@ -139,20 +119,16 @@ def bench(
         raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
     choice = drafting.choose(need_drafter=alone)
     check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
-    source = mt_bench_path() if questions is None else questions
-    found, skipped = read_questions(source)
-    if skipped:
-        console.warn(f"{source}: {skipped} records are no questions and were skipped")
+    questions, count = which.chosen()
     folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
-    title = "MT-Bench" if questions is None else Path(questions).name if Path(questions).is_file() else questions
     where = follow_choice(choice, place)
     what = Bench(
         choice,
         names,
-        spread(of_categories(found, category), limit),
+        questions,
         rules.max_new_tokens or MAX_NEW_TOKENS,
         rules.sampled,
-        title,
+        which.title,
         where.loading,
         batch_size,
         competitors,
@@ -160,7 +136,7 @@ def bench(
         draft_model,
     )
     console.info(
-        f"{len(what.questions)} of {len(found)} questions of {title}, up to {what.tokens} new tokens a turn, "
+        f"{len(questions)} of {count} questions of {which.title}, up to {what.tokens} new tokens a turn, "
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
     )
     loaded = partial(load, place=where)

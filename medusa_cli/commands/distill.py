@@ -9,8 +9,9 @@ import typer
 
 from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.commands.asking import Wanted, Servers
 from medusa_cli.commands.groups import Said, Where
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UserError
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Conversations of a bare run: about ten minutes of two cores with the default model.
@@ -20,7 +21,6 @@ BARE_SAMPLES = 800
 def distill(
     asked: typer.Context,
     *,
-    seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     recipe: Annotated[
@@ -29,12 +29,6 @@ def distill(
     chat_template: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Jinja template for a model whose tokenizer has none; the run keeps it."),
-    ] = None,
-    max_samples: options.MaxSamples = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    max_turns: Annotated[
-        int | None,
-        typer.Option("--max-turns", "--turns", metavar="N", help="Turns answered in each conversation. [default: 2]"),
     ] = None,
     self_talk: Annotated[
         bool,
@@ -47,36 +41,12 @@ def distill(
     min_answer_tokens: Annotated[
         int, typer.Option(metavar="N", min=0, help="Drop conversations with an answer shorter than this.")
     ] = 0,
-    temperature: options.Temperature = None,
-    random_seed: options.RandomSeed = None,
-    context: Annotated[
-        int | None, typer.Option(help="Positions a conversation may fill; longer prompts are skipped. [default: 512]")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Conversations that are decoded side by side. [default: as many as the memory holds, at most 64]",
-            show_default=False,
-        ),
-    ] = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL[,URL]",
-            help="OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, "
-            "transformers serve). A key goes into the variable MEDUSA_API_KEY.",
-        ),
-    ] = None,
-    endpoint_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: found by asking]")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on or fail, but begin nothing. The same command goes on without it, too."),
     ] = False,
+    what: Wanted,
+    servers: Servers,
     place: Where,
     said: Said,
 ) -> None:
@@ -89,24 +59,11 @@ def distill(
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     said.configure(first=rank == 0)  # one process of several speaks
     extras.need("train", "`medusa distill`")
-    if endpoint is not None and self_talk:
-        raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
-    if endpoint is not None and processes > 1:
-        raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
+    servers.check(self_talk, processes)
     from medusa_cli.distilling.from_recipe import header_of, settings_of
     from medusa_cli.runs.recipe import load_recipe
 
-    given = {
-        "seed": seed,
-        "max_samples": max_samples,
-        "max_new_tokens": max_new_tokens,
-        "max_turns": max_turns,
-        "temperature": temperature,
-        "random_seed": random_seed,
-        "context": context,
-        "batch_size": batch_size,
-    }
-    words = {f"distill.{key}": value for key, value in given.items()} | {"chat_template": chat_template}
+    words = what.settings | {"chat_template": chat_template}
     plan = load_recipe(recipe, [f"{key}={value}" for key, value in words.items() if value is not None])
     wanted = plan.distill
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
@@ -121,7 +78,6 @@ def distill(
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.engines import load_backbone
-    from medusa_cli.engines.kernels import BITS
     from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run, provenance
     from medusa_cli.training import World
@@ -146,15 +102,14 @@ def distill(
     console.info(str(report))
     backbone: Any = (
         Tokenizer(name, template, trust_remote_code=place.trust_remote_code)
-        if endpoint is not None
+        if servers.endpoint is not None
         else load_backbone(name, **{**place.loading, "device": world.device(place.device)}, chat_template=template)
     )
-    if endpoint is None and wanted.batch_size is None:
+    if servers.endpoint is None and wanted.batch_size is None:
         settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
-    rounded = {"4bit": place.load_in_4bit, "8bit": place.load_in_8bit, place.engine: place.engine in BITS}
-    # Such answers are another model's.
-    rounding = None if endpoint is not None else next((how for how, given in rounded.items() if given), None)
-    server = None if endpoint is None else connect(endpoint, endpoint_model, name, backbone)
+    # Wanted of rounded weights are another model's.
+    rounding = None if servers.endpoint is not None else place.rounding
+    server = None if servers.endpoint is None else connect(servers.endpoint, servers.endpoint_model, name, backbone)
     if self_talk:
         check_self_talk(backbone)
     target.bind(backbone.identity)
@@ -173,7 +128,7 @@ def distill(
         made = Meter(bar)
         try:
             if server is not None:
-                skipped = from_server(server, mine, settings, concurrency, files.writer, failures, made)
+                skipped = from_server(server, mine, settings, servers.concurrency, files.writer, failures, made)
             else:
                 skipped = from_here(backbone, mine, settings, files.writer, failures, made)
         finally:

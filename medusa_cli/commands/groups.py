@@ -38,6 +38,14 @@ class Where:
         whole = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
         return {**whole, "load_in_4bit": bool(self.load_in_4bit), "load_in_8bit": bool(self.load_in_8bit)}
 
+    @property
+    def rounding(self) -> str | None:
+        """How the model's weights are rounded, where that was asked for: "4bit", "8bit", "int8" or "int4"."""
+        from medusa_cli.engines.kernels import BITS
+
+        ways = {"4bit": self.load_in_4bit, "8bit": self.load_in_8bit, self.engine: self.engine in BITS}
+        return next((way for way, asked in ways.items() if asked), None)
+
 
 @dataclass(frozen=True)
 class Drafting:
