@@ -15,8 +15,9 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training.calibration import calibrate
-from medusa_cli.training.data import Dataset, Example, ReadReport
+from medusa_cli.training.data import Dataset, Example
 from tests.test_training import conversation, model_folder, run, train_words, write_lines
 from tests.tiny import tiny_backbone
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from medusa_cli.backbone.dialogue import Malformed, encode, token_ids
+from medusa_cli.backbone.dialogue import encode, token_ids
 from medusa_cli.errors import UserError
+from medusa_cli.runs.usable import Malformed
 from medusa_cli.training.parsing import record_of
 from tests.tiny import tiny_backbone
 

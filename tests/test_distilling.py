@@ -140,8 +140,13 @@ def test_cut_off_and_malformed_records_are_counted_and_skipped(tmp_path: Path) -
     odd = {"id": "b", "conversations": [{"from": "martian", "value": "q"}]}
     text = json.dumps([good, odd, {"id": "c"}, {"id": "d", "conversations": [{"from": "gpt", "value": "r"}]}])
     seeds, report = read_seeds(write(tmp_path / "a.json", text[:-1] + ', {"id": "e", "conv'))
-    assert [s.id for s in seeds] == ["a"] and report.cut_off
-    assert report.skipped == {"unknown role 'martian'": 1, "no conversations or messages": 1, "no user turn": 1}
+    assert [s.id for s in seeds] == ["a"]
+    assert report.skipped == {
+        "cut off": 1,
+        "unknown role 'martian'": 1,
+        "no conversations or messages": 1,
+        "no user turn": 1,
+    }
     assert "cut off" in str(report)
 
 

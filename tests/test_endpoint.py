@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medusa_cli import console
-from medusa_cli.backbone.dialogue import Malformed
 from medusa_cli.cli import app
 from medusa_cli.commands.answering import Failures, Meter, from_server
 from medusa_cli.commands.endpoint_load import endpoint_load
@@ -24,6 +23,7 @@ from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import Malformed
 from tests.runs import save_model
 
 

@@ -11,6 +11,7 @@ from medusa_cli.decoding import generate, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
 from medusa_cli.drafters.base import Objective
 from medusa_cli.runs.run import provenance
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.tree import Growth, Tree
 from tests.passes import drafted
 from tests.tiny import FAMILIES, guesses, tiny_backbone
@@ -166,7 +167,6 @@ def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.training import Dataset, build_drafter
-    from medusa_cli.training.parsing import ReadReport
 
     recipe = load_recipe(None, ["drafter.prefix_layers=1"]).drafter
     with pytest.raises(UsageError, match="drafter.prefix_layers=1 says nothing to medusa"):

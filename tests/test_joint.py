@@ -19,11 +19,12 @@ from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
 from medusa_cli.training.conversations import Conversations, bucketed
 from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.joint import Joint
-from medusa_cli.training.parsing import ReadReport, Record
+from medusa_cli.training.parsing import Record
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.setup import joint_backbone
 from tests import passes

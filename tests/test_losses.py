@@ -18,12 +18,13 @@ from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training import Trainer, split_conversations
 from medusa_cli.training.build import check_drafter
 from medusa_cli.training.conversations import Conversations
 from medusa_cli.training.data import Dataset, Example
 from medusa_cli.training.joint import Joint
-from medusa_cli.training.parsing import ReadReport, Record
+from medusa_cli.training.parsing import Record
 from medusa_cli.tree import Tree
 from tests.passes import drafted, run
 from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from medusa_cli import assets
-from medusa_cli.backbone.dialogue import Malformed, encode, messages_of
+from medusa_cli.backbone.dialogue import encode, messages_of
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.drafters import DRAFTERS, Batch
+from medusa_cli.runs.usable import Malformed
 from tests.tiny import tiny_backbone
 
 WANTED = 200

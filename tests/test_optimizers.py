@@ -10,11 +10,11 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training import Stepped, Trainer, split_conversations
 from medusa_cli.training.build import check_drafter
 from medusa_cli.training.checkpoints import checkpoint_path
 from medusa_cli.training.optimizers import Together, optimizer_of
-from medusa_cli.training.parsing import ReadReport
 from medusa_cli.training.setup import joint_backbone
 from medusa_cli.training.task import Group
 from tests.runs import save_model

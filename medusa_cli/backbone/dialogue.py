@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from medusa_cli.errors import UserError, first_line
+from medusa_cli.runs.usable import Malformed
 
 ROLES = {
     "human": "user",
@@ -35,10 +36,6 @@ class Speaker(Protocol):
 
 # Why a text with half of a surrogate pair cannot be used.
 HALF = "half a character"
-
-
-class Malformed(ValueError):
-    """A record that cannot be used; the text is the reason it is counted under."""
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, str]]:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.backbone import attention
-from medusa_cli.backbone.dialogue import Malformed, render, token_ids
+from medusa_cli.backbone.dialogue import render, token_ids
 from medusa_cli.backbone.identity import identity_of
 from medusa_cli.backbone.support import refuse_unsupported, usable_positions
 from medusa_cli.errors import UserError
+from medusa_cli.runs.usable import Malformed
 
 
 class Backbone:

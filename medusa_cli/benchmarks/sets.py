@@ -8,7 +8,7 @@ from typing import Any
 from medusa_cli import assets
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.errors import UserError
-from medusa_cli.runs.reading import parse_json
+from medusa_cli.runs.reading import json_or_none, parse_json
 
 FORMS = (".jsonl", ".json", ".parquet", ".txt")
 # The keys under which sets keep the user's words, their own id, and an answer to judge by; the first that is there.
@@ -76,14 +76,7 @@ def _of_file(path: Path) -> Iterator[Any]:
         return
     for line in text.split("\n"):  # a question may hold any other line break
         if line.strip():
-            yield {"prompt": line.strip()} if path.suffix == ".txt" else _parsed(line)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
+            yield {"prompt": line.strip()} if path.suffix == ".txt" else json_or_none(line)
 
 
 def _of_hub(source: str, name: str, config: str | None = None, split: str | None = None) -> Iterator[Any]:

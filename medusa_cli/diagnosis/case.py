@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from medusa_cli.assembly import check_fit
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, messages_of
+from medusa_cli.backbone.dialogue import messages_of
 from medusa_cli.decoding import Stats
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
@@ -21,9 +21,10 @@ from medusa_cli.runs.accuracies import Heads, read_calibration
 from medusa_cli.runs.made import Made, describe_drafter
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.runs.usable import Malformed, ReadReport
 from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.log import NAME, read_log
-from medusa_cli.training.parsing import ReadReport, Record, parse, record_of
+from medusa_cli.training.parsing import Record, parse, record_of
 from medusa_cli.tree import Tree
 from medusa_cli.tree.saved import load_tree
 from medusa_cli.tree.search import largest, search

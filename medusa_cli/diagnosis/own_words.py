@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, encode
+from medusa_cli.backbone.dialogue import encode
 from medusa_cli.decoding.likelihood import likelihoods
 from medusa_cli.diagnosis.case import Case, Dialogue
 from medusa_cli.diagnosis.findings import Finding, graded
 from medusa_cli.engines import Plan
 from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.usable import Malformed
 from medusa_cli.training.parsing import Record
 
 # Conversations that the model reads again, and tokens of each: a second or two for a small model.

@@ -3,6 +3,6 @@
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.local import distill
 from medusa_cli.distilling.records import RecordWriter
-from medusa_cli.distilling.seeds import Seed, SeedReport, read_seeds
+from medusa_cli.distilling.seeds import Seed, read_seeds
 
-__all__ = ["Distilled", "RecordWriter", "Seed", "SeedReport", "Settings", "distill", "read_seeds"]
+__all__ = ["Distilled", "RecordWriter", "Seed", "Settings", "distill", "read_seeds"]

@@ -14,11 +14,12 @@ from email.utils import parsedate_to_datetime
 import requests
 import torch
 
-from medusa_cli.backbone.dialogue import Malformed, Speaker, encode, render, token_ids
+from medusa_cli.backbone.dialogue import Speaker, encode, render, token_ids
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.runs.usable import Malformed
 
 ATTEMPTS = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0

@@ -11,7 +11,7 @@ from medusa_cli.distilling.distilled import Distilled
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.line import Dropped, Line, as_line
-from medusa_cli.runs.reading import check_regular, convert, parse_json, read_lines, read_object
+from medusa_cli.runs.reading import check_regular, convert, json_or_none, read_lines, read_object
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore, seal
 
@@ -62,7 +62,7 @@ class RecordWriter:
         rows = whole = 0
         size = self.path.stat().st_size
         for number, text in enumerate(read_lines(self.path), 1):
-            record = _parsed(text)
+            record = json_or_none(text)
             if record is None and whole + len(text) == size:
                 break
             try:
@@ -129,17 +129,9 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in read_lines(path):
-        record = _parsed(line)
+        record = json_or_none(line)
         if isinstance(record, dict):
             yield record
-
-
-def _parsed(line: bytes) -> Any:
-    """What a line of JSON says; None where it is none."""
-    try:
-        return parse_json(line)
-    except ValueError:  # no JSON or no UTF-8
-        return None
 
 
 def header_of(run: Run) -> Path:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from medusa_cli import assets
 from medusa_cli.backbone.dialogue import HALF, is_whole
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.reading import parse_json
+from medusa_cli.runs.usable import Malformed, ReadReport, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 NAMED = (assets.DEFAULT_SEED, *HUB)
@@ -27,43 +28,15 @@ class Seed:
     system: str | None = None
 
 
-@dataclass
-class SeedReport:
-    """How many conversations were read and skipped, by reason, and whether the file ended mid-record."""
-
-    read: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    cut_off: bool = False
-
-    def skip(self, reason: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-
-    def __str__(self) -> str:
-        parts = [f"{self.read:,} conversations read"]
-        parts += [f"{count:,} skipped ({reason})" for reason, count in sorted(self.skipped.items())]
-        return ", ".join(parts + (["the file is cut off after them"] if self.cut_off else []))
-
-
-def read_seeds(source: str) -> tuple[list[Seed], SeedReport]:
+def read_seeds(source: str) -> tuple[list[Seed], ReadReport]:
     """Read every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
 
     Truncated and malformed records are counted in the report and skipped; UserError if nothing usable remains.
     """
-    report = SeedReport()
-    seeds: list[Seed] = []
-    seen: set[str] = set()
-    for record in _records(source, report):
-        seed = _seed(record, report)
-        if seed is None:
-            continue
-        if seed.id in seen:
-            report.skip("same id as an earlier one")
-            continue
-        seen.add(seed.id)
-        seeds.append(seed)
-        report.read += 1
+    report = ReadReport()
+    seeds = usable(_records(source, report), _seed, report)
     if not seeds:
-        why = f" ({report})" if report.skipped or report.cut_off else ""
+        why = f" ({report})" if report.skipped else ""
         raise UserError(
             f"@seed {source!r} holds no usable conversation{why}",
             'each record needs "conversations" (from/value) or "messages" (role/content) with a user turn',
@@ -71,7 +44,7 @@ def read_seeds(source: str) -> tuple[list[Seed], SeedReport]:
     return seeds, report
 
 
-def _records(source: str, report: SeedReport) -> Iterator[Any]:
+def _records(source: str, report: ReadReport) -> Iterator[Any]:
     if source == assets.DEFAULT_SEED:
         yield from _json_array(assets.sharegpt_path(), report)
         return
@@ -95,7 +68,7 @@ def _records(source: str, report: SeedReport) -> Iterator[Any]:
     yield from _hub_rows(source)
 
 
-def _json_array(path: Path, report: SeedReport) -> Iterator[Any]:
+def _json_array(path: Path, report: ReadReport) -> Iterator[Any]:
     """Stream a JSON array record by record, so that a file cut off mid-record still gives all whole ones."""
     import ijson
 
@@ -103,12 +76,12 @@ def _json_array(path: Path, report: SeedReport) -> Iterator[Any]:
         try:
             yield from ijson.items(stream, "item")
         except ijson.IncompleteJSONError:
-            report.cut_off = True
+            report.skip("cut off")
         except (ijson.JSONError, ValueError) as reason:  # no JSON or no UTF-8
             raise UserError(f"@seed {str(path)!r} is no JSON: {reason}", "give a JSON array or JSONL") from reason
 
 
-def _json_lines(path: Path, report: SeedReport) -> Iterator[Any]:
+def _json_lines(path: Path, report: ReadReport) -> Iterator[Any]:
     with path.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             if not line.strip():
@@ -134,44 +107,37 @@ def _hub_rows(name: str) -> Iterator[Any]:
     yield from splits["train" if "train" in splits else next(iter(splits))]
 
 
-def _seed(record: Any, report: SeedReport) -> Seed | None:
+def _seed(record: Any) -> Seed:
+    """The human side of a record; Malformed where it has none."""
     if not isinstance(record, dict):
-        report.skip("not an object")
-        return None
+        raise Malformed("not an object")
     messages = record.get("conversations") or record.get("messages")
     if not isinstance(messages, list) or not messages:
-        report.skip("no conversations or messages")
-        return None
+        raise Malformed("no conversations or messages")
     turns: list[str] = []
     system = None
     for message in messages:
         if not isinstance(message, dict):
-            report.skip("a message is not an object")
-            return None
+            raise Malformed("a message is not an object")
         role = message.get("from", message.get("role"))
         text = message.get("value", message.get("content"))
         if not isinstance(role, str):
-            report.skip("a message without role")
-            return None
+            raise Malformed("a message without role")
         if role in MODEL_ROLES:
             continue
         if not isinstance(text, str):
-            report.skip("a message without text")
-            return None
+            raise Malformed("a message without text")
         if role == "system":
             system = text
         elif role in USER_ROLES:
             if text.strip():
                 turns.append(text)
         else:
-            report.skip(f"unknown role {role!r}")
-            return None
+            raise Malformed(f"unknown role {role!r}")
     if not turns:
-        report.skip("no user turn")
-        return None
+        raise Malformed("no user turn")
     name = next((one for key in ("id", "prompt_id") if isinstance(one := record.get(key), str | int) and one), None)
     content = json.dumps([system, turns], ensure_ascii=False)
     if not is_whole(f"{name}{content}"):
-        report.skip(HALF)
-        return None
+        raise Malformed(HALF)
     return Seed(str(name or hashlib.sha256(content.encode()).hexdigest()[:16]), tuple(turns), system)

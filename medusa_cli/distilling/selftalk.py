@@ -1,8 +1,9 @@
 """Self-talk: the model writes the user's turns as well, after the header its chat template puts before them."""
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import Malformed, after_answer, token_ids
+from medusa_cli.backbone.dialogue import after_answer, token_ids
 from medusa_cli.errors import UserError
+from medusa_cli.runs.usable import Malformed
 
 # Stands where the user's words will be, so that the template can be cut around them.
 MARK = "THE-USERS-WORDS"

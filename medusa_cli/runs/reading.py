@@ -98,6 +98,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def json_or_none(text: str | bytes) -> Any:
+    """The value of JSON text; None for what is none."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON from its pairs; ValueError where a key stands twice."""
     found = dict(pairs)

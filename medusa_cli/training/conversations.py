@@ -11,8 +11,9 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Drafter
 from medusa_cli.engines.trace import trace
 from medusa_cli.errors import UserError
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training.data import held_out_ids, parts_of, records_digest, segments
-from medusa_cli.training.parsing import ReadReport, Record
+from medusa_cli.training.parsing import Record
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from medusa_cli.drafters.base import Batch
 from medusa_cli.errors import UserError
-from medusa_cli.training.parsing import ReadReport, Record
+from medusa_cli.runs.usable import ReadReport
+from medusa_cli.training.parsing import Record
 
 # A part of a ShareGPT conversation: seven letters and digits, not all of them small letters, and a number.
 _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+")

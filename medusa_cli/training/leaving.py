@@ -10,9 +10,10 @@ from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import identity_of, weights_of
 from medusa_cli.runs.files import replacing, write_json
 from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training.checkpoints import save_drafter
 from medusa_cli.training.loop import Trainer
-from medusa_cli.training.parsing import ReadReport, parse
+from medusa_cli.training.parsing import parse
 
 log = logging.getLogger(__name__)
 

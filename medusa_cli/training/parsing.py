@@ -3,16 +3,18 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import HALF, Malformed, encode, is_whole, messages_of
+from medusa_cli.backbone.dialogue import HALF, encode, is_whole, messages_of
 from medusa_cli.errors import UserError
 from medusa_cli.runs.line import as_line
 from medusa_cli.runs.reading import MOST_BYTES, parse_json, unique
+from medusa_cli.runs.usable import Malformed, ReadReport, usable
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,6 @@ class Record:
         return [0, *accumulate(end - start for start, end in self.spans)][:-1]
 
 
-@dataclass
-class ReadReport:
-    """How many records were read and skipped, by reason."""
-
-    read: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def skip(self, reason: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-
-    def __str__(self) -> str:
-        return ", ".join(
-            [f"{self.read:,} conversations read"]
-            + [f"{n:,} skipped ({why})" for why, n in sorted(self.skipped.items())]
-        )
-
-
 def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadReport]:
     """Read a JSONL (or JSON array) of conversations; the chat template tokenises those without token ids.
 
@@ -70,20 +55,7 @@ def read_records(path: Path, backbone: Backbone) -> tuple[list[Record], ReadRepo
     record is left.
     """
     report = ReadReport()
-    records: list[Record] = []
-    seen: set[str] = set()
-    for raw in parse(path, report):
-        try:
-            record = record_of(raw, backbone)
-        except Malformed as reason:
-            report.skip(str(reason))
-            continue
-        if record.id in seen:
-            report.skip("same id as an earlier one")
-            continue
-        seen.add(record.id)
-        records.append(record)
-        report.read += 1
+    records = usable(parse(path, report), partial(record_of, backbone=backbone), report)
     if not records:
         raise UserError(
             f"{path} holds no usable conversation ({report})",
