@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.asking import Wanted, Servers
+from medusa_cli.commands.asking import Servers, Wanted
 from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import DEFAULT_RUN
