@@ -159,7 +159,7 @@ verify-vllm: $(ENGINES)/eagle3.json ## vLLM on a CPU with an exported EAGLE-3 dr
 	$(ENGINES)/vllm/bin/python tests/engines/vllm_drafts.py $< $(ENGINES)/eagle3
 
 verify-llama-cpp: $(ENGINES)/eagle3.json ## llama.cpp, built from source, with an exported EAGLE-3 drafter
-	tests/engines/build_llama_cpp $(ENGINES)/llama.cpp $(PYTHON)
+	TORCH="$(TORCH)" tests/engines/build_llama_cpp $(ENGINES)/llama.cpp $(PYTHON)
 	$(ENGINES)/llama.cpp/env/bin/python tests/engines/llama_cpp_drafts.py $< $(ENGINES)/eagle3 $(ENGINES)/llama.cpp
 
 clean: ## remove .venv and the tools' caches
