@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from medusa_cli.cli import app
 from medusa_cli.drafters import DRAFTERS, Amphista, Firp, HydraHeads, MedusaHeads
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.exporting.custom_generate import generate
 from medusa_cli.exporting.hf import export_hf
 from medusa_cli.exporting.source import find_source
 from medusa_cli.tree import Tree
@@ -73,7 +74,8 @@ def both(folder: Path, **asked) -> tuple[torch.Tensor, torch.Tensor, int]:
     plain = model.generate(PROMPT, max_new_tokens=48, **asked)
     passes.clear()
     torch.manual_seed(5)
-    drafted = model.generate(PROMPT, max_new_tokens=48, custom_generate=str(folder), trust_remote_code=True, **asked)
+    drafting = {"custom_generate": str(folder), "trust_remote_code": True, "drafts": "always"}
+    drafted = model.generate(PROMPT, max_new_tokens=48, **drafting, **asked)
     return plain, drafted, len(passes)
 
 
@@ -87,7 +89,7 @@ def test_every_kind_gives_the_tokens_of_plain_decoding_in_fewer_passes(tmp_path:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_drafted_is_what_our_own_drafter_drafts(tmp_path: Path, name: str) -> None:
     """As many passes as our own decoding takes steps: the guesses are the same."""
-    from medusa_cli.decoding import generate
+    from medusa_cli.decoding import generate as decode
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
 
@@ -96,9 +98,42 @@ def test_what_is_drafted_is_what_our_own_drafter_drafts(tmp_path: Path, name: st
     backbone = load_backbone(str(tmp_path / "model"), dtype="fp32", engine="eager")
     drafter = load_drafter(tmp_path / "run" / "drafter", backbone)
     tree = load_tree(tmp_path / "run" / "tree.json")
-    steps = list(generate(backbone, drafter, tree, PROMPT[0].tolist(), max_new_tokens=48))
+    steps = list(decode(backbone, drafter, tree, PROMPT[0].tolist(), max_new_tokens=48))
     assert [token for step in steps for token in step.tokens] == plain[0, PROMPT.shape[1] :].tolist()
     assert passes == len(steps)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_without_drafts_between_change_no_token(tmp_path: Path, name: str, monkeypatch) -> None:
+    class Changing(generate.Pace):
+        def record(self, seconds: float, tokens: int) -> None:
+            self.drafts = next(turns)
+
+    folder = exported(tmp_path, name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    plain = model.generate(PROMPT, max_new_tokens=48)
+    turns = iter([True, False, False, False, True, True, False] * 10)
+    monkeypatch.setattr(generate, "Pace", Changing)
+    found = generate.generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=48)
+    assert found.tolist() == plain.tolist()
+    with pytest.raises(ValueError, match="drafts='often' is unknown"):
+        generate.generate(PROMPT, model=model, drafter=str(folder), drafts="often")
+
+
+def paced(drafted: float, plain: float, steps: int) -> list[bool]:
+    """Which of so many steps draft, where a token takes so many seconds with drafts and without."""
+    pace, found = generate.Pace(), []
+    for _ in range(steps):
+        found.append(pace.drafts)
+        pace.record(2 * drafted if pace.drafts else plain, 2 if pace.drafts else 1)
+    return found
+
+
+def test_drafts_are_left_out_where_they_do_not_pay_and_tried_again() -> None:
+    good, bad = paced(0.5, 1.0, 1000), paced(1.2, 1.0, 1000)
+    assert sum(good) > 950 and sum(bad) < 50
+    assert any(good[500:]) and not all(good[100:]) and any(bad[100:])  # the other way is tried now and then
+    assert all(generate.Pace(always=True).drafts for _ in range(3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

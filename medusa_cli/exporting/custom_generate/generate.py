@@ -22,10 +22,17 @@ from transformers.utils import cached_file
 from .drafters import KINDS
 
 FILES = ("config", "tree")
+# Steps by which it is tried whether drafts pay, and steps until the other way is tried again, twice as many each time.
+TRY, STAY = 6, 48
 
 
-def generate(inputs=None, *, model, drafter=None, streamer=None, **kwargs):
-    """What `model.generate` gives for one prompt, in fewer passes; drafter: the folder or hub id of the guesser."""
+def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, **kwargs):
+    """What `model.generate` gives for one prompt, in fewer passes; drafter: the folder or hub id of the guesser.
+
+    drafts: "auto" leaves them out where they do not pay, on this machine or in this text; "always" never does.
+    """
+    if drafts not in ("auto", "always"):
+        raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
     for key in ("custom_generate", "trust_remote_code"):  # given again where `model.generate` is this function already
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
@@ -38,7 +45,7 @@ def generate(inputs=None, *, model, drafter=None, streamer=None, **kwargs):
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
         answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, guesser, prompt, answer)
+        cache = run(model, guesser, prompt, answer, guesser.pace if drafts == "auto" else Pace(always=True))
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -50,19 +57,19 @@ def generate(inputs=None, *, model, drafter=None, streamer=None, **kwargs):
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
 
 
-def run(model, guesser, prompt, answer):
+def run(model, guesser, prompt, answer, pace):
     """Draft, verify, accept, keep, until the answer ends; the cache of what the model has read."""
-    tree = guesser.tree
     # Without a config every layer keeps all rows, so that the rejected ones can be taken out again.
     cache = DynamicCache()
     guesser.reset()
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     confirmed, states = prompt[0], guesser.states(out.hidden_states)  # [n], [n, H * taps]
     root = answer.choose(out.logits[0, -1])
-    depths = torch.tensor(tree.depths, device=prompt.device)
     while not answer.done:
-        start = cache.get_seq_length()
-        tokens = guesser.draft(confirmed, states, root)  # [N]
+        began, start = time.perf_counter(), cache.get_seq_length()
+        tree = guesser.tree if pace.drafts else ROOT
+        tokens = guesser.draft(confirmed, states, root) if pace.drafts else [root]  # [N]
+        depths = torch.tensor(tree.depths, device=prompt.device)
         out = model(
             torch.tensor([tokens], device=prompt.device),
             attention_mask=masks(model, tree.mask, start, depths),
@@ -74,8 +81,12 @@ def run(model, guesser, prompt, answer):
         path, root = accept(out.logits[0], tokens, tree, answer)
         rows = torch.tensor(path, device=prompt.device)
         keep(cache, start, rows)
-        confirmed = torch.tensor([tokens[node] for node in path], device=prompt.device)
-        states = guesser.states(out.hidden_states)[rows]
+        fresh = torch.tensor([tokens[node] for node in path], device=prompt.device)
+        found = guesser.states(out.hidden_states)[rows]
+        # What was settled without drafts is told to the guesser when it is asked next.
+        confirmed = fresh if pace.drafts else torch.cat([confirmed, fresh])
+        states = found if pace.drafts else torch.cat([states, found])
+        pace.record(time.perf_counter() - began, len(path))
     return cache
 
 
@@ -138,6 +149,40 @@ class Answer:
         return token.item()
 
 
+class Pace:
+    """Whether to draft: the way that took less time a token, each tried for a few steps, and now and then again."""
+
+    def __init__(self, always=False):
+        self.drafts, self.always, self.seconds = True, always, {}  # a token, with drafts and without
+        self._stay = STAY
+        self._begin(TRY)
+
+    def record(self, seconds, tokens):
+        """Learn what a step took; its successor is of the way that pays."""
+        self._left -= 1
+        if self.always or self._left >= self._steps:  # the first step of a way pays for its beginning
+            return
+        self._spent, self._tokens = self._spent + seconds, self._tokens + tokens
+        if self._left:
+            return
+        self.seconds[self.drafts] = self._spent / self._tokens
+        if len(self.seconds) < 2:
+            self.drafts = not self.drafts
+            self._begin(TRY)
+            return
+        best = min(self.seconds, key=self.seconds.get)
+        if best is self.drafts and self._steps > TRY:  # it was had for long: the other is tried again
+            self._stay = min(2 * self._stay, 16 * STAY)
+            self.drafts = not best
+            self._begin(TRY)
+            return
+        self.drafts = best
+        self._begin(self._stay)
+
+    def _begin(self, steps):
+        self._steps, self._left, self._spent, self._tokens = steps, steps + 1, 0.0, 0
+
+
 class Tree:
     """N guesses by their parents and ranks: node 0 is the root, a node of rank r its parent's r-th best follower."""
 
@@ -153,6 +198,7 @@ class Tree:
         self.paths = [self.mask[node].nonzero()[:, 0].tolist() for node in range(size)]  # from the root to each
 
 
+ROOT = Tree([-1], [0])
 # The drafter of each model in use, and where it came from.
 _loaded = WeakKeyDictionary()
 
@@ -173,6 +219,7 @@ def load_drafter(source, model):
     dtype = number_type(weights, model)
     weights = {k: v.to(model.device, dtype if v.is_floating_point() else v.dtype) for k, v in weights.items()}
     guesser = kind(config, weights, Tree(tree["parents"], tree["ranks"]), model)
+    guesser.pace = Pace()
     _loaded[model] = ((source, model.dtype, model.device), guesser)
     return guesser
 
