@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,20 @@ def test_every_module_says_what_it_is_for() -> None:
         ".".join(parts(path)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert [name for name in silent if name != "commands.__init__"] == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    known = {".".join(parts(path)).removesuffix(".__init__"): path for path in MODULES if path.parent != PACKAGE}
+
+    def module(name: str) -> str | None:
+        name = name.removeprefix("medusa_cli.")
+        return next((one for one in (name, name.rpartition(".")[0]) if one in known), None)
+
+    used = {}
+    for name, path in known.items():
+        found = {module(one) for one in imports(level(ast.parse(path.read_text(encoding="utf-8"))))}
+        used[name] = found - {None, name}
+    TopologicalSorter(used).prepare()  # names the circle where there is one
 
 
 # A command's file may bear the name of what it presents, a format's that of the drafter in it.

@@ -38,8 +38,8 @@ def model_card(source: Source, tree: Tree, chat: bool = True) -> str:
         "`generate` takes (temperature, penalties, stop strings, a streamer) works as ever.",
         USE.format(prompt=CHAT if chat else PLAIN),
         "`trust_remote_code=True` runs the two files in `custom_generate/`: read them, they are short. Where the model "
-        "was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, steps do without; "
-        '`drafts="always"` keeps them in.',
+        "was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, steps "
+        'go without; `drafts="always"` keeps them in.',
         "## Measured",
         source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
         "## Drafter and tree",
