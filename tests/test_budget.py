@@ -134,6 +134,17 @@ def test_a_damaged_file_of_times_is_done_without(tiny_run: Path, own_home: Path,
     assert medusa_tree("--run", str(tiny_run), "--budget", "auto").stderr.count("timing decoding steps") == 0
 
 
+@pytest.mark.parametrize("part", ["verify", "draft"])
+def test_kept_times_without_their_first_entry_are_taken_anew(tiny_run: Path, own_home: Path, part: str) -> None:
+    words = ["--run", str(tiny_run), "--budget", "auto"]
+    assert medusa_tree(*words).exit_code == 0
+    times = json.loads((own_home / "steps.json").read_text())
+    next(iter(times.values()))[part] = {}
+    (own_home / "steps.json").write_text(json.dumps(times))
+    done = medusa_tree(*words)
+    assert done.exit_code == 0 and "are timed anew" in done.stderr, done.output
+
+
 def test_a_budget_that_is_no_number_is_refused(tiny_run: Path) -> None:
     done = medusa_tree("--run", str(tiny_run), "--budget", "many")
     assert done.exit_code == 2 and "--budget 'many' is no number of nodes" in done.stderr

@@ -46,7 +46,9 @@ class Kept:
     def __post_init__(self) -> None:
         if not all(0 <= share < 1e4 for share in self.luck.values()):
             raise ValueError("a luck is none")
-        if "1" not in self.verify or not all(0 < one < 1e4 for one in (*self.verify.values(), *self.draft.values())):
+        if "1" not in self.verify or "1" not in self.draft:
+            raise ValueError("a plain step or a first level is missing")
+        if not all(0 < one < 1e4 for one in (*self.verify.values(), *self.draft.values())):
             raise ValueError("a time is none")
         if not all(0 < int(size) <= SIZES[-1] for size in (*self.verify, *self.draft)):
             raise ValueError("a size is none")
