@@ -209,6 +209,10 @@ def test_no_imports_go_in_a_circle() -> None:
     TopologicalSorter(used).prepare()  # names the circle where there is one
 
 
+def test_no_file_is_longer_than_a_reader_keeps_in_mind() -> None:
+    assert [path.name for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > 300] == []
+
+
 # A command's file may bear the name of what it presents, a format's that of the drafter in it.
 PRESENTING = {"commands", "exporting"}
 

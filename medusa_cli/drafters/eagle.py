@@ -218,10 +218,7 @@ class Eagle(HeadDrafter):
             branch.states = own
 
     def _scored(self, backbone: Backbone, states: Tensor) -> Tensor:
-        def scored(states: Tensor) -> Tensor:
-            return self.score(backbone, 0, self.norm(states))
-
-        return self.repeated(("scored", states.dim()), scored, states)
+        return self.repeated(("scored", states.dim()), lambda x: self.score(backbone, 0, self.norm(x)), states)
 
     def _embedded(self, backbone: Backbone, tokens: Tensor) -> Tensor:
         """The backbone's embeddings as they are: the layer's own norm levels them."""
@@ -232,12 +229,8 @@ class Eagle(HeadDrafter):
         return hidden[..., : -self.config.hidden_size]
 
     def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        fused, embedded, number = (
-            self.fc(self._lower(batch.hidden)),
-            self._embedded(backbone, batch.next),
-            batch.numbers,
-        )
-        steps = Unrolled(self.midlayer, fused, embedded, batch.views, batch.learnt)
+        fused, embedded = self.fc(self._lower(batch.hidden)), self._embedded(backbone, batch.next)
+        steps, number = Unrolled(self.midlayer, fused, embedded, batch.views, batch.learnt), batch.numbers
         return lambda head, rows: normed(self.norm, steps.step(head)[number[rows]]).to(batch.hidden.dtype)
 
     def named_weights(self) -> dict[str, Tensor]:
