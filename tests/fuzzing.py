@@ -5,6 +5,7 @@ on memory. `tests/test_fuzz.py` runs a few of each kind, `python -m tests.fuzz` 
 """
 
 import contextlib
+import copy
 import json
 import os
 import resource
@@ -328,7 +329,7 @@ def _put(draw: Callable[..., Any], document: Any) -> Any:
     """A document with one of its values changed."""
     paths = list(_paths(document))
     path = draw(st.sampled_from(paths))
-    value = draw(st.sampled_from(NASTY))
+    value = copy.deepcopy(draw(st.sampled_from(NASTY)))  # one that is changed itself would be another from then on
     if not path:
         return value
     parent = document
