@@ -122,9 +122,9 @@ def test_only_the_screen_prints(path: Path) -> None:
     assert not printed, f"print() in lines {printed}: return it, or use console"
 
 
-# Lines for other programs hold their flags, and so do what pip is started with and a style sheet's variables.
+# Lines for other programs hold their flags; so do commands that are started, pip's too, and a style sheet's variables.
 LAUNCHED = ("vllm serve", "python -m sglang.launch_server", "python convert_hf_to_gguf.py")
-FOREIGN = {"assets", "benchmarks.ink"}
+FOREIGN = {"assets", "benchmarks.ink", "benchmarks.reproduction"}
 SPOKEN = {"cli", "commands", "options", "console"}
 CORE = [path for path in MODULES if parts(path)[0] not in SPOKEN and ".".join(parts(path)) not in FOREIGN]
 
@@ -211,6 +211,17 @@ def test_no_imports_go_in_a_circle() -> None:
 
 def test_no_file_is_longer_than_a_reader_keeps_in_mind() -> None:
     assert [path.name for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > 300] == []
+
+
+COMMANDS = [path for path in MODULES if parts(path)[0] == "commands"]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_commands_are_short_and_typed(path: Path) -> None:
+    """What computes lives below; what a command passes on is of a declared type, or a JSON document."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert "Any" not in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
 # A command's file may bear the name of what it presents, a format's that of the drafter in it.

@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli import console
 from medusa_cli.cli import app
-from medusa_cli.commands.answering import Failures, Meter, from_server
+from medusa_cli.commands.answering import Meter, from_server
 from medusa_cli.commands.endpoint_load import endpoint_load
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.endpoint import Endpoint, Failed, _retry_after, distill_endpoint, with_tokens
+from medusa_cli.distilling.failures import Failures
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.engines import load_backbone

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from medusa_cli import cli
 from medusa_cli.benchmarks.papers import CLAIMS, Claim, held, markdown
-from medusa_cli.commands.reproduce import CONVERSATIONS, steps
+from medusa_cli.benchmarks.reproduction import CONVERSATIONS, steps
 
 KINDS = ("ar", "medusa", "amphista", "hydra++", "firp")
 

@@ -1,7 +1,7 @@
 """From a name to a network: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
 
 import logging
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -13,6 +13,16 @@ from medusa_cli.backbone.sound import check_complete, check_config, check_ends, 
 from medusa_cli.errors import UsageError, UserError, first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+class NetworkOptions(TypedDict, total=False):
+    """How `load_network` loads a network, as its callers pass it on."""
+
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    load_in_4bit: bool
+    load_in_8bit: bool
 
 
 def load_network(

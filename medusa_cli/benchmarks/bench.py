@@ -20,6 +20,7 @@ from medusa_cli.benchmarks.side_by_side import load_competitors
 from medusa_cli.decoding import Pace, Sampling
 from medusa_cli.drafters import Drafter
 from medusa_cli.engines.kernels import BITS
+from medusa_cli.engines.load import BackboneOptions
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_atomic, write_json
 from medusa_cli.runs.made import describe_drafter
@@ -60,7 +61,7 @@ class Bench:
     tokens: int
     rule: Sampling
     title: str
-    place: dict[str, Any]
+    place: BackboneOptions
     batch_size: int = 1
     competitors: Mapping[str, Choice] = field(default_factory=dict)
     gguf: Path | None = None

@@ -85,7 +85,10 @@ def _known(question: Question, turn: int) -> str:
 
 
 def tally(
-    verdicts: dict[tuple[Any, ...], float | str | None], questions: Sequence[Question], texts: Texts, reference: str
+    verdicts: dict[tuple[str | int, ...], float | str | None],
+    questions: Sequence[Question],
+    texts: Texts,
+    reference: str,
 ) -> dict[str, Any]:
     """Mean grades by method, and wins, ties and losses against the reference: a pair counts where both orders agree."""
     single, pairs, unread = {}, {}, sum(verdict is None for verdict in verdicts.values())

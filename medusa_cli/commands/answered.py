@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from medusa_cli import console
-from medusa_cli.commands.answering import FAILED
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ class Outcome:
             console.info(f"{dropped:,} conversations were dropped: an answer of fewer than {least} tokens")
         if self.failed:
             console.warn(
-                f"{self.failed:,} conversations failed, see {target.path / FAILED}; "
-                "the same command asks for them again"
+                f"{self.failed:,} conversations failed, see {target.failed_path}; the same command asks for them again"
             )
         if json:
             summary = {"failed": self.failed, "run": str(target.path), "conversations": len(written.done)}

@@ -1,13 +1,13 @@
 """How `medusa distill` has its seeds answered: by the model here or by servers, filed, counted and shown."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
 from medusa_cli.assets import MODELS, model_dir
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from medusa_cli.distilling import RecordWriter
     from medusa_cli.distilling.distilled import Settings
     from medusa_cli.distilling.endpoint import Endpoint
+    from medusa_cli.distilling.failures import Failures
     from medusa_cli.distilling.seeds import Seed
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.training import World
-
-FAILED = "distill-failed.jsonl"
 
 
 def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: "Tokenizer") -> "Endpoint":
@@ -89,31 +88,13 @@ def from_server(
     return skipped
 
 
-class Failures:
-    """The side file of a run that names, as they come, the seeds that got no usable answer, and why.
-
-    It is this command's alone: whatever failed earlier is asked again, so the first of several processes empties it.
-    """
-
-    def __init__(self, run: Run, first: bool = True) -> None:
-        self.path: Path = run.path / FAILED
-        self.count = 0
-        if first:
-            self.path.unlink(missing_ok=True)
-
-    def add(self, id: str, reason: str) -> None:
-        self.count += 1
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"id": id, "reason": reason}) + "\n")
-
-
 class Files:
     """Where answers go: the run's file, or under several processes this one's part of it, merged at the end.
 
     `answered` need not be asked again; `whole`, the run's file, is the first process's alone.
     """
 
-    def __init__(self, world: "World", target: Run, hidden_size: int, header: dict[str, Any], least: int) -> None:
+    def __init__(self, world: "World", target: Run, hidden_size: int, header: Document, least: int) -> None:
         from medusa_cli.distilling import RecordWriter
         from medusa_cli.distilling.parts import merge_parts, part_of
 

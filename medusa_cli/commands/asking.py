@@ -2,12 +2,13 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
+from medusa_cli.runs.reading import Document
 
 if TYPE_CHECKING:
     from medusa_cli.benchmarks import Question
@@ -86,7 +87,7 @@ class Wanted:
     ] = None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """By the recipe's keys."""
         return {f"distill.{key}": value for key, value in asdict(self).items()}
 

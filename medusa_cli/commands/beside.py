@@ -1,9 +1,10 @@
 """What a bench holds beside its figures: environment, quality, passes by rows, and the answers' texts."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
+from medusa_cli.runs.reading import Document
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
@@ -22,14 +23,14 @@ class Beside:
         self._rule, self._rows = rule, rows
         self.texts: Texts = {}
 
-    def __call__(self, backbone: "Backbone", results: "Sequence[Result]") -> dict[str, Any]:
+    def __call__(self, backbone: "Backbone", results: "Sequence[Result]") -> Document:
         from medusa_cli.benchmarks.answers import texts_of
         from medusa_cli.benchmarks.ceilings import PASSES, measure_rows
         from medusa_cli.benchmarks.environment import environment
         from medusa_cli.benchmarks.quality import likelihood
 
         self.texts = texts_of(backbone, results)
-        found: dict[str, Any] = {"environment": environment(backbone.device)}
+        found: Document = {"environment": environment(backbone.device)}
         if not self._rule.greedy:
             found["quality"] = likelihood(backbone, results)
         if self._rows:

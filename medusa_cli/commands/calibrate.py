@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -14,7 +14,11 @@ from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from medusa_cli.training import Calibration
+    from medusa_cli.training.conversations import Conversation
+    from medusa_cli.training.data import Example
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
 WHOLE = 100
@@ -97,8 +101,8 @@ def calibrate(
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
     fraction = 0.0 if data else recipe.train.validation_fraction
-    which: Any = {"data": data, "fraction": fraction, "prompts": heads.sees_prompt(heads.config)}
-    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, **which)
+    prompts = heads.sees_prompt(heads.config)
+    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, prompts=prompts, data=data, fraction=fraction)
     answers = _first(dataset.train if data else dataset.held_out, max_samples)
     with console.progress("calibrating", total=sum(one.positions for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
@@ -129,7 +133,7 @@ def calibrate(
     console.result(f"{written}. Next: medusa tree {following} --budget 64")
 
 
-def _first(answers: list[Any], samples: int | None) -> list[Any]:
+def _first(answers: "Sequence[Example | Conversation]", samples: int | None) -> "list[Example | Conversation]":
     """The answers of the first `samples` conversations."""
     kept = list(dict.fromkeys(one.id for one in answers))[:samples]
     chosen = set(kept)

@@ -39,7 +39,8 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
     from medusa_cli.api import Medusa
-    from medusa_cli.commands.session import Session, figures
+    from medusa_cli.commands.session import Session
+    from medusa_cli.commands.speed import figures
 
     choice, rule = drafting.choose(need_drafter=not baseline), rules.sampled
     medusa = Medusa(load(choice, follow_choice(choice, place)))

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.table import Table
 from medusa_cli import console, options
 from medusa_cli.commands.groups import Said, Where, but
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.recipe import TrainRecipe
 
 
@@ -75,7 +76,7 @@ def compare(
     console.result(table)
 
 
-def _row(name: str) -> dict[str, Any]:
+def _row(name: str) -> Document:
     """One run's last validation and what training led to it; UserError where there is none."""
     from medusa_cli.runs.made import Made, describe_drafter
     from medusa_cli.runs.recipe import load_recipe
@@ -110,7 +111,7 @@ def _cost(parts: dict[str, float]) -> dict[str, float | None]:
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}
 
 
-def _measure(rows: list[dict[str, Any]], runs: list[str], data: Path, samples: int | None, place: Where) -> None:
+def _measure(rows: list[Document], runs: list[str], data: Path, samples: int | None, place: Where) -> None:
     """Put what each run comes to on the file's conversations in the place of its own last validation."""
     from medusa_cli.runs.run import Run
     from medusa_cli.training.evaluation import evaluate

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from medusa_cli import console, options
 from medusa_cli.commands.groups import Drafting, Said, Where, but
 from medusa_cli.commands.loading import follow_choice, load
+from medusa_cli.runs.reading import Document
 
 if TYPE_CHECKING:
     from rich.columns import Columns
@@ -64,7 +65,7 @@ def demo(
     console.result(_verdict(document["methods"][RIGHT], document["dtype"]))
 
 
-def _verdict(measured: dict[str, Any], kind: str) -> str:
+def _verdict(measured: Document, kind: str) -> str:
     """Whether the answers are those of plain decoding, and, where some are not, how often and by how little."""
     count, parted = measured["questions"], measured["divergences"]
     if measured["identical"] == count:

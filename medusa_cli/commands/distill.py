@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from medusa_cli.commands.asking import Servers, Wanted
 from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import DEFAULT_RUN
+
+if TYPE_CHECKING:
+    from medusa_cli.backbone import Backbone
 
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
@@ -70,9 +73,10 @@ def distill(
     settings = settings_of(wanted, self_talk)
 
     from medusa_cli.commands.answered import Outcome
-    from medusa_cli.commands.answering import Failures, Files, Meter, connect, from_here, from_server
+    from medusa_cli.commands.answering import Files, Meter, connect, from_here, from_server
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.distilled import order
+    from medusa_cli.distilling.failures import Failures
     from medusa_cli.distilling.filters import unique
     from medusa_cli.distilling.room import side_by_side
     from medusa_cli.distilling.selftalk import check_self_talk
@@ -100,21 +104,22 @@ def distill(
         f"{target.path}; --max-samples N takes more"
     )
     console.info(str(report))
-    backbone: Any = (
-        Tokenizer(name, template, trust_remote_code=place.trust_remote_code)
-        if servers.endpoint is not None
-        else load_backbone(name, **{**place.loading, "device": world.device(place.device)}, chat_template=template)
-    )
-    if servers.endpoint is None and wanted.batch_size is None:
-        settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
-    # Wanted of rounded weights are another model's.
-    rounding = None if servers.endpoint is not None else place.rounding
-    server = None if servers.endpoint is None else connect(servers.endpoint, servers.endpoint_model, name, backbone)
-    if self_talk:
-        check_self_talk(backbone)
-    target.bind(backbone.identity)
-    header = provenance(backbone.identity, **header_of(wanted, self_talk, template, rounding))
-    files = Files(world, target, backbone.hidden_size, header, min_answer_tokens)
+    speaker: Backbone | Tokenizer
+    backbone = server = rounding = None
+    if servers.endpoint is not None:
+        speaker = Tokenizer(name, template, trust_remote_code=place.trust_remote_code)
+        server = connect(servers.endpoint, servers.endpoint_model, name, speaker)
+    else:
+        given = replace(place, device=world.device(place.device)).loading
+        speaker = backbone = load_backbone(name, **given, chat_template=template)
+        rounding = place.rounding  # answers of rounded weights are another model's
+        if wanted.batch_size is None:
+            settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
+        if self_talk:
+            check_self_talk(backbone)
+    target.bind(speaker.identity)
+    header = provenance(speaker.identity, **header_of(wanted, self_talk, template, rounding))
+    files = Files(world, target, speaker.hidden_size, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
     kept = unique(chosen, files.answered) if dedup else chosen
@@ -127,10 +132,10 @@ def distill(
     with console.progress("distilling", total=len(mine), unit="conversations") as bar:
         made = Meter(bar)
         try:
-            if server is not None:
-                skipped = from_server(server, mine, settings, servers.concurrency, files.writer, failures, made)
-            else:
+            if backbone is not None:
                 skipped = from_here(backbone, mine, settings, files.writer, failures, made)
+            elif server is not None:
+                skipped = from_server(server, mine, settings, servers.concurrency, files.writer, failures, made)
         finally:
             files.writer.close()
     totals = files.end((len(skipped), failures.count, made.count, made.rate))

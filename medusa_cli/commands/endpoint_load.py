@@ -93,7 +93,8 @@ def _distil(
     server: "Endpoint", seeds: "list[Seed]", settings: "Settings", concurrency: int, run: Run, writer: "RecordWriter"
 ) -> tuple[float, int]:
     """Seconds that the distillation of the seeds takes, and its answer tokens; UserError if one of them fails."""
-    from medusa_cli.commands.answering import Failures, Meter, from_server
+    from medusa_cli.commands.answering import Meter, from_server
+    from medusa_cli.distilling.failures import Failures
 
     failures = Failures(run)
     start = time.perf_counter()

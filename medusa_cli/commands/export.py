@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -57,10 +57,10 @@ def export(
     source = find_source(run, model, trust_remote_code)
     whose = Where(trust_remote_code=trust_remote_code).of(source.model)
     console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {whose} to {output}")
-    more: dict[str, Any] = {}
+    nodes: int | str | None = None
     if to == "hf" and budget != "run" and (budget or source.calibration):
-        more["budget"] = int(budget) if budget not in (None, "auto") else "auto"
-    done = export_as(to, source, output, overwrite=overwrite, **more)
+        nodes = int(budget) if budget not in (None, "auto") else "auto"
+    done = export_as(to, source, output, overwrite=overwrite, **({"budget": nodes} if nodes else {}))
     for note in done.notes:
         console.warn(note)
     if said.json:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
 
 from medusa_cli import console, options
 
 if TYPE_CHECKING:
+    from medusa_cli.backbone.network import NetworkOptions
     from medusa_cli.decoding import Sampling
+    from medusa_cli.engines.load import BackboneOptions
     from medusa_cli.runs.resolve import Choice
 
 
@@ -28,15 +30,20 @@ class Where:
         return f"{model}, its own code trusted (--trust-remote-code)" if self.trust_remote_code else model
 
     @property
-    def loading(self) -> dict[str, Any]:
-        """What `load_backbone` is given; weights that nobody asked to be rounded are whole."""
+    def loading(self) -> "BackboneOptions":
+        """What `load_backbone` is given."""
         return {**self.network, "engine": self.engine}
 
     @property
-    def network(self) -> dict[str, Any]:
-        """What `load_network` is given."""
-        whole = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        return {**whole, "load_in_4bit": bool(self.load_in_4bit), "load_in_8bit": bool(self.load_in_8bit)}
+    def network(self) -> "NetworkOptions":
+        """What `load_network` is given; weights that nobody asked to be rounded are whole."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "load_in_4bit": bool(self.load_in_4bit),
+            "load_in_8bit": bool(self.load_in_8bit),
+        }
 
     @property
     def rounding(self) -> str | None:
@@ -118,7 +125,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
             for one in offered
         ]
 
-    def run(**given: Any) -> None:
+    def run(**given: object) -> None:
         made = {name: kind(**{one: given.pop(one) for one in names}) for name, (kind, names) in groups.items()}
         command(**given, **made)
 

@@ -4,13 +4,14 @@ import json
 import os
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.files import write_atomic, write_json
+from medusa_cli.runs.reading import Document
 
 if TYPE_CHECKING:
     from medusa_cli.benchmarks.judge import Grading
@@ -32,7 +33,7 @@ def folder_of(bench: Path) -> Path:
     return bench.with_suffix("")
 
 
-def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> dict[str, Any]:
+def judge_bench(bench: Path, document: Document, url: str, model: str) -> Document:
     """Ask for what is not judged yet, put the outcome into the saved bench, and give its document back.
 
     UserError where the bench kept no answers and where the judge cannot be asked.
@@ -78,7 +79,7 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str) -> 
     return document
 
 
-def verdict_table(found: dict[str, Any]) -> Table:
+def verdict_table(found: Document) -> Table:
     """Grades, and pairs against the reference, as a table."""
     rows, ends = [], ("wins", "ties", "losses")
     for method, one in found["single"].items():
@@ -88,7 +89,7 @@ def verdict_table(found: dict[str, Any]) -> Table:
     return console.grid(title, ("method", "score, of 10", *ends), rows, left=("method",))
 
 
-def _known(log: Path, model: str) -> dict[tuple[Any, ...], Any]:
+def _known(log: Path, model: str) -> "dict[tuple[str | int, ...], float | str | None]":
     """The verdicts of this judge in the log; a last line that was cut off is dropped from it."""
     if not log.is_file():
         return {}

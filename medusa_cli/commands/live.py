@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from medusa_cli.training import Stepped, Trainer, World
 
 
@@ -48,7 +51,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a request to stop between batches; a second one interrupts at once."""
     asked = threading.Event()
 
-    def ask(number: int, frame: Any) -> None:
+    def ask(number: int, frame: "FrameType | None") -> None:
         asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -62,14 +65,14 @@ def stopping() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def follow(trainer: "Trainer") -> dict[str, Any]:
+def follow(trainer: "Trainer") -> Document:
     """Run the training as one of several processes that neither write nor speak."""
     for _ in trainer.events():
         pass
     return {}
 
 
-def run_training(trainer: "Trainer", target: Run) -> dict[str, Any]:
+def run_training(trainer: "Trainer", target: Run) -> Document:
     """Run the training, logging and showing every event; return what the last ones said."""
     from medusa_cli.commands.outcome import cost, shares, validations
     from medusa_cli.training import Saved, Stepped, Stopped, Validated
@@ -79,7 +82,7 @@ def run_training(trainer: "Trainer", target: Run) -> dict[str, Any]:
 
     log = TrainLog(target.path / NAME, resumed_at=trainer.step if trainer.step else None)
     board = Board(target.path / "tensorboard", resumed_at=trainer.step if trainer.step else None)
-    summary: dict[str, Any] = {"stopped": False, "positions": 0, "seconds": 0.0, "loss": None}
+    summary: Document = {"stopped": False, "positions": 0, "seconds": 0.0, "loss": None}
     start = time.perf_counter()
     try:
         with console.progress("training", total=trainer.positions, unit="tokens") as bar:

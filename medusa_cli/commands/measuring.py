@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -11,6 +11,7 @@ from medusa_cli import console
 from medusa_cli.commands.beside import Beside
 from medusa_cli.commands.judging import folder_of, judge_bench, verdict_table
 from medusa_cli.commands.reporting import measured, write_report
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.resolve import Choice
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def leave(
             console.emit_json(document)
 
 
-def show(document: dict[str, Any]) -> None:
+def show(document: Document) -> None:
     """The closing table, the categories, and where outputs part."""
     from medusa_cli.benchmarks.report import by_category, figures
 
@@ -104,7 +105,7 @@ def show(document: dict[str, Any]) -> None:
             console.result(f"{name}: {len(one['divergences']) - 5} more in the report")
 
 
-def show_sweep(document: dict[str, Any]) -> None:
+def show_sweep(document: Document) -> None:
     """The points as a table, series by series."""
     rows = []
     for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):

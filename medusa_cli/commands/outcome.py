@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ FAR = 0.05
 KEPT = ("loss", "head_losses", "accuracies", "positions", "parts")
 
 
-def validations(log: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def validations(log: Sequence[Document]) -> Document:
     """The last validation of a log, and the acceptance to expect after it and, where there was one, before step 1."""
     checks = [line for line in log if line["event"] == "validated"]
     last = {key: checks[-1][key] for key in KEPT} if checks else None
@@ -37,7 +38,7 @@ def expected_acceptance(accuracies: Sequence[float]) -> float:
 
 
 def finish(
-    trainer: "Trainer", target: Run, source: Path, coverage: float, summary: dict[str, Any], json: bool, run: str
+    trainer: "Trainer", target: Run, source: Path, coverage: float, summary: Document, json: bool, run: str
 ) -> None:
     """Save the drafter with its provenance and say what came of it."""
     from medusa_cli.training.leaving import leave
@@ -70,7 +71,7 @@ def finish(
     )
 
 
-def _gain(summary: dict[str, Any]) -> str:
+def _gain(summary: Document) -> str:
     """What held-out answers say of the heads, as words; nothing where none were held out."""
     if summary["validation"] is None:
         return ""

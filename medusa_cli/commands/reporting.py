@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.runs.accuracies import outdated, read_calibration
 from medusa_cli.runs.files import write_atomic
-from medusa_cli.runs.reading import read_object
+from medusa_cli.runs.reading import Document, read_object
 from medusa_cli.runs.run import Run
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def gather(names: Sequence[str]) -> "list[SavedBench]":
 
 
 @contextmanager
-def _drawn_from(bench: Any) -> Iterator[None]:
+def _drawn_from(bench: Path | str) -> Iterator[None]:
     """UserError, naming the bench, where its figures are not those that a bench writes: a file may hold anything."""
     try:
         yield
@@ -43,7 +43,7 @@ def _drawn_from(bench: Any) -> Iterator[None]:
         raise UserError(f"{bench} holds figures that no bench writes ({what})", "run `medusa bench` again") from reason
 
 
-def read_bench(path: Path) -> dict[str, Any]:
+def read_bench(path: Path) -> Document:
     """A saved bench; UserError, naming the file, for anything else."""
     document = read_object(path, "the bench")
     methods = document.get("methods")
@@ -52,12 +52,12 @@ def read_bench(path: Path) -> dict[str, Any]:
     return document
 
 
-def measured(name: str, document: dict[str, Any], folder: Path) -> "SavedBench":
+def measured(name: str, document: Document, folder: Path) -> "SavedBench":
     """A bench with the accuracies and the training beside its first drafter, and the sweeps beside the bench."""
     from medusa_cli.benchmarks.pieces import SavedBench
     from medusa_cli.training.log import NAME, read_log
 
-    found: dict[str, Any] = {"sweeps": [read_object(path, "the sweep") for path in sorted(folder.glob("sweep-*.json"))]}
+    found: Document = {"sweeps": [read_object(path, "the sweep") for path in sorted(folder.glob("sweep-*.json"))]}
     for one in (document.get("drafting") or {}).values():
         drafter = Path(one["drafter"])
         run = Run(drafter.parent)

@@ -1,11 +1,8 @@
 """`medusa reproduce`: the headlines of the papers on a small model, which `make reproduce` runs."""
 
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,95 +10,8 @@ from rich.table import Table
 from medusa_cli import console, options
 from medusa_cli.commands.groups import Said
 from medusa_cli.errors import UserError
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.run import Run
-
-# Where the figures of the steps lie in the run.
-FOLDER = "papers"
-CONVERSATIONS = 600
-RECIPES = Path("recipes")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A command of this program, and the file that is there once it is done; `kept`: what it says in JSON."""
-
-    name: str
-    words: list[str]
-    makes: Path
-    kept: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do; conversations come one by one."""
-        if self.name != "distill" or not self.makes.is_file():
-            return self.makes.is_file()
-        with self.makes.open("rb") as lines:
-            return sum(1 for _ in lines) >= CONVERSATIONS
-
-    def run(self, quiet: bool) -> None:
-        """Run it in a process of its own, which gives all its memory back; UserError where it fails."""
-        from medusa_cli.runs.files import write_atomic
-
-        words = [*self.words, *(["--quiet"] if quiet else [])]
-        if (self.makes.parent.parent / "checkpoint.pt").is_file():
-            words.append("--resume")
-        done = subprocess.run([sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise UserError(f"the step {self.name} failed", f"look at `medusa {' '.join(self.words)}`")
-        if self.kept:
-            write_atomic(self.makes, done.stdout)
-
-
-def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
-    """All that is done, in order: the data, a drafter of each kind, and the benches."""
-    found = [
-        Stage(
-            "distill",
-            ["distill", "--run", f"{run}", "--model", model, "--max-samples", f"{CONVERSATIONS}"],
-            run / "distill.jsonl",
-        )
-    ]
-
-    def train(name: str, recipe: str, *settings: str) -> None:
-        words = ["train", f"{RECIPES}/smollm2-135m-{recipe}.yaml", "--run", f"{run / name}", f"model={model}"]
-        found.append(Stage(f"train {name}", [*words, *settings], run / name / "drafter" / "config.json"))
-
-    def calibrate(name: str) -> None:
-        words = ["calibrate", "--run", f"{run / name}"]
-        found.append(Stage(f"calibrate {name}", words, run / name / "calibration.json"))
-
-    for name, recipe, positions in (
-        ("medusa", "medusa1", 400_000),
-        ("amphista", "amphista", 400_000),
-        ("hydra++", "hydra++", 400_000),
-        ("firp", "firp", 80_000),
-    ):
-        train(name, recipe, f"train.max_tokens={positions}", "train.epochs=4", "train.soft=0.5")
-        calibrate(name)
-    train("medusa2", "medusa2", "--from", f"{run / 'medusa'}", "train.max_tokens=80000")
-    train("direct", "direct", "train.max_tokens=80000")
-
-    def keep(name: str, *words: str) -> None:
-        found.append(Stage(name, [*words, "--json"], run / FOLDER / f"{name}.json", kept=True))
-
-    asked = ["bench", "--mt-bench", "--limit", f"{questions}", "--max-new-tokens", f"{tokens}"]
-    wide = ["--tree", "static:64"]
-    heads, every = ["--run", f"{run / 'medusa'}"], ["--run", f"{run}", "--methods", "ar,medusa,amphista,hydra++,firp"]
-    keep("auto", *asked, *heads, "--methods", "hf,ar,medusa")
-    for nodes in (16, 22, 64):
-        keep(f"{nodes} nodes", *asked, *every, "--tree", f"static:{nodes}")
-    keep(
-        "warm", *asked, "--run", f"{run}", "--methods", "medusa,amphista", "--tree", "static:64", "--temperature", "0.7"
-    )
-    tree = f"{run / FOLDER / 'tree.json'}"
-    found.append(Stage("tree", ["tree", *heads, "--budget", "64", "--output", tree], Path(tree)))
-    keep("joint", *asked, "--run", f"{run / 'medusa2'}", "--methods", "ar,medusa", "--tree", tree)
-    keep("quality", "compare", f"{run / 'medusa2'}", f"{run / 'direct'}")
-    keep("nodes", *asked, *heads, "--methods", "medusa", "--sweep", "nodes", "--values", "4,16,64")
-    creative = ["--category", "writing,roleplay", "--methods", "medusa", *wide]
-    keep("epsilon", *asked, *heads, *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25")
-    keep("layers", "bench-firp", "--run", f"{run}", "--tokens", "8000")
-    return found
 
 
 def reproduce(
@@ -120,6 +30,7 @@ def reproduce(
     What is in the run already (data, drafters, figures) is taken as it is: kill it and it goes on.
     """
     from medusa_cli.benchmarks.papers import held, markdown
+    from medusa_cli.benchmarks.reproduction import RECIPES, steps
     from medusa_cli.runs.files import write_atomic, write_json
     from medusa_cli.runs.reading import read_json
     from medusa_cli.runs.run import provenance
@@ -127,7 +38,7 @@ def reproduce(
     said.configure()
     if not RECIPES.is_dir():
         raise UserError(
-            f"there is no folder {RECIPES}/ here", "run it in a clone of the project, whose recipes it trains by"
+            f"there is no folder {RECIPES}/ here", "run it in a clone of the project: it trains by the recipes there"
         )
     target = Run.open(run, create=True)
     todo = steps(target.path, model, questions, max_new_tokens)
@@ -153,7 +64,7 @@ def reproduce(
     console.result(f"saved: {output / 'reproduction.md'}")
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(rows: list[Document]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("where", "what it says", "paper", "here", ""):
         table.add_column(name, justify="right" if name in ("paper", "here") else "left")

@@ -2,14 +2,10 @@
 
 import contextlib
 import signal
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,36 +13,15 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL, model_dir, mt_bench_path
 from medusa_cli.errors import UsageError, UserError, in_flags
 
-WAYS = ("chat", "api", "serve", "transformers")
+if TYPE_CHECKING:
+    from medusa_cli.benchmarks.ways import Way
+
 # Of so many questions that stand together, of one category each, one is asked.
 STRIDE = 3
+WAYS = ("chat", "api", "serve", "transformers")
 # Unless told how much, its continuous batching takes most of the memory there is.
 BLOCKS = ("--cb-block-size", "32", "--cb-num-blocks", "256", "--cb-max-batch-tokens", "512")
 EXTRA = "pip install 'transformers[serving]'"
-
-
-@dataclass
-class Way:
-    """A way to be answered, by so many clients at a time: how to ask, and the tokens and seconds of each load."""
-
-    name: str
-    ask: Callable[[str], int]
-    clients: int = 1
-    loads: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def rates(self) -> list[float]:
-        return [tokens / seconds for tokens, seconds in self.loads]
-
-    def run(self, questions: Sequence[str]) -> None:
-        """Ask; one client does in this thread, as chat and the API do."""
-        began = time.perf_counter()
-        if self.clients == 1:
-            tokens = sum(self.ask(one) for one in questions)
-        else:
-            with ThreadPoolExecutor(self.clients) as pool:
-                tokens = sum(pool.map(self.ask, questions))
-        self.loads.append((tokens, time.perf_counter() - began))
 
 
 def serving_load(
@@ -64,6 +39,7 @@ def serving_load(
     are left out beforehand."""
     console.configure(json=json)
     from medusa_cli.benchmarks.servers import TRANSFORMERS
+    from medusa_cli.benchmarks.ways import in_turns, whole_answers
 
     named, tokens, name = ways.split(","), max_new_tokens or 128, model or DEFAULT_MODEL
     if unknown := [one for one in named if one not in WAYS]:
@@ -80,16 +56,17 @@ def serving_load(
             kind = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, "auto")
             words = [model_dir(name), "--continuous-batching", "--dtype", kind, *BLOCKS]
             found += _server(stack, "transformers", TRANSFORMERS, words, model_dir(name), tokens, counts)
-        asked = _questions(found[0], questions * rounds, tokens)
+        asked = whole_answers(found[0], _spread(), questions * rounds, tokens)
         for number in range(rounds):
-            _round(found, asked[number * questions :][:questions])
+            in_turns(found, asked[number * questions :][:questions])
             console.info(f"round {number + 1} of {rounds} is done")
     _report(found, json)
 
 
-def _here(name: str, run: str | None, dtype: str, tokens: int) -> list[Way]:
+def _here(name: str, run: str | None, dtype: str, tokens: int) -> "list[Way]":
     """Chat and the API, over one model in this thread."""
     from medusa_cli.api import Medusa
+    from medusa_cli.benchmarks.ways import Way
     from medusa_cli.commands.groups import Where
     from medusa_cli.commands.loading import load
     from medusa_cli.commands.session import Session
@@ -118,9 +95,10 @@ def _server(
     model: str,
     tokens: int,
     counts: Sequence[int],
-) -> list[Way]:
+) -> "list[Way]":
     """A server of its own for each number of clients: none knows the questions from another round's."""
     from medusa_cli.benchmarks.servers import PORT, ask, started
+    from medusa_cli.benchmarks.ways import Way
 
     found = []
     for count in counts:
@@ -140,47 +118,19 @@ def _server(
     return found
 
 
-def _questions(way: Way, wanted: int, tokens: int) -> list[str]:
-    """Questions whose answers do not end before the limit; UserError for too few."""
+def _spread() -> list[str]:
+    """MT-Bench's first turns, a few of every category at a time: those of one category stand together."""
     from medusa_cli.benchmarks import read_questions
 
     asked = read_questions(mt_bench_path())[0]
-    spread = [asked[place].turns[0] for first in range(STRIDE) for place in range(first, len(asked), STRIDE)]
-    long = list(islice((question for question in spread if way.ask(question) == tokens), wanted))
-    if len(long) < wanted:
-        raise UserError(f"only {len(long)} answers have {tokens} tokens", "ask for fewer --questions or tokens")
-    return long
+    return [asked[place].turns[0] for first in range(STRIDE) for place in range(first, len(asked), STRIDE)]
 
 
-def _round(ways: Sequence[Way], questions: Sequence[str]) -> None:
-    """Each question to every way of one client in turns, then all of them to those of many."""
-    alone = [way for way in ways if way.clients == 1]
-    for number, question in enumerate(questions):
-        turn = number % len(alone) if alone else 0
-        for way in [*alone[turn:], *alone[:turn]]:  # noise and what the machine does meanwhile meets all alike
-            way.run([question])
-    for way in ways:
-        if way.clients > 1:
-            way.run(questions)
+def _report(ways: "Sequence[Way]", json: bool) -> None:
+    """Print each way's rate, and how it stands to the first."""
+    from medusa_cli.benchmarks.ways import standings
 
-
-def _report(ways: Sequence[Way], json: bool) -> None:
-    """Print each way's rate, and how it stands to the first: for ways of one client the median over the questions."""
-    rows: list[dict[str, Any]] = []
-    for way in ways:
-        tokens, seconds = (sum(column) for column in zip(*way.loads, strict=True))
-        over = tokens / seconds / (sum(one for one, _ in ways[0].loads) / sum(one for _, one in ways[0].loads))
-        if len(way.loads) == len(ways[0].loads):
-            over = statistics.median(own / first for own, first in zip(way.rates, ways[0].rates, strict=True))
-        rows.append(
-            {
-                "way": way.name,
-                "clients": way.clients,
-                "tokens": tokens,
-                "tokens_per_s": round(tokens / seconds, 2),
-                "over_the_first": round(over, 3),
-            }
-        )
+    rows = [asdict(row) for row in standings(ways)]
     if json:
         console.emit_json(rows)
         return

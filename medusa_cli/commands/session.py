@@ -4,9 +4,10 @@ import io
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
+from medusa_cli.commands.speed import status
 from medusa_cli.errors import UserError, in_flags
 from medusa_cli.runs.files import write_json
 
@@ -149,22 +150,3 @@ class Session:
         self.messages += [question, {"role": "assistant", "content": answer}]
         self.total = (self.total or Stats()).__iadd__(stats)
         return answer, stats
-
-
-def figures(stats: "Stats") -> dict[str, Any]:
-    """What --json says of an answer."""
-    return {
-        "tokens": stats.tokens,
-        "seconds": round(stats.seconds, 4),
-        "tokens_per_s": round(stats.tokens_per_s, 2),
-        "steps": stats.steps,
-        "acceptance_rate": round(stats.acceptance_rate, 4),
-    }
-
-
-def status(stats: "Stats") -> str:
-    """Speed and acceptance in one line."""
-    return (
-        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_rate:.2f} tokens a step "
-        f"({stats.steps} steps of {1e3 * stats.step_s:.0f} ms)"
-    )

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_cli import console
 from medusa_cli.commands.groups import Where
@@ -37,15 +38,19 @@ def frozen(
 
     kind = drafter_class(plan.drafter.name)
     engine, whole = engine_for(kind, plan.train, place.engine), runs_model(kind, plan.train)
-    given = {**place.loading, "engine": engine, "gradients": whole}
+    given = replace(place, engine=engine).loading
     shard, template = plan.train.shard, plan.chat_template
     backbone = _loaded(
-        lambda: load_backbone(plan.model, **given, shard=shard, chat_template=template), target, world, shard
+        lambda: load_backbone(plan.model, **given, gradients=whole, shard=shard, chat_template=template),
+        target,
+        world,
+        shard,
     )
     fraction = plan.train.validation_fraction
     taps, prompts = taps_of(plan.drafter, backbone), kind.sees_prompt(plan.drafter)
-    which: Any = {"data": data, "fraction": fraction, "prompts": prompts}
-    dataset = open_dataset(target, backbone, kind, taps, plan, **which, together=world, sharded=shard)
+    dataset = open_dataset(
+        target, backbone, kind, taps, plan, prompts=prompts, data=data, fraction=fraction, together=world, sharded=shard
+    )
     torch.manual_seed(plan.train.seed)
     drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:

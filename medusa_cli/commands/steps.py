@@ -1,13 +1,15 @@
 """`medusa bench --steps`: what a forward pass over so many rows costs on each engine, under the memory's ceiling."""
 
 import gc
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from medusa_cli import console
 from medusa_cli.commands.groups import Where
 from medusa_cli.errors import UsageError
+from medusa_cli.runs.reading import Document
 
 if TYPE_CHECKING:
     from medusa_cli.backbone import Backbone
@@ -20,12 +22,12 @@ def bench_steps(model: str, place: Where, contexts: str, as_json: bool) -> None:
     from medusa_cli.benchmarks.rows import ROUNDS, ROWS, copy_bandwidth, time_rows
     from medusa_cli.engines import load_backbone
 
-    sizes, facts = parse_contexts(contexts), dict[str, Any]()
+    sizes, facts = parse_contexts(contexts), Document()
     found: dict[int, dict[str, Timed]] = {size: {} for size in sizes}
     peaks = {str(size): 0 for size in sizes}
     for engine in ("eager", "fast") if place.engine == "auto" else (place.engine,):
         try:
-            backbone = load_backbone(model, **{**place.loading, "engine": engine})
+            backbone = load_backbone(model, **replace(place, engine=engine).loading)
         except UsageError:
             if engine == "eager" or place.engine != "auto":
                 raise
@@ -49,7 +51,7 @@ def bench_steps(model: str, place: Where, contexts: str, as_json: bool) -> None:
     console.result(f"peak memory with one engine loaded: {held}")
 
 
-def _ceiling(backbone: "Backbone", bandwidth: float, context: int, name: str) -> dict[str, Any]:
+def _ceiling(backbone: "Backbone", bandwidth: float, context: int, name: str) -> Document:
     """What bounds a step here, said and returned; UsageError for a context that leaves no room for one."""
     room = backbone.max_positions - 3
     if context > room:
@@ -75,7 +77,7 @@ def parse_contexts(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _facts(timed: "Timed") -> dict[str, Any]:
+def _facts(timed: "Timed") -> Document:
     return {
         "step_ms": {str(rows): 1e3 * seconds for rows, seconds in timed.seconds.items()},
         "prefill_s": timed.prefill_s,

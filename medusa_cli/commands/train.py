@@ -147,7 +147,7 @@ def train(
     if summary["stopped"]:
         words = ["medusa", "train", "--resume", "--run", run]
         words += [str(word) for flag, one in sources.items() if one for word in (flag, one)]
-        rounded = [f"--load-in-{bits}" for bits in ("4bit", "8bit") if place.network[f"load_in_{bits}"]]
+        rounded = ["--load-in-4bit"] * bool(place.load_in_4bit) + ["--load-in-8bit"] * bool(place.load_in_8bit)
         again = shlex.join(words + rounded)
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(INTERRUPTED)

@@ -1,7 +1,7 @@
 """`medusa tree`: accuracies and a budget of nodes in, the tree out: drawn, saved and judged."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -11,6 +11,7 @@ from medusa_cli.commands.groups import Said, Where, but
 from medusa_cli.errors import UsageError, in_flags
 from medusa_cli.runs.accuracies import STAMP, Heads, find_heads
 from medusa_cli.runs.lock import sole_writer
+from medusa_cli.runs.reading import Document
 from medusa_cli.runs.run import provenance
 
 DRAWN_NODES = 256
@@ -139,7 +140,7 @@ def tree(
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
 
 
-def _first_line(nodes: int, recipe: dict[str, Any], used: Heads, source: str) -> str:
+def _first_line(nodes: int, recipe: Document, used: Heads, source: str) -> str:
     way, value = next(iter(recipe.items()))
     shown = ",".join(map(str, value)) if isinstance(value, list) else value
     whose = "" if used.count is None else f" for {source}: {used.count} heads"

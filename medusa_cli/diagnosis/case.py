@@ -16,6 +16,7 @@ from medusa_cli.decoding import Stats
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import load_backbone
+from medusa_cli.engines.load import BackboneOptions
 from medusa_cli.errors import UserError, in_flags
 from medusa_cli.runs.accuracies import Heads, read_calibration
 from medusa_cli.runs.made import Made, describe_drafter
@@ -54,7 +55,7 @@ class Case:
     run: Run
     called: str | None
     model: str
-    place: dict[str, Any] = field(default_factory=dict)
+    place: BackboneOptions = field(default_factory=BackboneOptions)
     temperature: float = 0.7
     prompts: int = 8
     tokens: int = 48

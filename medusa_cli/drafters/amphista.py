@@ -90,13 +90,8 @@ class Amphista(HeadDrafter):
         """Adapt each sequence's confirmed states, let the heads see one another, and fill every node at once."""
         each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
         adapted = [torch.cat(stage) for stage in zip(*each, strict=True)]
-        return drafts_of(
-            self,
-            lambda *stages: self._scores(backbone, stages, shape.max_depth),
-            adapted,
-            shape,
-            roots_of(confirmed, backbone.device),
-        )
+        roots = roots_of(confirmed, backbone.device)
+        return drafts_of(self, lambda *stages: self._scores(backbone, stages, shape.max_depth), adapted, shape, roots)
 
     def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""

@@ -137,6 +137,7 @@ class DecoderLayer(nn.Module):
         return rotated(q, *turn), rotated(k, *turn), v
 
     def _projected(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The three as one tensor [3, heads, n, D], which a trace gives back."""
         return torch.stack(self._project(x, positions))
 
     def _see(self, x: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

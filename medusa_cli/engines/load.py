@@ -13,6 +13,7 @@ from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.layers import Unsupported
 from medusa_cli.backbone.network import (
     DTYPES,
+    NetworkOptions,
     checkpoint_dtype,
     has_own_code,
     load_network,
@@ -29,6 +30,12 @@ from medusa_cli.errors import UsageError
 ENGINES = ("auto", "eager", "fast", *BITS)
 SIXTEEN = (torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
+
+
+class BackboneOptions(NetworkOptions, total=False):
+    """How `load_backbone` loads a backbone, as its callers pass it on."""
+
+    engine: str
 
 
 def load_backbone(

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from medusa_cli.errors import UserError, shown
 
 T = TypeVar("T")
+# A JSON object: whoever reads one knows its keys, or has it read as a declared type (`read_as`).
+Document = dict[str, Any]
 
 # What a document may be: the largest this tool writes itself are a hundredth of it.
 MOST_BYTES = 16 << 20
@@ -52,7 +54,7 @@ def read_json(path: Path, what: str = "") -> Any:
     return data
 
 
-def read_object(path: Path, what: str = "") -> dict[str, Any]:
+def read_object(path: Path, what: str = "") -> Document:
     """As read_json, and UserError for JSON that is no object."""
     data = read_json(path, what)
     if not isinstance(data, dict):

@@ -43,7 +43,7 @@ def calibrate(
     dataset: Dataset | Conversations,
     *,
     top: int = 10,
-    answers: Sequence[Example] | Sequence[Conversation] | None = None,
+    answers: Sequence[Example | Conversation] | None = None,
     on_progress: Callable[[int], None] = lambda positions: None,
 ) -> Calibration:
     """Measure every head's `top` best guesses on the data set's held-out answers (or those given).

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from medusa_cli.backbone.network import NetworkOptions
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.reading import read_json
@@ -18,7 +18,7 @@ from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conve
 MAX_LENGTH, BATCH_TOKENS = 1024, 2048
 
 
-def evaluate(run: Run, data: Path, place: dict[str, Any], max_samples: int | None = None) -> Validated:
+def evaluate(run: Run, data: Path, place: NetworkOptions, max_samples: int | None = None) -> Validated:
     """A run's heads, and its adapter where it has one, on the first conversations of a file.
 
     A run of stage 1 is one whose adapter does nothing: its KL is measured like that of the others, but for heads whose

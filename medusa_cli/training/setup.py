@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
-from medusa_cli.backbone.network import load_network
+from medusa_cli.backbone.network import NetworkOptions, load_network
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
@@ -20,7 +20,7 @@ from medusa_cli.training.distributed import World
 from medusa_cli.training.parsing import read_records
 
 
-def check_shard(train: TrainRecipe, place: dict[str, Any], world: World) -> None:
+def check_shard(train: TrainRecipe, place: NetworkOptions, world: World) -> None:
     """UsageError where train.shard is set and the model cannot be split."""
     if not train.shard:
         return
@@ -41,7 +41,7 @@ def check_shard(train: TrainRecipe, place: dict[str, Any], world: World) -> None
         )
 
 
-def joint_backbone(recipe: Recipe, place: dict[str, Any]) -> Backbone:
+def joint_backbone(recipe: Recipe, place: NetworkOptions) -> Backbone:
     """Load the recipe's model with fresh LoRA (over 4-bit weights for qlora), or with every weight free to learn."""
     train = recipe.train
     if drafter_class(recipe.drafter.name).whole_sequences:
