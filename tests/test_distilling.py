@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from medusa_cli.cli import app
 from medusa_cli.distilling import RecordWriter, Seed, Settings, distill, read_seeds
 from medusa_cli.distilling.distilled import order
+from medusa_cli.engines.load import choose_kernel
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore
@@ -295,3 +296,17 @@ def test_ultrachat_is_a_name_for_its_hub_dataset(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("medusa_cli.distilling.seeds._hub_rows", rows)
     found, _ = read_seeds("ultrachat")
     assert asked == ["HuggingFaceH4/ultrachat_200k"] and found[0].turns == ("hello",)
+
+
+def test_the_kernel_is_chosen_for_so_many_rows(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is fast over a tree's few rows is not the one for a whole batch of conversations."""
+    asked = []
+
+    def choose(*given):
+        asked.append(given[-1])
+        return choose_kernel(*given)
+
+    monkeypatch.setattr("medusa_cli.engines.load.choose_kernel", choose)
+    assert CliRunner().invoke(app, [*words, "--max-samples", "2"]).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--batch-size", "3"]).exit_code == 0
+    assert asked == [64, 3]

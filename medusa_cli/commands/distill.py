@@ -78,7 +78,7 @@ def distill(
     from medusa_cli.distilling.distilled import order
     from medusa_cli.distilling.failures import Failures
     from medusa_cli.distilling.filters import unique
-    from medusa_cli.distilling.room import side_by_side
+    from medusa_cli.distilling.room import MOST, side_by_side
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.engines import load_backbone
@@ -111,7 +111,7 @@ def distill(
         server = connect(servers.endpoint, servers.endpoint_model, name, speaker)
     else:
         given = replace(place, device=world.device(place.device)).loading
-        speaker = backbone = load_backbone(name, **given, chat_template=template)
+        speaker = backbone = load_backbone(name, **given, chat_template=template, rows=wanted.batch_size or MOST)
         rounding = place.rounding  # answers of rounded weights are another model's
         if wanted.batch_size is None:
             settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
