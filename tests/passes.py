@@ -44,10 +44,9 @@ def prefilled(backbone: Backbone, prompt: Tensor | Sequence[int]) -> Cache:
 
 
 def rows_of(cache: Cache, slot: int = 0) -> Tensor:
-    """What a slot holds, keys and values [2, layers, KV, length, D], whichever way its keys lie."""
+    """What a slot holds, keys and values [2, layers, KV, length, D]."""
     assert cache.keys is not None and cache.values is not None
-    keys = cache.keys.transpose(-1, -2) if cache.transposed else cache.keys
-    return torch.stack([keys[:, slot], cache.values[:, slot]])[:, :, :, : cache.lengths[slot]]
+    return torch.stack([cache.keys[:, slot], cache.values[:, slot]])[:, :, :, : cache.lengths[slot]]
 
 
 def drafted(drafter: Drafter, backbone: Backbone, confirmed: Confirmed, shape: Tree | Growth) -> Draft:

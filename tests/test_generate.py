@@ -204,7 +204,9 @@ def test_a_generous_token_limit_makes_no_cache_beyond_what_the_context_needs(
     backbone = tiny_backbone(positions=300)
     caches: list[Cache] = []
     inner = backbone.engine.new_cache
-    monkeypatch.setattr(backbone.engine, "new_cache", lambda *given: caches.append(inner(*given)) or caches[-1])
+    monkeypatch.setattr(
+        backbone.engine, "new_cache", lambda *given, **how: caches.append(inner(*given, **how)) or caches[-1]
+    )
     rules = {"max_new_tokens": 1_000_000, "stop_ids": ()}
     if drafted:
         steps = generate(backbone, medusa(backbone), SPARSE, PROMPT, **rules)

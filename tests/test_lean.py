@@ -61,18 +61,20 @@ def test_what_was_forgotten_or_never_written_is_not_seen() -> None:
         run(backbone, torch.arange(5, 18), cache)
         with torch.inference_mode():
             cache.values[:, :, :, 13:] = rest
-            cache.keys[..., 13:] = rest
+            cache.keys[:, :, :, 13:] = rest
         outputs.append(run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
     assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("taps", [(-1,), (0, -1)])
-def test_slots_of_different_lengths_equal_the_eager_engine(family: str, taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["several rows", "one row"])
+def test_slots_of_different_lengths_equal_the_eager_engine(family: str, taps: tuple[int, ...], plain: bool) -> None:
     trees = [TREE, Tree.chain(3), Tree.root_only()]
     results = []
     for backbone in both(family):
-        cache = backbone.engine.new_cache(3, 4)  # grows
+        cache = backbone.engine.new_cache(3, 4, plain=plain)  # grows
+        assert cache.transposed == (backbone.engine.name == "fast" and not plain)
         for slot, count in enumerate((3, 21, 7)):
             run(backbone, torch.arange(5, 5 + count), cache, slot=slot)
         found = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]

@@ -205,7 +205,7 @@ def test_a_cache_that_grows_in_mid_answer_changes_nothing(
     backbone, roomy = backbone_of(engine), backbone_of(engine)
     drafter = MAKE[name](backbone)
     made = backbone.engine.new_cache
-    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1: made(slots, 2))
+    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: made(slots, 2, **how))
     prompts = [OPENING, [8], OPENING[::-1] * 2]
     decoder = Decoder(backbone, drafter, SPARSE.cut(3), slots=3)
     answers: list[list[int]] = []

@@ -47,7 +47,7 @@ class Decoder:
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
         self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
-        self.slots = Slots(self.engine.new_cache(slots))
+        self.slots = Slots(self.engine.new_cache(slots, plain=drafter is None))
         self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up
         fixed = captures(self.engine) if captured is None else captured
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None

@@ -11,13 +11,13 @@ SLACK = 4
 
 
 class Cache:
-    """S sequences' values [layers, S, KV, C, D] and keys alike, or, `transposed`, [layers, S, KV, D, C].
+    """S sequences' keys and values [layers, S, KV, C, D]; `transposed`: in memory keys lie as [layers, S, KV, D, C].
 
     Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. What is free holds zeros
     or what was forgotten, so that a product may run over it under a mask. The capacity C doubles as needed up to
     `most`; with a stride it is kept at the next multiples of it above what is used, growing and shrinking, for products
-    that are slow on a part of a buffer and so read all of it. Transposed keys are what products of many queries with
-    them want.
+    that are slow on a part of a buffer and so read all of it. Transposed keys are what a CPU's products with several
+    queries want.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class Cache:
         shape = (self.layers, self.slots, heads)
         self.values = like.new_zeros(*shape, self.capacity, dim)
         self.keys = like.new_zeros(*shape, *((dim, self.capacity) if self.transposed else (self.capacity, dim)))
+        if self.transposed:
+            self.keys = self.keys.transpose(-1, -2)
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +69,7 @@ class Cache:
             grown.allocate(self.values.shape[2], self.values.shape[4], self.values)
             assert grown.keys is not None and grown.values is not None
             grown.values[..., :used, :] = self.values[..., :used, :]
-            if self.transposed:
-                grown.keys[..., :used] = self.keys[..., :used]
-            else:
-                grown.keys[..., :used, :] = self.keys[..., :used, :]
+            grown.keys[..., :used, :] = self.keys[..., :used, :]
         # All at once: what has no memory to grow stays as it was.
         self.keys, self.values, self.capacity = grown.keys, grown.values, grown.capacity
 
@@ -83,14 +82,9 @@ class Cache:
         if settled < len(path) and self.values is not None and self.keys is not None:
             source = torch.tensor(path[settled:], device=self.values.device) + start
             target = slice(start + settled, start + len(path))
-            # index_select copies first, so overlapping source and target rows are safe.
-            values = self.values[:, slot]
-            values[:, :, target] = values.index_select(2, source)
-            keys = self.keys[:, slot]
-            if self.transposed:
-                keys[..., target] = keys.index_select(3, source)
-            else:
-                keys[:, :, target] = keys.index_select(2, source)
+            for whole in (self.keys, self.values):
+                # index_select copies first, so overlapping source and target rows are safe.
+                whole[:, slot, :, target] = whole[:, slot].index_select(2, source)
         self.lengths[slot] = start + len(path)
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
@@ -101,14 +95,11 @@ class Cache:
         assert self.keys is not None and self.values is not None
         size, count = path.shape
         places = lengths[:, None] + torch.arange(count, device=path.device)
-        for whole, axis in ((self.values, 3), (self.keys, 4 if self.transposed else 3)):
+        for whole in (self.keys, self.values):
             part = whole[:, :size]
-            shape = [*part.shape]
-            shape[axis] = count
-            view = [1, size, 1, 1, 1]
-            view[axis] = count
-            source, target = ((one.view(view)).expand(shape) for one in (lengths[:, None] + path, places))
-            part.scatter_(axis, target, part.gather(axis, source))
+            shape = (*part.shape[:3], count, part.shape[4])
+            source, target = (one.view(1, size, 1, count, 1).expand(shape) for one in (lengths[:, None] + path, places))
+            part.scatter_(3, target, part.gather(3, source))
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget a slot's rows from `length` on."""
@@ -119,8 +110,7 @@ class Cache:
         """Let two slots change places."""
         if one != other and self.keys is not None and self.values is not None:
             used = max(self.lengths[one], self.lengths[other])
-            keys = self.keys[..., :used] if self.transposed else self.keys[..., :used, :]
-            for whole in (self.values[..., :used, :], keys):
+            for whole in (self.keys[..., :used, :], self.values[..., :used, :]):
                 part = whole[:, one].clone()
                 whole[:, one] = whole[:, other]
                 whole[:, other] = part

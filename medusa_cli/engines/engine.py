@@ -54,10 +54,13 @@ class Engine(ABC):
         """Additive masks of the type of this engine's states."""
         return self.backbone.masks
 
-    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
-        """Empty slots with room for `capacity` tokens each; they grow as needed, up to the context and a tree."""
-        stride = self.round_to if self.round_to > 1 else None
-        return Cache(self.backbone.num_layers, slots, capacity, transposed=self.transposed, stride=stride)
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS, *, plain: bool = False) -> Cache:
+        """Empty slots with room for `capacity` tokens each; they grow as needed, up to the context and a tree.
+
+        plain: steps will have one row a slot, whose products want keys as they come where there are several slots.
+        """
+        stride, transposed = self.round_to if self.round_to > 1 else None, self.transposed and not (plain and slots > 1)
+        return Cache(self.backbone.num_layers, slots, capacity, transposed=transposed, stride=stride)
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:

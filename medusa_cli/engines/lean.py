@@ -128,7 +128,7 @@ class LeanEngine(Engine):
         key = (first, end, final, way, few)
         found = self._segments.get(key)
         if found is None:
-            plain = _Segment(self.layers[first:end], self.norm if final else None, way, cache.transposed)
+            plain = _Segment(self.layers[first:end], self.norm if final else None, way)
             found = self._segments[key] = Repeated(plain, lambda: [plain], never=way == "fused")
         return found(*inputs).view(x.shape)
 
@@ -170,9 +170,9 @@ class LeanEngine(Engine):
 class _Segment(nn.Module):
     """Consecutive layers, attending in one way."""
 
-    def __init__(self, layers: Any, norm: nn.Module | None, way: str, transposed: bool) -> None:
+    def __init__(self, layers: Any, norm: nn.Module | None, way: str) -> None:
         super().__init__()
-        self.layers, self.norm, self.way, self.transposed = layers, norm, way, transposed
+        self.layers, self.norm, self.way = layers, norm, way
 
     def forward(
         self,
@@ -192,7 +192,7 @@ class _Segment(nn.Module):
             elif self.way == "many":
                 seen = attend_many(layer, rows, masks[layer.kind], where, (key, value))
             else:
-                seen = attend_fused(layer, rows, masks[layer.kind], where, (key, value), self.transposed)
+                seen = attend_fused(layer, rows, masks[layer.kind], where, (key, value))
             x = layer.finish(x, seen)
         return x if self.norm is None else self.norm(x)
 

@@ -107,48 +107,49 @@ class LeanLayer(nn.Module):
 
 def attend_one(layer: LeanLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, past: Tensor, kv: Any) -> Tensor:
     """What the rows [R] of one slot see; mask [KV, G * R, L], past [length, 0] (its size is a number that a trace keeps
-    open), kv: transposed keys [KV, D, C] and values [KV, C, D] to write into. Gives [R, heads * D]."""
+    open), kv: keys and values [KV, C, D] to write into. Gives [R, heads * D]."""
     (query, key, value), (keys, values) = rows, kv
     start, wide = past.shape[0], mask.shape[-1]
     end = start + query.shape[0]
-    keys[:, :, start:end].copy_(key.permute(1, 2, 0))
+    keys[:, start:end].copy_(key.transpose(0, 1))
     values[:, start:end].copy_(value.transpose(0, 1))
     query = query.transpose(0, 1).reshape(layer.kv, -1, layer.dim)
-    scores = torch.baddbmm(mask, query, keys[:, :, :wide], alpha=layer.scale)
+    scores = torch.baddbmm(mask, query, keys[:, :wide].transpose(1, 2), alpha=layer.scale)
     seen = torch.bmm(scores.softmax(-1), values[:, :wide])
     return seen.view(layer.heads, -1, layer.dim).transpose(0, 1).reshape(-1, layer.heads * layer.dim)
 
 
 def attend_many(layer: LeanLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, places: Tensor, kv: Any) -> Tensor:
     """What the rows [B * R] of B slots see; mask [B * KV, G * R, L], places [B, R] (where rows are written), kv:
-    transposed keys [B, KV, D, C] and values [B, KV, C, D]. Gives [B * R, heads * D]."""
+    keys and values [B, KV, C, D]. Gives [B * R, heads * D]."""
     (query, key, value), (keys, values) = rows, kv
     size, count = places.shape[0], places.shape[1]
     order = torch.arange(size, device=places.device)[:, None]
-    keys.permute(0, 3, 1, 2).index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
+    keys.transpose(1, 2).index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
     values.transpose(1, 2).index_put_((order, places), value.view(size, count, layer.kv, layer.dim))
     wide = mask.shape[-1]
     query = query.view(size, count, layer.heads, layer.dim).transpose(1, 2)
     query = query.reshape(size * layer.kv, -1, layer.dim)
-    scores = torch.baddbmm(mask, query, keys.flatten(0, 1)[:, :, :wide], alpha=layer.scale)
+    scores = torch.baddbmm(mask, query, keys.flatten(0, 1)[:, :wide].transpose(1, 2), alpha=layer.scale)
     seen = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[:, :wide])
     seen = seen.view(size, layer.heads, count, layer.dim).transpose(1, 2)
     return seen.reshape(size * count, layer.heads * layer.dim)
 
 
 def attend_fused(
-    layer: LeanLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, places: Tensor, kv: Any, transposed: bool
+    layer: LeanLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, places: Tensor, kv: Any
 ) -> Tensor:
-    """The same by torch's fused attention, for many rows and for GPUs; mask [B, 1, G * R, L], keys either way."""
+    """The same by torch's fused attention, for many rows and for GPUs; mask [B, 1, G * R, L]."""
     (query, key, value), (keys, values) = rows, kv
     size, count = places.shape[0], places.shape[1]
     order = torch.arange(size, device=places.device)[:, None]
-    into = keys.permute(0, 3, 1, 2) if transposed else keys.transpose(1, 2)
-    into.index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
+    keys.transpose(1, 2).index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
     values.transpose(1, 2).index_put_((order, places), value.view(size, count, layer.kv, layer.dim))
     wide = mask.shape[-1]
     query = query.view(size, count, layer.heads, layer.dim).transpose(1, 2).reshape(size, layer.kv, -1, layer.dim)
-    seen_keys = keys[..., :wide].transpose(2, 3).contiguous() if transposed else keys[:, :, :wide]
+    seen_keys = keys[:, :, :wide]
+    if seen_keys.stride(-1) != 1:  # transposed keys are slow there
+        seen_keys = seen_keys.contiguous()
     seen = F.scaled_dot_product_attention(query, seen_keys, values[:, :, :wide], attn_mask=mask, scale=layer.scale)
     seen = seen.reshape(size, layer.heads, count, layer.dim).transpose(1, 2)
     return seen.reshape(size * count, layer.heads * layer.dim)
