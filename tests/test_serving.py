@@ -172,6 +172,13 @@ def test_what_is_no_request_is_said_to_be_none(server: Served, body: object, sta
     assert found[0] == status and found[2]["error"]["message"]
 
 
+def test_a_body_without_its_header_is_told_which(server: Served) -> None:
+    body = {"model": MODEL, "prompt": IDS}
+    status, _, text = server.ask("POST", "/v1/completions", body, {"Content-Type": "application/x-www-form-urlencoded"})
+    assert status == 400 and "Content-Type: application/json" in text
+    assert "no JSON object" in server.post("[]")[2]["error"]["message"]
+
+
 def test_metrics_count_what_was_answered(medusa: Medusa) -> None:
     with serving(medusa) as server:
         answers = [server.post({"model": MODEL, "prompt": IDS, "max_tokens": 20})[2] for _ in range(3)]

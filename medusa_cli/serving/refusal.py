@@ -83,6 +83,10 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     kind, said = str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
         return Refusal(400, "the body is no JSON", code="invalid_json")
+    if kind == "model_attributes_type" and not place:
+        sent = isinstance(first.get("input"), bytes)  # as curl sends it without a header, for one
+        what = "was not sent as JSON; add the header Content-Type: application/json" if sent else "is no JSON object"
+        return Refusal(400, f"the body {what}", code="invalid_json")
     if kind == "extra_forbidden":
         return Refusal(400, f"the parameter {param!r} is not supported; leave it out", param=param, code="unsupported")
     known = {part for part in place if part.isidentifier()}
