@@ -379,7 +379,7 @@ def test_dynamic_trees_are_over_the_drafter_that_medusa_stands_for(place: Path, 
     outer = save_run(tmp_path / "mine", model, kind=HydraHeads)
     save_run(tmp_path / "mine" / "medusa", model, heads=2, tree=Tree.chain(2))
     words = ["bench", "--questions", str(place / "q.jsonl"), "--limit", "1", "--dtype", "fp32", "--json"]
-    words += ["--run", str(outer.path), "--max-new-tokens", "5", "--methods"]
+    words += ["--run", str(outer.path), "--max-new-tokens", "5", "--tree", "static", "--methods"]
     shown = medusa(*words, "hydra,medusa,medusa-dynamic")
     assert shown.exit_code == 0, shown.stderr
     drafting = json.loads(shown.stdout)["drafting"]
