@@ -126,7 +126,7 @@ bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by
 	$(BIN)/pytest -q -m gpu
 	$(BIN)/medusa bench-gpu --device cuda
 
-reproduce: $(READY) ## the papers' headlines on the default model, about an hour on two cores, into docs/results/
+reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores, into docs/results/
 	$(BIN)/medusa reproduce
 
 docs: $(READY) ## the documentation as pages, in build/docs

@@ -20,7 +20,8 @@ def bench(**rates: float) -> dict[str, Any]:
     accepted = dict.fromkeys(KINDS, 1.5) | rates
     categories = {"extraction": {"acceptance_rate": 1.8}, "coding": {"acceptance_rate": 1.5}}
     methods = {
-        name: {"acceptance_rate": rate, "speedup": rate, "per_category": categories} for name, rate in accepted.items()
+        name: {"acceptance_rate": rate, "speedup": rate, "tokens_per_s": rate, "per_category": categories}
+        for name, rate in accepted.items()
     }
     return {"methods": methods, "backbone": "m", "facts": ["two cores"]}
 
