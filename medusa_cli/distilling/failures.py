@@ -9,7 +9,7 @@ from medusa_cli.runs.run import Run
 class Failures:
     """The side file of a run that names, as they come, the seeds that got no usable answer, and why.
 
-    It is this command's alone: whatever failed earlier is asked again, so the first of several processes empties it.
+    It is one distillation's alone: what failed earlier is asked again, so the first of several processes empties it.
     """
 
     def __init__(self, run: Run, first: bool = True) -> None:

@@ -168,9 +168,10 @@ class Drafter(nn.Module, ABC):
         other.truncate(0)
         return other
 
-    def learn_alone(self, head: int) -> None:
-        """Let the weights of this head (from 0) learn and no other's, in a drafter whose heads share none."""
-        raise NotImplementedError
+    @property
+    def own_parts(self) -> Sequence[nn.Module]:
+        """By head, the module that is its alone, in a drafter whose heads share nothing; none where they do."""
+        return ()
 
     def pseudo(self, depth: int) -> Pseudo | None:
         """Rows that ride in the backbone's next pass, for drafting a tree of this depth after it; most have none."""

@@ -101,9 +101,9 @@ class Firp(HeadDrafter):
 
         return Pseudo(self.config.layers[: len(steps)], tuple(map(cast, steps)), self.config.masked)
 
-    def learn_alone(self, head: int) -> None:
-        for number, step in enumerate(self.steps):
-            step.requires_grad_(number == head)
+    @property
+    def own_parts(self) -> Sequence[nn.Module]:
+        return list(self.steps)
 
     @torch.inference_mode()
     def draft(

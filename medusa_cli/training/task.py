@@ -125,7 +125,8 @@ class Traced(_Stage1):
         if not self.train.heads_in_turn:
             return self._found(batch)
         turn = turn_of(progress, self.drafter.num_heads)
-        self.drafter.learn_alone(turn)
+        for head, part in enumerate(self.drafter.own_parts):
+            part.requires_grad_(head == turn)
         found = self._found(batch)
         share = int(found.heads.learnt[turn]) / found.positions
         return replace(found, total=share * found.heads.per_head[turn])

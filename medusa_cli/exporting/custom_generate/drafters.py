@@ -1,10 +1,12 @@
 """The drafters: each fills a tree of tokens from the model's hidden states and what it has just chosen."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch.nn import functional as F
 
 
-class Drafter:
+class Drafter(ABC):
     """K heads; head k guesses the token k places after the next one, from states [n, H * taps] of settled tokens."""
 
     weights_file = "drafter.safetensors"
@@ -61,9 +63,9 @@ class Drafter:
         """What all heads read, [1, H]."""
         return states[-1:]
 
+    @abstractmethod
     def guess(self, head, context, paths):
         """The states that a head's vocabulary matrix reads, one for each path of tokens [P, depth] or one for all."""
-        raise NotImplementedError
 
     def score(self, head, states):
         """Scores of a head over its vocabulary."""
