@@ -50,6 +50,7 @@ class Medusa:
         drafter: str | Path | None = "auto",
         run: str | Path | None = None,
         tree: str | Path | None = None,
+        lookup: bool | None = None,
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
@@ -59,7 +60,8 @@ class Medusa:
     ) -> "Medusa":
         """Load a model (a named one, a folder, a hub id) with what drafts for it; each word as on the command line.
 
-        drafter: a run, a folder, a hub id; left out: the run's, else the one that ships; None: plain decoding. Without
+        drafter: a run, a folder, a hub id; left out: the run's, else the one that ships; None: plain decoding. lookup:
+        whether what the text repeats is drafted, too, and alone where there is no drafter. Without
         a model the run's is taken, else the default one. Raises UserError for what cannot be found or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
@@ -71,6 +73,7 @@ class Medusa:
             folder,
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
+            lookup=lookup,
         )
         made = assemble(
             choice,

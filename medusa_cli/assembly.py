@@ -8,6 +8,7 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.costs import costs_for, fortunes_for
+from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """What decodes: the backbone, and, unless decoding is plain, the drafter and what it drafts over."""
+    """What decodes: the backbone, and, unless decoding is plain, the drafter, if any, and what is drafted over."""
 
     backbone: Backbone
     drafter: Drafter | None = None
-    shape: "Tree | Growth | Pace | None" = None
+    shape: "Tree | Growth | Pace | Lookup | None" = None
 
     @property
     def words(self) -> str:
@@ -39,11 +40,9 @@ class Assembled:
         backbone = self.backbone
         kind = str(backbone.dtype).removeprefix("torch.")
         place = f"{backbone.id} in {kind} on {backbone.device}, {backbone.engine.title}"
-        return (
-            f"{place}, plain decoding"
-            if self.drafter is None
-            else (f"{place}, {self.drafter.name} drafter, {describe(self.shape)}")
-        )
+        if self.drafter is None:
+            return f"{place}, plain decoding" if self.shape is None else f"{place}, drafts looked up in the text"
+        return f"{place}, {self.drafter.name} drafter, {describe(self.shape)}"
 
 
 def assemble(
@@ -76,7 +75,7 @@ def assemble(
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None:
-        return Assembled(backbone)
+        return Assembled(backbone, shape=looked_up(backbone, on_progress) if choice.lookup else None)
     drafter, shape = load_drafting(choice, backbone, tree, on_progress)
     return Assembled(backbone, drafter, shape)
 
@@ -127,16 +126,32 @@ def load_drafting(
     backbone: Backbone,
     tree: Tree | None,
     on_progress: Callable[[int], None] = lambda steps: None,
-) -> "tuple[Drafter, Tree | Growth | Pace]":
+) -> "tuple[Drafter, Tree | Growth | Pace | Lookup]":
     """The chosen drafter and what it drafts over; UserError where they do not fit."""
     assert choice.drafter is not None
     drafter = load_drafter(choice.drafter, backbone)
     if tree is not None:
         check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
+    shape: Tree | Growth | Pace
     if choice.auto:
-        return drafter, pace_of(choice, backbone, drafter, tree, on_progress)
-    assert tree is not None
-    return drafter, tree if choice.dynamic is None else growth_of(choice, tree, drafter)
+        shape = pace_of(choice, backbone, drafter, tree, on_progress)
+    else:
+        assert tree is not None
+        shape = tree if choice.dynamic is None else growth_of(choice, tree, drafter)
+    return drafter, with_lookup(choice, shape)
+
+
+def with_lookup(choice: Choice, shape: "Tree | Growth | Pace") -> "Tree | Growth | Pace | Lookup":
+    """A shape, with what the text itself suggests beside it where that was chosen."""
+    if not choice.lookup:
+        return shape
+    known = choice.calibration is not None and choice.calibration.is_file() and isinstance(shape, Tree)
+    return Lookup(shape, read_calibration(choice.calibration).accuracies if known and choice.calibration else ())
+
+
+def looked_up(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> Lookup:
+    """What is drafted without a drafter: what the text itself suggests, as far as that pays on this machine."""
+    return Lookup(Pace([], costs_for(backbone, None, None, on_progress=on_progress)))
 
 
 def pace_of(
@@ -159,7 +174,7 @@ def pace_of(
     return Pace([Size(tree, 1 + UNMEASURED * tree.max_depth)], costs, fortunes)
 
 
-def growth_of(choice: Choice, tree: "Tree | Growth | Pace", drafter: Drafter) -> Growth:
+def growth_of(choice: Choice, tree: "Tree | Growth | Pace | Lookup", drafter: Drafter) -> Growth:
     """Dynamic trees of as many nodes as were asked for, or as the static tree has, at the calibrated temperatures.
 
     Where `tree --budget auto` made the static tree, it knows from which chance on a node pays on this machine: then
@@ -170,10 +185,12 @@ def growth_of(choice: Choice, tree: "Tree | Growth | Pace", drafter: Drafter) ->
     return Growth(budget, drafter.num_heads, _calibration(choice).temperatures, least)
 
 
-def describe(shape: "Tree | Growth | Pace | None") -> str:
+def describe(shape: "Tree | Growth | Pace | Lookup | None") -> str:
     """What is drafted over in a few words."""
     if shape is None:
         return "no tree"
+    if isinstance(shape, Lookup):
+        return f"{describe(shape.over)}, and what the text repeats"
     if isinstance(shape, Pace):
         return (
             f"trees of a size that pays, {shape.size} nodes to begin with"

@@ -80,6 +80,15 @@ Tree = Annotated[
         "nodes or N; or a file from `medusa tree` or medusa_choices list. [default: auto]",
     ),
 ]
+Lookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--lookup/--no-lookup",
+        help="Draft what followed the same words earlier in the text, too, as far as that pays; without a drafter, "
+        "that alone. [default: with --tree auto]",
+        show_default=False,
+    ),
+]
 Device = Annotated[
     str,
     _option(

@@ -1,5 +1,6 @@
 """A bench: methods over questions, loaded, measured and summarised into one document."""
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa_cli.assembly import Assembled, describe, growth_of
+from medusa_cli.assembly import Assembled, describe, growth_of, looked_up, with_lookup
 from medusa_cli.assets import gguf_path
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.baseline import Baseline, is_plain, measure_baseline
@@ -17,7 +18,7 @@ from medusa_cli.benchmarks.methods import Method, build_methods
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.report import markdown, summarise
 from medusa_cli.benchmarks.side_by_side import load_competitors
-from medusa_cli.decoding import Pace, Sampling
+from medusa_cli.decoding import Lookup, Pace, Sampling
 from medusa_cli.drafters import Drafter
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.engines.load import BackboneOptions
@@ -29,7 +30,7 @@ from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 
 log = logging.getLogger(__name__)
-Shape = Tree | Growth | Pace
+Shape = Tree | Growth | Pace | Lookup
 
 
 class Watcher(Protocol):
@@ -76,7 +77,8 @@ class Bench:
         drafted, said = self._drafted(made)
         ours = [name for name in self.names if name not in others]
         file = self.gguf or gguf_path(self.choice.model) if "llama.cpp" in ours else None
-        ways = build_methods(ours, backbone, drafted, self.rule, file, self.batch_size)
+        alone = {"lookup": (None, looked_up(backbone))} if "lookup" in ours else {}
+        ways = build_methods(ours, backbone, {**drafted, **alone}, self.rule, file, self.batch_size)
         found = self._measured(backbone, ways, watch, base.results if base else ())
         results = [Result(one.question, {name: one.answers[name] for name in self.names}) for one in found]
         moved = drift(backbone, base.remembered) if base and base.remembered else None
@@ -168,8 +170,11 @@ class Bench:
             chosen["medusa"], drafted["medusa"] = self.choice, (made.drafter, made.shape)
         if "medusa-dynamic" in self.names and "medusa-dynamic" not in drafted:
             one, (drafter, tree) = chosen["medusa"], drafted["medusa"]  # the same drafter, whichever that is
-            grown = tree if one.dynamic is not None else growth_of(one, tree, drafter)
+            grown = tree if one.dynamic is not None else with_lookup(one, growth_of(one, tree, drafter))
             chosen["medusa-dynamic"], drafted["medusa-dynamic"] = one, (drafter, grown)
+        if "medusa-alone" in self.names:
+            one, (drafter, shape) = chosen["medusa"], drafted["medusa"]
+            chosen["medusa-alone"], drafted["medusa-alone"] = one, (drafter, without_lookup(shape))
         drafted = {name: drafted[name] for name in self.names if name in drafted}
         return drafted, {name: (drafting(chosen[name], *both), both[1]) for name, both in drafted.items()}
 
@@ -177,17 +182,25 @@ class Bench:
 def drafting(choice: Choice, drafter: Drafter, shape: Shape) -> dict[str, Any]:
     """What drafts and when it was made, and over which trees; tree: the file it is from, None where it was searched."""
     assert choice.drafter is not None
+    over = shape.over if isinstance(shape, Lookup) else shape
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,
         "created": describe_drafter(choice.drafter).provenance.created,
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
-        "dynamic": isinstance(shape, Growth),
-        "auto": isinstance(shape, Pace),
+        "dynamic": isinstance(over, Growth),
+        "auto": isinstance(over, Pace),
+        "lookup": over is not shape,
         "nodes": shape.size,
         "shape": shape.to_json() if isinstance(shape, Tree) else None,
     }
+
+
+def without_lookup(shape: Shape) -> Shape:
+    """A shape for the drafter alone, which learns nothing of what is decoded over another one."""
+    over = shape.over if isinstance(shape, Lookup) else shape
+    return copy.deepcopy(over) if isinstance(over, Pace) else over
 
 
 def words_of(one: Mapping[str, Any], shape: Shape) -> str:

@@ -11,7 +11,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.continuation import Continuation, Watch, share
 from medusa_cli.benchmarks.others import LlamaCpp
 from medusa_cli.benchmarks.tally import Tally
-from medusa_cli.decoding import Decoder, Pace, Sampling, answer, generate_batch
+from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, answer, generate_batch
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
@@ -22,7 +22,9 @@ METHODS = (
     "hf-assisted",
     "ar",
     "medusa",
+    "medusa-alone",
     "medusa-dynamic",
+    "lookup",
     "llama.cpp",
     *sorted(set(DRAFTERS) - {"medusa"}),
 )
@@ -92,7 +94,7 @@ def check_batch(names: Sequence[str]) -> None:
 def build_methods(
     names: Sequence[str],
     backbone: Backbone,
-    drafted: Mapping[str, tuple[Drafter, Tree | Growth | Pace]],
+    drafted: Mapping[str, tuple[Drafter | None, Tree | Growth | Pace | Lookup]],
     sampling: Sampling,
     gguf: Path | None = None,
     batch_size: int = 1,
@@ -120,7 +122,11 @@ class _Steps:
     """One of our own loops, timed as its user sees it: everything between asking and the last token."""
 
     def __init__(
-        self, backbone: Backbone, drafter: Drafter | None, shape: "Tree | Growth | Pace | None", sampling: Sampling
+        self,
+        backbone: Backbone,
+        drafter: Drafter | None,
+        shape: "Tree | Growth | Pace | Lookup | None",
+        sampling: Sampling,
     ) -> None:
         self._decoder, self._sampling = Decoder(backbone, drafter, shape), sampling
 
@@ -147,7 +153,7 @@ class _Batches:
         self,
         backbone: Backbone,
         drafter: Drafter | None,
-        tree: Tree | Growth | Pace | None,
+        tree: Tree | Growth | Pace | Lookup | None,
         sampling: Sampling,
         batch_size: int,
     ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from medusa_cli.assembly import load_drafting, static_tree
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding.pace import Pace
+from medusa_cli.decoding import Lookup, Pace
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UserError
 from medusa_cli.runs.made import describe_drafter
@@ -15,7 +15,9 @@ from medusa_cli.runs.run import Run
 from medusa_cli.tree import Growth, Tree
 
 
-def find_competitors(names: list[str], model: str | None, run: str | None, tree: str | None) -> dict[str, Choice]:
+def find_competitors(
+    names: list[str], model: str | None, run: str | None, tree: str | None, lookup: bool | None = None
+) -> dict[str, Choice]:
     """Where the drafters lie that methods name: by a run inside the run, else by their kind; UserError if nowhere.
 
     "medusa" alone is whatever drafter the run has; beside another such name it is the kind.
@@ -28,9 +30,9 @@ def find_competitors(names: list[str], model: str | None, run: str | None, tree:
     found = {}
     for name in named:
         if outer is not None and name in inner:
-            found[name] = choose(model, str(outer.path / name), None, tree)
+            found[name] = choose(model, str(outer.path / name), None, tree, lookup=lookup)
         elif outer is not None and _kind(outer.path) == name:
-            found[name] = choose(model, run, None, tree)
+            found[name] = choose(model, run, None, tree, lookup=lookup)
         else:
             place = run or "NAME"
             raise UserError(
@@ -48,6 +50,6 @@ def _kind(folder: Path) -> str | None:
 
 def load_competitors(
     competitors: Mapping[str, Choice], backbone: Backbone
-) -> dict[str, tuple[Drafter, Tree | Growth | Pace]]:
+) -> dict[str, tuple[Drafter, Tree | Growth | Pace | Lookup]]:
     """Each rival's drafter and what it drafts over."""
     return {name: load_drafting(choice, backbone, static_tree(choice)) for name, choice in competitors.items()}

@@ -27,11 +27,11 @@ def bench(
         str,
         typer.Option(
             metavar="LIST",
-            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), "
-            "hf-assisted (its assisted generation, with --draft-model), ar (our plain loop), medusa (the "
-            "drafter, over --tree), medusa-dynamic (over dynamic trees), llama.cpp (if llama-cpp-python is "
-            "installed), and drafters side by side: hydra, amphista and so on, of the runs by that name inside the "
-            "run, or the run's own; with commas between.",
+            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation, "
+            "with --draft-model), ar (our plain loop), medusa (the drafter, over --tree, with lookups by --lookup), "
+            "medusa-alone (without), medusa-dynamic (over dynamic trees), lookup (lookups alone), llama.cpp (if "
+            "llama-cpp-python is installed), and drafters side by side: hydra, amphista and so on, of the runs by that "
+            "name inside the run, or the run's own; with commas between.",
         ),
     ] = "hf,ar,medusa",
     draft_model: Annotated[
@@ -112,9 +112,9 @@ def bench(
         methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
     check_judge(judge, judge_model)
     names = parse_methods(methods)
-    competitors = find_competitors(names, drafting.model, drafting.run, drafting.tree)
+    competitors = find_competitors(names, drafting.model, drafting.run, drafting.tree, drafting.lookup)
     # Where runs of their own hold the drafters, "medusa-dynamic" is over that of "medusa".
-    alone = "medusa" not in competitors and any(name in ("medusa", "medusa-dynamic") for name in names)
+    alone = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
     if drafting.drafter is not None and not alone:
         raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
     choice = drafting.choose(need_drafter=alone)

@@ -62,12 +62,13 @@ class Drafting:
     model: options.Model = None
     drafter: options.Drafter = None
     tree: options.Tree = None
+    lookup: options.Lookup = None
 
     def choose(self, need_drafter: bool = True) -> "Choice":
         """The files that belong together; UserError where nothing is to be had."""
         from medusa_cli.runs.resolve import choose
 
-        return choose(self.model, self.run, self.drafter, self.tree, need_drafter=need_drafter)
+        return choose(self.model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup)
 
 
 @dataclass(frozen=True)

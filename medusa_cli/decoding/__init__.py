@@ -4,6 +4,7 @@ from medusa_cli.decoding.accept import accept
 from medusa_cli.decoding.decoder import Decoder
 from medusa_cli.decoding.generate import answer, generate, generate_batch, generate_plain
 from medusa_cli.decoding.likelihood import Likelihood
+from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.reply import Piece, Reply
 from medusa_cli.decoding.request import Request
@@ -13,6 +14,7 @@ from medusa_cli.decoding.types import Stats, Step, Verdict
 __all__ = [
     "Decoder",
     "Likelihood",
+    "Lookup",
     "Pace",
     "Piece",
     "Reply",

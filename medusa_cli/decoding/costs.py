@@ -16,7 +16,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.decoder import Decoder
 from medusa_cli.decoding.luck import Fortunes
 from medusa_cli.decoding.types import Step
-from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.base import Draft, Drafter
 from medusa_cli.engines.machine import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import write_json
@@ -31,6 +31,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not worth the time it takes to time them.
 HOPELESS = 6.0
 UNUSABLE = "%s cannot be used; steps are timed anew (%s)"
+# How deep the trees are that stand for drafts from elsewhere, and the stamp by which such costs are kept.
+ELSEWHERE, WITHOUT = 4, "no drafter"
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,7 @@ class Kept:
     def __post_init__(self) -> None:
         if not all(0 <= share < 1e4 for share in self.luck.values()):
             raise ValueError("a luck is none")
-        if "1" not in self.verify or "1" not in self.draft:
+        if "1" not in self.verify or (self.draft and "1" not in self.draft):  # without a drafter there are no levels
             raise ValueError("a plain step or a first level is missing")
         if not all(0 < one < 1e4 for one in (*self.verify.values(), *self.draft.values())):
             raise ValueError("a time is none")
@@ -59,7 +61,7 @@ class Kept:
 
 def measure_costs(
     backbone: Backbone,
-    drafter: Drafter,
+    drafter: Drafter | None,
     *,
     context: int = CONTEXT,
     rounds: int = ROUNDS,
@@ -70,16 +72,17 @@ def measure_costs(
     """Time steps over trees of so many nodes, and drafts so many levels deep, after `context` tokens; least of rounds.
 
     Whatever else a machine does only ever adds, so the least time is the step's own. Tokens are arbitrary: a step's
-    time does not depend on them.
+    time does not depend on them. Without a drafter, passes over drafts that come from elsewhere are timed.
     """
-    rides = drafter.pseudo(1) is not None  # drafts come with the pass before their own
-    steps = (1 + rides) * (len(sizes) + drafter.num_heads)
-    context = max(1, min(context, backbone.max_positions - (drafter.num_heads + 1) * (steps + 1)))
+    rides = drafter is not None and drafter.pseudo(1) is not None  # drafts come with the pass before their own
+    heads = drafter.num_heads if drafter is not None else 0
+    steps = (1 + rides) * (len(sizes) + heads)
+    context = max(1, min(context, backbone.max_positions - (max(heads, ELSEWHERE) + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
     decoder = Decoder(backbone, drafter, Tree.root_only(), captured=captured)
-    depths = {depth: Tree.chain(depth) for depth in range(1, drafter.num_heads + 1)}
+    depths = {depth: Tree.chain(depth) for depth in range(1, heads + 1)}
     known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
-    bushy = {nodes: _bushy(nodes, drafter.num_heads) for nodes in sizes if nodes <= known}
+    bushy = {nodes: _bushy(nodes, heads or ELSEWHERE) for nodes in sizes if nodes <= known}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
 
@@ -87,7 +90,8 @@ def measure_costs(
         decoder.draft_over(tree)
         if rides:
             decoder.step()
-        found = decoder.step()[0][1]
+        made = [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree)]
+        found = decoder.step(made if drafter is None else None)[0][1]
         on_progress(1)
         return found
 
@@ -112,18 +116,25 @@ def measure_costs(
 
 def costs_for(
     backbone: Backbone,
-    drafter: Drafter,
+    drafter: Drafter | None,
     stamp: str | None,
     *,
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Costs:
-    """The kept costs of a drafter (by its stamp) on a backbone on this machine, or new ones, which are kept."""
+    """The kept costs of a drafter (by its stamp) on a backbone on this machine, or new ones, which are kept.
+
+    Without a drafter, those of the backbone's passes alone.
+    """
+    stamp = stamp if drafter is not None else WITHOUT
     facts, key = _entry(backbone, drafter, stamp)
     kept = _read()
     if not again and stamp is not None and key in kept:
         try:
-            return convert(kept[key], Kept, f"the step times {_path()}").costs()
+            found = convert(kept[key], Kept, f"the step times {_path()}").costs()
+            if found.draft or drafter is None:
+                return found
+            log.warning(UNUSABLE, _path(), "a first level is missing")
         except UserError as reason:
             log.warning(UNUSABLE, _path(), str(reason).split(";")[0])
     log.info("timing decoding steps on this machine, once for this drafter")
@@ -158,10 +169,11 @@ def _path() -> Path:
     return home() / "steps.json"
 
 
-def _entry(backbone: Backbone, drafter: Drafter, stamp: str | None) -> tuple[list[str], str]:
+def _entry(backbone: Backbone, drafter: Drafter | None, stamp: str | None) -> tuple[list[str], str]:
     """What step times hang on, and the name they are kept by."""
     facts = [machine_key(backbone.config), str(backbone.device), backbone.engine.title, str(backbone.dtype)]
-    facts += [drafter.name, str(drafter.num_heads), stamp or ""]
+    facts += [drafter.name, str(drafter.num_heads)] if drafter is not None else []
+    facts.append(stamp or "")
     return facts, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from medusa_cli.decoding.accept import accept
 from medusa_cli.decoding.captured import Captured
 from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.ending import Ending, fitting
+from medusa_cli.decoding.lookup import Lookup, graft
 from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Rule, Sampling
@@ -29,7 +30,8 @@ class Decoder:
     """Sequences under way in the slots of one cache; `step` brings each of them on.
 
     Without a drafter every step is plain: the tree of the root alone. shape is what every step drafts: a static tree, a
-    growth of dynamic ones, or a Pace that chooses among trees of several sizes. Greedy and exact sampling give what
+    growth of dynamic ones, a Pace that chooses among trees of several sizes, or a Lookup that sets what the text itself
+    suggests beside any of these. Greedy and exact sampling give what
     plain decoding gives: the same tokens, the same distribution. A slot outlives its sequence: the next prompt that
     begins alike runs only what is new.
     """
@@ -38,14 +40,15 @@ class Decoder:
         self,
         backbone: Backbone,
         drafter: Drafter | None = None,
-        shape: "Tree | Growth | Pace | None" = None,
+        shape: "Tree | Growth | Pace | Lookup | None" = None,
         *,
         slots: int = 1,
         captured: bool | None = None,
     ) -> None:
         """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where a trial says so."""
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
-        self.shape: Tree | Growth | Pace = shape if drafter is not None and shape is not None else ROOT
+        over = shape.over if isinstance(shape, Lookup) else shape
+        self.shape: Tree | Growth | Pace = over if over is not None and (drafter or not over.max_depth) else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
         self.slots = Slots(self.engine.new_cache(slots, plain=drafter is None))
         self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up
@@ -53,6 +56,8 @@ class Decoder:
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
         # Whether drafts come with the pass before their own, so that they are chosen before it.
         self._rides = drafter is not None and drafter.pseudo(1) is not None
+        # Captured steps are of a few fixed trees, and rows that ride make every node dear.
+        self.lookup = shape if isinstance(shape, Lookup) and not (fixed or self._rides) else None
         self._next: Tree | Growth = self._choose()
 
     @property
@@ -103,7 +108,9 @@ class Decoder:
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], top, kept.length, fortune)
+        past = None if self.lookup is None else self.lookup.begin(sampling)
+        known = (top, kept.length, fortune, past)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], *known)
         self._places[slot : slot + 1] = [sequence]
         likely = sequence.likelihoods(out.logits[0, -1:], [root])
         step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
@@ -111,16 +118,16 @@ class Decoder:
         return sequence, step
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Sequence, Step]]:
+    def step(self, drafts: list[Draft] | None = None) -> list[tuple[Sequence, Step]]:
         """Draft, verify, accept and keep for every sequence; what each gained. Those that end leave.
 
-        A step's seconds are each sequence's share of the pass over all.
+        A step's seconds are each sequence's share of the pass over all. drafts: one for each, made elsewhere.
         """
         self._close_up()
         rows, cache, clock = self.rows, self.slots.cache, Clock(self.backbone)
         if not rows:
             return []
-        drafts = self._draft(self._next)
+        drafts = drafts or self._draft(self._next)
         draft_s = clock.lap() / len(rows)
         if self._rides:
             self._next = self._choose()
@@ -131,7 +138,10 @@ class Decoder:
         for sequence, draft, verdict, start in zip(rows, drafts, verdicts, starts, strict=True):
             tokens = draft.tokens[torch.tensor(verdict.path, device=draft.tokens.device)]
             sequence.settle(Confirmed(tokens, verdict.hidden, verdict.bonus, start, verdict.ahead))
-            gained.append(sequence.ending.cut([*tokens[1:].tolist(), verdict.bonus]))
+            fresh = [*tokens[1:].tolist(), verdict.bonus]
+            if self.lookup is not None and sequence.past is not None and draft.looked_up:
+                self.lookup.learn(sequence.past, sequence.rule.sampling, fresh)
+            gained.append(sequence.ending.cut(fresh))
             likely.append(() if verdict.logits is None else sequence.likelihoods(verdict.logits, gained[-1]))
         verify_s = clock.lap() / len(rows)
         steps = [
@@ -145,6 +155,7 @@ class Decoder:
                 tuple(v.path),
                 draft.tree.size,
                 top,
+                draft.looked_up,
             )
             for fresh, draft, v, top in zip(gained, drafts, verdicts, likely, strict=True)
         ]
@@ -197,14 +208,21 @@ class Decoder:
 
     def _draft(self, shape: Tree | Growth) -> list[Draft]:
         """A draft for every sequence; near its context's end a sequence has a tree of its own, cut to what fits."""
-        cut = [fitting(shape, self.backbone.max_positions - length) for length in self.slots.cache.lengths]
-        drafts: list[Draft | None] = [None] * len(self.rows)
-        for one in dict.fromkeys(cut[: len(self.rows)]):
-            mine = [index for index in range(len(self.rows)) if cut[index] == one]
-            found = self._draft_alike(mine, one)
-            for index, draft in zip(mine, found, strict=True):
-                drafts[index] = draft
-        return [draft for draft in drafts if draft is not None]
+        rows, found = self.rows, list[Draft | None]([None] * len(self.rows))
+        rooms = [self.backbone.max_positions - length for length in self.slots.cache.lengths[: len(rows)]]
+        asked = [self._beside(shape, sequence) for sequence in rows]
+        cut = [fitting(one, room) for (one, _), room in zip(asked, rooms, strict=True)]
+        for one in dict.fromkeys(cut):
+            mine = [index for index in range(len(rows)) if cut[index] == one]
+            for index, draft in zip(mine, self._draft_alike(mine, one), strict=True):
+                found[index] = graft(draft, asked[index][1][: rooms[index] - 1])
+        return [draft for draft in found if draft is not None]
+
+    def _beside(self, shape: Tree | Growth, sequence: Sequence) -> tuple[Tree | Growth, tuple[int, ...]]:
+        """What a sequence's drafter is asked for, and the tokens that its own text suggests beside that."""
+        if self.lookup is None or sequence.past is None:
+            return shape, ()
+        return self.lookup.beside(shape, sequence.past, sequence.tokens, sequence.root)
 
     def _draft_alike(self, mine: list[int], shape: Tree | Growth) -> list[Draft]:
         """Drafts of one shape for some of the sequences; a root alone needs no drafter."""

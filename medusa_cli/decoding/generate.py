@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.decoder import Decoder
+from medusa_cli.decoding.lookup import Lookup
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.decoding.types import Step
@@ -15,7 +16,7 @@ from medusa_cli.tree import Growth, Tree
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    Shape = Tree | Growth | Pace | None
+    Shape = Tree | Growth | Pace | Lookup | None
 
 
 class Limit(TypedDict):

@@ -19,6 +19,8 @@ PATIENCE, MOST_PATIENCE, TRY = 12, 512, 2
 # How quickly what steps are seen to take corrects what was measured, and the most one step may add; and how quickly
 # what was seen of other sizes gives way to what is seen now, for a machine's speed changes for all of them.
 QUICK, HELD_UP, FADING = 0.1, 3.0, 0.02
+# How many tokens from the text itself are weighed.
+LOOKED_UP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Pace:
         self._sizes = [Size(Tree.root_only(), 1.0), *drafting]
         self._costs = costs
         self._fortunes = fortunes or Fortunes()
-        self._known: dict[tuple[int, int], float] = {}  # by nodes and sequences: seconds that were measured
+        self._known: dict[tuple[int, int, int], float] = {}  # by nodes, levels, sequences: seconds that were measured
         self._slower: dict[tuple[int, int], float] = {}  # and those seen while decoding over them
         self._quickest: dict[int, float] = {}  # the least of these by sequences
         self._texts: tuple[Luck, ...] = (Luck(PRIOR, PRIOR),)
@@ -86,13 +88,36 @@ class Pace:
             self._now = self._best()
         return self._now.tree
 
+    def beside(self, share: float, most: int) -> tuple[Tree, int]:
+        """The tree to draft over now, and how many tokens that the text itself suggests beside it, at most so many.
+
+        Each of these comes true by the chance `share` if those before it do; the heads' drafts count where the first
+        one fails. Of sequences side by side none has more rows than the tree: the widest draft sets what a pass takes.
+        """
+        now, batch = self._now, len(self._texts)
+        slower = self._seconds(now) / self._cost(now.tree.size, now.tree.max_depth, batch)
+        best, found = MARGIN * self._rate(now), (now.tree, 0)
+        for size in dict.fromkeys((self._sizes[0], now)):
+            for count in LOOKED_UP:
+                nodes = size.tree.size + count
+                if count > most or (batch > 1 and nodes > now.tree.size):
+                    break
+                tokens = share * (1 - share**count) / (1 - share)
+                tokens += 1 + (1 - share) * self.luck * (size.expected - 1)
+                rate = tokens / (slower * self._cost(nodes, size.tree.max_depth, batch))
+                if rate > best:
+                    best, found = rate, (size.tree, count)
+        return found
+
     def record(self, steps: Sequence[Step], texts: Sequence[Fortune]) -> None:
         """Learn from a step of one or more texts, and settle on the next size."""
+        if any(step.looked_up for step in steps):  # what they came to is not the heads' doing
+            return
         nodes, batch = steps[0].nodes, len(steps)
         size = next((one for one in self._sizes if one.tree.size == nodes), None)
         if size is None or any(step.nodes != nodes for step in steps):  # cut by the context's end
             return
-        known = self._costs.step(nodes, size.tree.max_depth, batch)
+        known = self._cost(nodes, size.tree.max_depth, batch)
         ratio = min(sum(step.draft_s + step.verify_s for step in steps) / known, HELD_UP)
         slower = self._slower.get((nodes, batch), 1.0)
         before, self._held = self._held, ratio > HELD * slower
@@ -143,9 +168,14 @@ class Pace:
 
     def _seconds(self, size: Size) -> float:
         at = (size.tree.size, len(self._texts))
-        known = self._known.get(at)
-        if known is None:
-            known = self._known[at] = self._costs.step(size.tree.size, size.tree.max_depth, len(self._texts))
+        known = self._cost(size.tree.size, size.tree.max_depth, len(self._texts))
         # What was never seen here is taken to be as slow as the quickest that was; the root alone is worth a try.
         quickest = self._quickest.get(at[1], 1.0)
         return known * self._slower.get(at, quickest if at[0] > 1 else min(quickest, 1.0))
+
+    def _cost(self, nodes: int, depth: int, batch: int) -> float:
+        """Seconds of a step as they were measured."""
+        at = (nodes, depth, batch)
+        if at not in self._known:
+            self._known[at] = self._costs.step(*at)
+        return self._known[at]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa_cli.decoding.ending import Ending
 from medusa_cli.decoding.likelihood import Likelihood, likelihoods
+from medusa_cli.decoding.lookup import Past
 from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.sampling import Rule
 from medusa_cli.drafters.base import Confirmed, Drafter
@@ -19,7 +20,8 @@ class Sequence:
 
     tokens are those in the slot; `confirmed` holds what the drafter has not seen yet, its root not in the slot. top:
     how many of the likeliest tokens each step names beside its own, None for no likelihoods at all. reused: the tokens
-    of the prompt that its slot held already. fortune: how its drafts fare, where the decoder goes by that.
+    of the prompt that its slot held already. fortune: how its drafts fare, and past: what it said before, where the
+    decoder goes by that.
     """
 
     number: int
@@ -31,6 +33,7 @@ class Sequence:
     top: int | None = None
     reused: int = 0
     fortune: Fortune | None = None
+    past: Past | None = None
     cancelled: bool = False
     seen: bool = field(default=False)
 

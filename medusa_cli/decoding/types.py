@@ -35,7 +35,7 @@ class Step:
 
     Accepted counts the tokens beyond the one that plain decoding gives; what comes after the answer's end is none. path
     names the accepted nodes, root first, of a tree of so many `nodes`; () at prefill. likelihoods are those of the
-    tokens, where the sequence asked for them.
+    tokens, where the sequence asked for them. looked_up: the tokens that were drafted from the text itself.
     """
 
     tokens: list[int]
@@ -47,6 +47,7 @@ class Step:
     path: tuple[int, ...] = ()
     nodes: int = 0
     likelihoods: tuple[Likelihood, ...] = ()
+    looked_up: int = 0
 
 
 @dataclass

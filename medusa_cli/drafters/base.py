@@ -54,10 +54,11 @@ def beside_final(layers: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Draft:
-    """Guessed tokens [N] laid over a tree of N nodes; tokens[0] is the root."""
+    """Guessed tokens [N] laid over a tree of N nodes; tokens[0] is the root. looked_up: how many the text suggested."""
 
     tokens: Tensor
     tree: Tree
+    looked_up: int = 0
 
 
 @dataclass(frozen=True)

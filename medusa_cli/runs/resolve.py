@@ -19,7 +19,8 @@ class Choice:
     auto: the size of tree is chosen by what steps cost here, and goes with the text. dynamic: the nodes of a tree grown
     for every step, 0 for as many as the static tree has, None for the static one. static: the nodes of a tree searched
     from the calibration, None for the one in the file. adapter: what joint training added to the model. calibration:
-    where the heads' accuracies and temperatures are, if anywhere.
+    where the heads' accuracies and temperatures are, if anywhere. lookup: whether the text itself suggests drafts, too,
+    or alone where there is no drafter.
     """
 
     model: str
@@ -31,12 +32,22 @@ class Choice:
     adapter: Path | None = None
     static: int | None = None
     auto: bool = False
+    lookup: bool = False
 
 
 def choose(
-    model: str | None, run: str | None, drafter: Path | None, tree: str | None, *, need_drafter: bool = True
+    model: str | None,
+    run: str | None,
+    drafter: Path | None,
+    tree: str | None,
+    *,
+    need_drafter: bool = True,
+    lookup: bool | None = None,
 ) -> Choice:
-    """What was named first, then the run, then what ships for the model; UserError where nothing is to be had."""
+    """What was named first, then the run, then what ships for the model; UserError where nothing is to be had.
+
+    lookup None: with trees of the size that pays.
+    """
     target = Run.open(run) if run else None
     name = model or (target.model if target else None) or DEFAULT_MODEL
     auto = tree in (None, "auto")
@@ -49,10 +60,13 @@ def choose(
     if drafter is not None and target is None:
         source = None  # tree and temperatures of the drafter that ships are no other drafter's
     folder = drafter or (source.drafter_dir if source else None)
+    if folder is None and lookup:
+        return Choice(name, None, None, target, lookup=True)
     if folder is None:
         raise UserError(
             f"no drafter ships for the model {name!r}",
-            f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run",
+            f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run; @lookup drafts "
+            "without one",
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
@@ -67,7 +81,7 @@ def choose(
         remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
         raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
     adapter = target.adapter if target and drafter is None else None
-    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto)
+    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto, auto if lookup is None else lookup)
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:

@@ -1,0 +1,227 @@
+"""What the text repeats is drafted, too: found as by brute force, trusted as it comes true, and never in the output."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, Stats, answer, generate, generate_batch
+from medusa_cli.decoding.lookup import KNOWN, LONGEST, MOST, PLACES, Past, graft
+from medusa_cli.decoding.luck import Luck
+from medusa_cli.decoding.pace import Size
+from medusa_cli.drafters.base import Draft
+from medusa_cli.tree import Growth, Tree
+from medusa_cli.tree.budget import Costs
+from medusa_cli.tree.search import node_values, search
+from tests.test_generate import PROMPT, Oracle, plain
+from tests.test_hydra import hydra
+from tests.tiny import FAMILIES, tiny_backbone
+
+# Text that repeats itself, which tiny models of random weights rarely write by themselves.
+ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4
+ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3, 0.1]]
+CHEAP = Costs({1: 0.010, 2: 0.0101, 32: 0.0105}, {1: 0.001, 4: 0.002})
+DEAR = Costs({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
+
+
+def past() -> Past:
+    return Past({least: Luck(4.0, 4.0 * share) for least, share in KNOWN.items()})
+
+
+def by_hand(text: list[int]) -> tuple[int, list[int]] | None:
+    """The length of the longest repetition of the text's end among the latest places, and what may follow it."""
+    places = [end for end in range(2, len(text)) if text[end - 2 : end] == text[-2:]][-PLACES:]
+    if not places:
+        return None
+
+    def length(end: int) -> int:
+        return max(n for n in range(2, LONGEST + 1) if n <= end and text[end - n : end] == text[-n:])
+
+    end = max(places, key=lambda one: (length(one), one))
+    copied = list(text)
+    for step in range(MOST):
+        copied.append(copied[end + step])
+    return length(end), copied[len(text) :]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_repetition_is_found_as_by_hand_however_the_text_came(seed: int) -> None:
+    chance = random.Random(seed)
+    text, mine = [chance.randrange(3 + seed % 4) for _ in range(2)], past()
+    found_any = False
+    while len(text) < 120:
+        text += [chance.randrange(3 + seed % 4) for _ in range(chance.randrange(1, 5))]
+        found, expected = mine.find(text[:-1], text[-1]), by_hand(text)
+        assert (list(found) if found else None) == (expected[1] if expected else None)
+        if expected:
+            found_any = True
+            assert mine.share == KNOWN[max(least for least in KNOWN if least <= expected[0])]
+    assert found_any
+
+
+def test_nothing_is_found_where_nothing_is_repeated_and_circles_go_on() -> None:
+    assert past().find([1, 2, 3], 4) == () and past().find([1], 2) == ()
+    assert past().find([7, 7, 7], 7) == (7,) * MOST
+    assert past().find([1, 2, 3, 1, 2], 3)[:7] == (1, 2, 3, 1, 2, 3, 1)
+
+
+def test_what_comes_true_is_trusted_more_and_what_does_not_less() -> None:
+    lookup = Lookup(search(ACCURACIES, 8), ACCURACIES)
+    mine, sampling = lookup.begin(Sampling()), Sampling()
+    text = [1, 2, 3, 4, 5, 6, 1]
+    for settled, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
+        _, told = lookup.beside(lookup.over, mine, text, 2)
+        before = mine.share
+        assert told[:1] == (3,)
+        lookup.learn(mine, sampling, settled)
+        assert (mine.share > before) is better
+    other = lookup.begin(Sampling("exact", 1.0))  # another kind of text knows nothing of it
+    other.find(text, 2)
+    assert other.share == KNOWN[2]
+
+
+def test_a_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
+    tree = search(ACCURACIES, 10)
+    lookup, values = Lookup(tree, ACCURACIES), node_values(tree, ACCURACIES)
+    mine = lookup.begin(Sampling())
+    fewer, told = lookup.beside(tree, mine, ROUND, ROUND[0])
+    assert isinstance(fewer, Tree) and told and fewer.size + len(told) == tree.size
+    kept = sorted(node_values(fewer, ACCURACIES), reverse=True)
+    assert kept == sorted(values, reverse=True)[: fewer.size]
+    # What gave way was less likely than what came.
+    assert min(mine.share**level for level in range(1, len(told) + 1)) >= max(sorted(values)[: len(told)])
+    assert lookup.beside(tree, lookup.begin(Sampling()), [1, 2, 3], 4) == (tree, ())
+
+
+def test_a_growth_grows_fewer_nodes_by_as_many() -> None:
+    growth = Growth(12, 3)
+    fewer, told = Lookup(growth).beside(growth, past(), ROUND, ROUND[0])
+    assert told and fewer == replace(growth, budget=12 - len(told)) and len(told) <= 6
+
+
+def test_a_graft_adds_the_path_and_nothing_twice() -> None:
+    tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
+    draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
+    assert graft(draft, ()) is draft
+    there = graft(draft, (4, 6))
+    assert there.tree == tree and there.looked_up == 2
+    more = graft(draft, (4, 7, 8))
+    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8] and more.tree.parents == (-1, 0, 0, 1, 1, 4)
+    assert len({tuple(path) for path in more.tree.choices}) == 5  # every node has a path of its own
+    beside = graft(Draft(torch.tensor([9]), Tree.root_only()), (1, 2))
+    assert beside.tree == Tree.chain(2) and beside.looked_up == 2
+
+
+def test_a_pace_drafts_as_many_as_pay() -> None:
+    tree = search(ACCURACIES, 4)
+    for costs, fewest, most in ((CHEAP, 8, MOST), (DEAR, 0, 0)):
+        pace = Pace([Size(tree, 1.7)], costs)
+        pace.choose([pace.begin(Sampling())])
+        _, sure = pace.beside(0.95, MOST)
+        assert fewest <= sure <= most
+        assert pace.beside(0.01, MOST)[1] == 0
+    # Where the text is nearly sure to go on as before, the drafter need not be asked.
+    slow = Costs({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
+    assert Pace([Size(tree, 1.7)], slow).beside(0.97, MOST)[0] == Tree.root_only()
+
+
+def test_side_by_side_nothing_is_added_to_the_rows_of_a_tree() -> None:
+    tree = search(ACCURACIES, 4)
+    pace = Pace([Size(tree, 1.7)], CHEAP)
+    chosen = pace.choose([pace.begin(Sampling()), pace.begin(Sampling())])
+    beside, count = pace.beside(0.95, MOST)
+    assert chosen is tree and 0 < beside.size + count <= tree.size
+
+
+def shapes() -> dict[str, Lookup]:
+    tree = search(ACCURACIES, 8)
+    return {
+        "tree": Lookup(tree, ACCURACIES),
+        "unmeasured": Lookup(tree),
+        "growth": Lookup(Growth(8, 3)),
+        "pace": Lookup(Pace([Size(tree, 2.0)], CHEAP)),
+        "dear": Lookup(Pace([Size(tree, 2.0)], DEAR)),
+        "alone": Lookup(Pace([], CHEAP)),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", shapes())
+def test_greedy_is_token_identical(family: str, kind: str) -> None:
+    backbone, shape = tiny_backbone(family), shapes()[kind]
+    drafter = None if kind == "alone" else hydra(backbone)
+    rules = {"max_new_tokens": 80, "stop_ids": ()}
+    expected = [t for s in generate(backbone, None, None, ROUND, **rules) for t in s.tokens]
+    steps = list(generate(backbone, drafter, shape, ROUND, **rules))
+    assert [t for s in steps for t in s.tokens] == expected
+    if kind != "dear":
+        assert any(step.looked_up for step in steps)
+    if kind in ("tree", "growth"):
+        assert all(step.nodes <= 8 for step in steps)
+
+
+def test_texts_that_repeat_themselves_are_decoded_in_fewer_steps() -> None:
+    backbone = tiny_backbone("llama")
+    expected = plain(backbone, 100)
+    # The answer is in the prompt already: what an extraction or an edit is like.
+    prompt = [*PROMPT, *expected, 3, *PROMPT]
+    rules = {"max_new_tokens": 60, "stop_ids": ()}
+    plainly = [t for s in generate(backbone, None, None, prompt, **rules) for t in s.tokens]
+    prompt += plainly[:30] + prompt
+    found = {}
+    for name, shape in (("alone", shapes()["alone"]), ("plain", None)):
+        steps = list(generate(backbone, None, shape, prompt, **rules))
+        found[name] = [t for s in steps for t in s.tokens], Stats.of(steps)
+    assert found["alone"][0] == found["plain"][0]
+    assert found["alone"][1].steps <= found["plain"][1].steps
+
+
+def test_an_oracle_that_is_never_asked_hears_of_all_when_it_is() -> None:
+    """Steps of looked-up tokens alone leave the drafter out; what they settled comes to it together (Oracle checks)."""
+    backbone = tiny_backbone("llama")
+    expected = plain(backbone, 120)
+    oracle = Oracle(expected, 0.5)
+    shape = Lookup(Pace([Size(Tree.chain(2), 1.6)], Costs({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})))
+    steps = list(generate(backbone, oracle, shape, PROMPT, max_new_tokens=120, stop_ids=()))
+    assert [t for s in steps for t in s.tokens] == expected
+    assert oracle.drafts < len(steps) - 1 or not any(step.looked_up for step in steps)
+
+
+@pytest.mark.parametrize("sampling", [Sampling("exact", 0.8, seed=3), Sampling("exact", 1.3, 0.9, seed=5)])
+def test_samples_are_those_of_plain_decoding(sampling: Sampling) -> None:
+    backbone = tiny_backbone("llama")
+    rules = {"max_new_tokens": 60, "stop_ids": (), "sampling": sampling}
+    expected = [t for s in generate(backbone, None, None, ROUND, **rules) for t in s.tokens]
+    for kind in ("tree", "growth", "pace"):
+        steps = generate(backbone, hydra(backbone), shapes()[kind], ROUND, **rules)
+        assert [t for s in steps for t in s.tokens] == expected
+
+
+@pytest.mark.parametrize("kind", ["tree", "growth", "pace", "alone"])
+def test_side_by_side_each_gets_what_it_gets_alone(kind: str) -> None:
+    backbone = tiny_backbone("llama")
+    prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
+    rules = {"max_new_tokens": 40, "stop_ids": ()}
+    drafter = None if kind == "alone" else hydra(backbone)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for number, step in generate_batch(backbone, drafter, shapes()[kind], prompts, batch_size=3, **rules):
+        answers[number] += step.tokens
+    for prompt, found in zip(prompts, answers, strict=True):
+        assert found == [t for s in generate(backbone, None, None, prompt, **rules) for t in s.tokens]
+
+
+def test_it_stays_within_the_context() -> None:
+    backbone = tiny_backbone("llama")
+    prompt = (ROUND * 40)[: backbone.max_positions - 9]
+    for kind, shape in shapes().items():
+        drafter = None if kind == "alone" else hydra(backbone)
+        steps = list(answer(Decoder(backbone, drafter, shape), prompt, max_new_tokens=50, stop_ids=()))
+        assert sum(len(step.tokens) for step in steps) == 9, kind
+
+
+def test_captured_steps_and_rows_that_ride_do_without() -> None:
+    backbone = tiny_backbone("llama")
+    shape = shapes()["tree"]
+    assert Decoder(backbone, hydra(backbone), shape, captured=True).lookup is None
+    assert Decoder(backbone, hydra(backbone), shape, captured=False).lookup is shape
