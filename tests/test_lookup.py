@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, Stats, answer, generate, generate_batch
-from medusa_cli.decoding.lookup import KNOWN, LONGEST, MOST, PLACES, Past, graft
+from medusa_cli.decoding.lookup import ANOTHER, KNOWN, LONGEST, MOST, OTHER, PLACES, WAYS, Past, graft
 from medusa_cli.decoding.luck import Luck
 from medusa_cli.decoding.pace import Size
 from medusa_cli.drafters.base import Draft
@@ -26,44 +26,46 @@ DEAR = Costs({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
 
 
 def past() -> Past:
-    return Past({least: Luck(4.0, 4.0 * share) for least, share in KNOWN.items()})
+    every = {**KNOWN, ANOTHER: OTHER}
+    return Past({kind: Luck(4.0, 4.0 * share) for kind, share in every.items()})
 
 
-def by_hand(text: list[int]) -> tuple[int, list[int]] | None:
-    """The length of the longest repetition of the text's end among the latest places, and what may follow it."""
-    places = [end for end in range(2, len(text)) if text[end - 2 : end] == text[-2:]][-PLACES:]
-    if not places:
-        return None
+def by_hand(text: list[int]) -> list[tuple[int, list[int]]]:
+    """The length of each repetition of the text's end among the latest places, and what may follow it, best first."""
 
     def length(end: int) -> int:
-        return max(n for n in range(2, LONGEST + 1) if n <= end and text[end - n : end] == text[-n:])
+        return max((n for n in range(1, LONGEST + 1) if n <= end and text[end - n : end] == text[-n:]), default=0)
 
-    end = max(places, key=lambda one: (length(one), one))
-    copied = list(text)
-    for step in range(MOST):
-        copied.append(copied[end + step])
-    return length(end), copied[len(text) :]
+    ends = [[end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-PLACES:] for n in (1, 2)]
+    found: dict[int, tuple[int, list[int]]] = {}
+    for end in sorted({*ends[0], *ends[1]}, key=lambda one: (length(one), one), reverse=True):
+        copied = list(text)
+        for step in range(MOST):
+            copied.append(copied[end + step])
+        found.setdefault(text[end], (length(end), copied[len(text) :]))
+    return list(found.values())[:WAYS]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_longest_repetition_is_found_as_by_hand_however_the_text_came(seed: int) -> None:
+def test_the_longest_repetitions_are_found_as_by_hand_however_the_text_came(seed: int) -> None:
     chance = random.Random(seed)
-    text, mine = [chance.randrange(3 + seed % 4) for _ in range(2)], past()
-    found_any = False
+    text, mine, most = [chance.randrange(3 + seed % 4) for _ in range(2)], past(), 0
     while len(text) < 120:
         text += [chance.randrange(3 + seed % 4) for _ in range(chance.randrange(1, 5))]
         found, expected = mine.find(text[:-1], text[-1]), by_hand(text)
-        assert (list(found) if found else None) == (expected[1] if expected else None)
+        assert [list(echo.tokens) for echo in found] == [tokens for _, tokens in expected]
+        most = max(most, len(found))
         if expected:
-            found_any = True
-            assert mine.share == KNOWN[max(least for least in KNOWN if least <= expected[0])]
-    assert found_any
+            kinds = [max(least for least in KNOWN if least <= expected[0][0])] + [ANOTHER] * (len(expected) - 1)
+            assert [echo.kind for echo in found] == kinds
+            assert mine.share(found[0]) == KNOWN[kinds[0]]
+    assert most == WAYS
 
 
 def test_nothing_is_found_where_nothing_is_repeated_and_circles_go_on() -> None:
-    assert past().find([1, 2, 3], 4) == () and past().find([1], 2) == ()
-    assert past().find([7, 7, 7], 7) == (7,) * MOST
-    assert past().find([1, 2, 3, 1, 2], 3)[:7] == (1, 2, 3, 1, 2, 3, 1)
+    assert past().find([1, 2, 3], 4) == [] and past().find([1], 2) == []
+    assert [echo.tokens for echo in past().find([7, 7, 7], 7)] == [(7,) * MOST]
+    assert past().find([1, 2, 3, 1, 2], 3)[0].tokens[:7] == (1, 2, 3, 1, 2, 3, 1)
 
 
 def test_what_comes_true_is_trusted_more_and_what_does_not_less() -> None:
@@ -71,45 +73,48 @@ def test_what_comes_true_is_trusted_more_and_what_does_not_less() -> None:
     mine, sampling = lookup.begin(Sampling()), Sampling()
     text = [1, 2, 3, 4, 5, 6, 1]
     for settled, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
-        _, told = lookup.beside(lookup.over, mine, text, 2)
-        before = mine.share
+        _, [told] = lookup.beside(lookup.over, mine, text, 2)
+        [echo] = mine.told
+        before = mine.share(echo)
         assert told[:1] == (3,)
         lookup.learn(mine, sampling, settled)
-        assert (mine.share > before) is better
+        assert (mine.share(echo) > before) is better
     other = lookup.begin(Sampling("exact", 1.0))  # another kind of text knows nothing of it
-    other.find(text, 2)
-    assert other.share == KNOWN[2]
+    assert other.share(other.find(text, 2)[0]) == KNOWN[2]
 
 
 def test_a_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     tree = search(ACCURACIES, 10)
     lookup, values = Lookup(tree, ACCURACIES), node_values(tree, ACCURACIES)
     mine = lookup.begin(Sampling())
-    fewer, told = lookup.beside(tree, mine, ROUND, ROUND[0])
-    assert isinstance(fewer, Tree) and told and fewer.size + len(told) == tree.size
+    text = [5, 9, 20, 11, 7, 9, 33, 5]  # what follows 5 and 9, and what followed 9 alone
+    fewer, told = lookup.beside(tree, mine, text, 9)
+    count = sum(map(len, told))
+    assert isinstance(fewer, Tree) and len(told) == 2 and fewer.size + count == tree.size
     kept = sorted(node_values(fewer, ACCURACIES), reverse=True)
     assert kept == sorted(values, reverse=True)[: fewer.size]
     # What gave way was less likely than what came.
-    assert min(mine.share**level for level in range(1, len(told) + 1)) >= max(sorted(values)[: len(told)])
-    assert lookup.beside(tree, lookup.begin(Sampling()), [1, 2, 3], 4) == (tree, ())
+    came = [mine.share(echo) ** level for echo in mine.told for level in range(1, len(echo.tokens) + 1)]
+    assert min(came) >= max(sorted(values)[:count])
+    assert lookup.beside(tree, lookup.begin(Sampling()), [1, 2, 3], 4) == (tree, [])
 
 
 def test_a_growth_grows_fewer_nodes_by_as_many() -> None:
     growth = Growth(12, 3)
-    fewer, told = Lookup(growth).beside(growth, past(), ROUND, ROUND[0])
+    fewer, [told] = Lookup(growth).beside(growth, past(), ROUND, ROUND[0])
     assert told and fewer == replace(growth, budget=12 - len(told)) and len(told) <= 6
 
 
-def test_a_graft_adds_the_path_and_nothing_twice() -> None:
+def test_a_graft_adds_paths_and_nothing_twice() -> None:
     tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
     draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
-    assert graft(draft, ()) is draft
-    there = graft(draft, (4, 6))
+    assert graft(draft, []) is draft
+    there = graft(draft, [(4, 6)])
     assert there.tree == tree and there.looked_up == 2
-    more = graft(draft, (4, 7, 8))
-    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8] and more.tree.parents == (-1, 0, 0, 1, 1, 4)
-    assert len({tuple(path) for path in more.tree.choices}) == 5  # every node has a path of its own
-    beside = graft(Draft(torch.tensor([9]), Tree.root_only()), (1, 2))
+    more = graft(draft, [(4, 7, 8), (4, 7, 1)])
+    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (-1, 0, 0, 1, 1, 4, 4)
+    assert len({tuple(path) for path in more.tree.choices}) == 6  # every node has a path of its own
+    beside = graft(Draft(torch.tensor([9]), Tree.root_only()), [(1, 2)])
     assert beside.tree == Tree.chain(2) and beside.looked_up == 2
 
 

@@ -215,13 +215,13 @@ class Decoder:
         for one in dict.fromkeys(cut):
             mine = [index for index in range(len(rows)) if cut[index] == one]
             for index, draft in zip(mine, self._draft_alike(mine, one), strict=True):
-                found[index] = graft(draft, asked[index][1][: rooms[index] - 1])
+                found[index] = graft(draft, [path[: rooms[index] - 1] for path in asked[index][1]])
         return [draft for draft in found if draft is not None]
 
-    def _beside(self, shape: Tree | Growth, sequence: Sequence) -> tuple[Tree | Growth, tuple[int, ...]]:
-        """What a sequence's drafter is asked for, and the tokens that its own text suggests beside that."""
+    def _beside(self, shape: Tree | Growth, sequence: Sequence) -> tuple[Tree | Growth, list[tuple[int, ...]]]:
+        """What a sequence's drafter is asked for, and the paths of tokens that its own text suggests beside that."""
         if self.lookup is None or sequence.past is None:
-            return shape, ()
+            return shape, []
         return self.lookup.beside(shape, sequence.past, sequence.tokens, sequence.root)
 
     def _draft_alike(self, mine: list[int], shape: Tree | Growth) -> list[Draft]:

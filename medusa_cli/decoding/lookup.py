@@ -5,7 +5,7 @@ Prompt lookup; how far a repetition is trusted goes by how long it is, as where 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,12 +16,15 @@ from medusa_cli.drafters.base import Draft
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.search import Accuracies, node_values
 
-# Of a repetition longer than this the length says no more; of the places where two tokens stood, so many are compared.
+# Of a repetition longer than this the length says no more; of the places where its end stood, so many are compared.
 LONGEST, PLACES = 16, 8
-# Tokens that are guessed again at most.
-MOST = 16
+# Tokens that are guessed again at most, and by how many ways a text may go on again.
+MOST, WAYS = 16, 3
 # By the length of the repetition, from so many tokens on: the share of tokens that come true where nothing is known.
-KNOWN = {2: 0.4, 3: 0.5, 4: 0.6, 6: 0.7, 9: 0.8}
+KNOWN = {1: 0.3, 2: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9}
+PAIR = 2
+# The share of those of another way than the first, and its class.
+OTHER, ANOTHER = 0.15, -1
 # How many tokens such a share counts for, and what is left of what was seen before a step.
 PRIOR, MEMORY = 4.0, 0.97
 # Below this chance a token is not worth a row of any tree.
@@ -30,51 +33,61 @@ LEAST = 0.05
 UNMEASURED = 0.3
 
 
+@dataclass(frozen=True)
+class Echo:
+    """What stood after a repetition of the text's end, and the class of such repetitions."""
+
+    tokens: tuple[int, ...]
+    kind: int
+
+
 class Past:
-    """One text: where each pair of its tokens stood, and how often what was looked up came true in it."""
+    """One text: where its tokens stood, and how often what was looked up came true in it."""
 
     def __init__(self, trust: Mapping[int, Luck]) -> None:
         self._trust = dict(trust)
-        self._after: dict[tuple[int, int], list[int]] = {}
-        self._known = 1
-        self._class = min(KNOWN)  # of the repetition that was found last
-        self._told: tuple[int, ...] = ()  # the tokens of it that were drafted
+        self._after: dict[tuple[int, ...], list[int]] = {}
+        self._known = 0
+        self.told: tuple[Echo, ...] = ()  # what is drafted now
 
-    def find(self, tokens: Sequence[int], root: int) -> tuple[int, ...]:
-        """What stood after the longest repetition of the text's end, tokens and then the root: MOST tokens, or none.
+    def find(self, tokens: Sequence[int], root: int) -> list[Echo]:
+        """What stood after the longest repetitions of the text's end, tokens and then the root: the longest first.
 
-        Where the repetition reaches the end, what was looked up goes on in a circle.
+        Each is of MOST tokens, and begins with another one. Where a repetition reaches the end, what is looked up goes
+        on in a circle.
         """
         for place in range(self._known, len(tokens)):
-            self._after.setdefault((tokens[place - 1], tokens[place]), []).append(place + 1)
+            self._after.setdefault((tokens[place],), []).append(place + 1)
+            if place:
+                self._after.setdefault((tokens[place - 1], tokens[place]), []).append(place + 1)
         self._known = max(self._known, len(tokens))
-        places = self._after.get((tokens[-1], root))
-        if not places:
-            return ()
         text = [*tokens, root]
-        length, place = max((_alike(text, place), place) for place in places[-PLACES:])
-        self._class = max(least for least in KNOWN if least <= length)
-        around = len(text) - place
-        return tuple(text[place + step % around] for step in range(MOST))
+        pairs, single = self._after.get((tokens[-1], root), ()), self._after.get((root,), ())
+        found = {place: _alike(text, place) for place in (*single[-PLACES:], *pairs[-PLACES:])}
+        echoes: dict[int, Echo] = {}
+        for place in sorted(found, key=lambda one: (found[one], one), reverse=True):
+            if len(echoes) < WAYS and text[place] not in echoes:
+                around = len(text) - place
+                kind = max(least for least in KNOWN if least <= found[place]) if not echoes else ANOTHER
+                echoes[text[place]] = Echo(tuple(text[place + step % around] for step in range(MOST)), kind)
+        return list(echoes.values())
 
-    @property
-    def share(self) -> float:
-        """The chance of each token of what was found last to come true, if those before it do."""
-        return min(self._trust[self._class].share, 0.98)
+    def share(self, echo: Echo) -> float:
+        """The chance of each of its tokens to come true, if those before it do."""
+        return min(self._trust[echo.kind].share, 0.98)
 
-    def told(self, tokens: tuple[int, ...]) -> None:
-        """So much of what was found is drafted now."""
-        self._told = tokens
-
-    def learn(self, settled: Sequence[int]) -> tuple[int, int, int]:
-        """The tokens that a step settled: how many were those drafted, of how many that were judged, and the class."""
-        came = 0
-        while came < min(len(self._told), len(settled)) and self._told[came] == settled[came]:
-            came += 1
-        judged = came + (came < len(self._told))
-        self._trust[self._class].learn(judged, came, MEMORY)
-        self._told = ()
-        return came, judged, self._class
+    def learn(self, settled: Sequence[int]) -> list[tuple[int, int, int]]:
+        """By the tokens that a step settled: each drafted echo's kind, how many were judged, how many came true."""
+        found = []
+        for echo in self.told:
+            came = 0
+            while came < min(len(echo.tokens), len(settled)) and echo.tokens[came] == settled[came]:
+                came += 1
+            judged = came + (came < len(echo.tokens))
+            self._trust[echo.kind].learn(judged, came, MEMORY)
+            found.append((echo.kind, judged, came))
+        self.told = ()
+        return found
 
 
 class Lookup:
@@ -100,55 +113,74 @@ class Lookup:
 
     def begin(self, sampling: Sampling) -> Past:
         """A text's own past, trusted as texts of its kind were, and half as what is known beforehand."""
-        trust = self._of(kind_of(sampling)[0])
-        return Past({least: Luck(PRIOR, PRIOR * (one.share + KNOWN[least]) / 2) for least, one in trust.items()})
+        trust, known = self._of(kind_of(sampling)[0]), _known()
+        return Past({kind: Luck(PRIOR, PRIOR * (one.share + known[kind]) / 2) for kind, one in trust.items()})
 
     def beside(
         self, shape: Tree | Growth, past: Past, tokens: Sequence[int], root: int
-    ) -> tuple[Tree | Growth, tuple[int, ...]]:
-        """What the drafter is to draft over in this step, and the tokens that are drafted without it."""
+    ) -> tuple[Tree | Growth, list[tuple[int, ...]]]:
+        """What the drafter is to draft over in this step, and the paths of tokens that are drafted without it."""
         found = past.find(tokens, root)
         if not found:
-            return shape, ()
+            return shape, []
+        first = past.share(found[0])
         if isinstance(self.over, Pace):
-            shape, count = self.over.beside(past.share, MOST)
+            # What followed a single token comes true where the heads know it, too.
+            shape, count = self.over.beside(first, MOST) if found[0].kind >= PAIR else (shape, 0)
+            counts = [count]
         elif isinstance(shape, Growth):
-            count = sum(past.share**level >= max(2 * LEAST, shape.least) for level in range(1, MOST + 1))
-            count = min(count, shape.budget // 2)
-            shape = replace(shape, budget=shape.budget - count) if count else shape
+            count = sum(first**level >= max(2 * LEAST, shape.least) for level in range(1, MOST + 1))
+            counts = [min(count, shape.budget // 2)]
+            shape = replace(shape, budget=shape.budget - counts[0]) if counts[0] else shape
         else:
-            shape, count = self._fewer(shape, past.share)
-        past.told(found[:count])
-        return shape, found[:count]
+            shape, counts = self._fewer(shape, [past.share(echo) for echo in found])
+        past.told = tuple(
+            Echo(echo.tokens[:count], echo.kind) for echo, count in zip(found, counts, strict=False) if count
+        )
+        return shape, [echo.tokens for echo in past.told]
 
     def learn(self, past: Past, sampling: Sampling, settled: Sequence[int]) -> None:
         """Learn from what a step settled after its root, of a text for which something was looked up."""
-        came, judged, least = past.learn(settled)
-        self._of(kind_of(sampling)[0])[least].learn(judged, came, MEMORY)
+        every = self._of(kind_of(sampling)[0])
+        for kind, judged, came in past.learn(settled):
+            every[kind].learn(judged, came, MEMORY)
 
     def _of(self, kind: str) -> dict[int, Luck]:
         """How often what is looked up comes true in texts of a kind of sampling."""
         if kind not in self._trust:
-            self._trust[kind] = {least: Luck(PRIOR, PRIOR * share) for least, share in KNOWN.items()}
+            self._trust[kind] = {one: Luck(PRIOR, PRIOR * share) for one, share in _known().items()}
         return self._trust[kind]
 
-    def _fewer(self, tree: Tree, share: float) -> tuple[Tree, int]:
-        """The tree without its least likely nodes, and how many likelier tokens take their places."""
-        ranked, count = sorted(self._worths, reverse=True), 0
-        while count < min(MOST, len(ranked)) and share ** (count + 1) > max(ranked[-1 - count], LEAST):
-            count += 1
-        if count not in self._pruned:
-            self._pruned[count] = _pruned(tree, self._worths, tree.size - count)
-        return self._pruned[count], count
+    def _fewer(self, tree: Tree, shares: Sequence[float]) -> tuple[Tree, list[int]]:
+        """The tree without its least likely nodes, and how many likelier tokens of each way take their places."""
+        ranked, counts, taken = sorted(self._worths), [0] * len(shares), 0
+        while taken < len(ranked):
+            worth, best = max((share ** (counts[one] + 1), one) for one, share in enumerate(shares))
+            if worth <= max(ranked[taken], LEAST) or counts[best] == MOST:
+                break
+            counts[best] += 1
+            taken += 1
+        if taken not in self._pruned:
+            self._pruned[taken] = _pruned(tree, self._worths, tree.size - taken)
+        return self._pruned[taken], counts
 
 
-def graft(draft: Draft, tokens: Sequence[int]) -> Draft:
-    """A draft with tokens as a path from its root; those that it has there already are not drafted twice."""
-    if not tokens:
-        return draft
+def _known() -> dict[int, float]:
+    """The share that comes true of each kind of echo where nothing is known."""
+    return {**KNOWN, ANOTHER: OTHER}
+
+
+def graft(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
+    """A draft with more paths of tokens from its root; what it has there already is not drafted twice."""
+    for path in paths:
+        draft = _grafted(draft, path)
+    return draft
+
+
+def _grafted(draft: Draft, path: Sequence[int]) -> Draft:
     drafted, tree, node = draft.tokens.tolist(), draft.tree, 0
     parents, ranks, fresh = list(tree.parents), list(tree.ranks), []
-    for token in tokens:
+    for token in path:
         below = tree.children[node] if node < tree.size else ()
         found = next((child for child in below if drafted[child] == token), None)
         if found is None:
@@ -157,15 +189,16 @@ def graft(draft: Draft, tokens: Sequence[int]) -> Draft:
             ranks.append(1 + max((ranks[child] for child in below), default=-1))
             fresh.append(token)
         node = found
+    looked_up = draft.looked_up + len(path)
     if not fresh:
-        return replace(draft, looked_up=len(tokens))
+        return replace(draft, looked_up=looked_up)
     every = torch.cat([draft.tokens, draft.tokens.new_tensor(fresh)])
-    return Draft(every, Tree(tuple(parents), tuple(ranks)), len(tokens))
+    return Draft(every, Tree(tuple(parents), tuple(ranks)), looked_up)
 
 
 def _alike(text: Sequence[int], place: int) -> int:
     """How many tokens before a place are those at the text's end."""
-    length = 2
+    length = 1
     while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
         length += 1
     return length
