@@ -135,6 +135,13 @@ def test_a_seeds_system_prompt_opens_the_conversation(server: Server, model: str
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "w30"}
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_as_the_servers_paths_begin(server: Server, model: str, end: str) -> None:
+    endpoint = Endpoint([server.url + end], "served", Tokenizer(model))
+    assert endpoint.check() == [] and endpoint.listed() == ["served"]
+    endpoint.find(["served"])
+
+
 def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model: str) -> None:
     seen: dict[str, int] = {}
 

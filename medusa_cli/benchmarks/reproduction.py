@@ -78,7 +78,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
     asked = ["bench", "--mt-bench", "--limit", f"{questions}", "--max-new-tokens", f"{tokens}"]
     wide = ["--tree", "static:64"]
     heads, every = ["--run", f"{run / 'medusa'}"], ["--run", f"{run}", "--methods", "ar,medusa,amphista,hydra++,firp"]
-    keep("auto", *asked, *heads, "--methods", "hf,ar,medusa")
+    keep("auto", *asked, *heads, "--no-lookup", "--methods", "hf,ar,medusa")
     for nodes in (16, 22, 64):
         keep(f"{nodes} nodes", *asked, *every, "--tree", f"static:{nodes}")
     keep(

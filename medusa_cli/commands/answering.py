@@ -27,7 +27,7 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: "T
     from medusa_cli.distilling.endpoint import Endpoint
 
     render(tokenizer, [{"role": "user", "content": "Hello"}], prompt=True)  # said at once where there is no template
-    server = Endpoint([url.strip().rstrip("/") for url in addresses.split(",")], endpoint_model or name, tokenizer)
+    server = Endpoint([url.strip() for url in addresses.split(",")], endpoint_model or name, tokenizer)
     for why in server.check():
         console.warn(f"--endpoint {why}; the others take its work until it answers")
     # A named model is a folder to whoever starts a server with it. The folder first: one that loads what it is asked

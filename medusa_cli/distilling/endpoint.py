@@ -58,7 +58,8 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._servers = [_Server(url) for url in self.urls]
+        # Servers tell their address with and without what all of their paths begin with.
+        self._servers = [_Server(url.rstrip("/").removesuffix("/v1")) for url in self.urls]
 
     @property
     def _session(self) -> requests.Session:
