@@ -162,6 +162,28 @@ def test_what_does_not_fit_is_said_at_the_call(place: Path, tmp_path: Path) -> N
         Medusa.from_pretrained(drafter=place / "runs" / "mine", run="other")
 
 
+def test_a_model_without_a_drafter_drafts_what_the_text_repeats(place: Path, medusa: Medusa) -> None:
+    made = Medusa.from_pretrained(place / "model", lookup=True, dtype="fp32")
+    assert made.made.drafter is None and "drafts looked up in the text" in made.made.words
+    prompt = IDS * 6
+    stream = made.stream(prompt, max_new_tokens=24, stop_ids=())
+    assert "".join(stream) and stream.answer.tokens == alone(medusa, prompt, stop_ids=())
+    assert stream.answer.stats.drafted > 0
+
+
+def test_lookups_go_with_trees_that_pay_unless_it_is_said(place: Path) -> None:
+    run = place / "runs" / "mine"
+    for words, found in (
+        ({}, True),
+        ({"lookup": False}, False),
+        ({"tree": "static"}, False),
+        ({"tree": "static", "lookup": True}, True),
+        ({"tree": "dynamic", "lookup": True}, True),
+    ):
+        made = Medusa.from_pretrained(drafter=run, dtype="fp32", **words)
+        assert ("what the text repeats" in made.made.words) is found, words
+
+
 def test_a_drafters_folder_needs_its_own_tree_and_a_run_brings_it(place: Path) -> None:
     run = place / "runs" / "mine"
     with pytest.raises(UserError, match="there is no tree"):

@@ -293,6 +293,19 @@ def test_files_of_the_wrong_shape_are_named(place: Path, tmp_path: Path) -> None
         assert shown.exit_code == 1 and "config.json holds no JSON object" in shown.stderr, shown.stderr
 
 
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_lookups_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
+    methods = "ar,lookup,medusa-alone,medusa"
+    shown = bench(place, "--json", "--methods", methods, "--tree", "static", "--lookup", "--batch-size", size)
+    assert shown.exit_code == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    assert set(document["methods"]) == set(methods.split(","))
+    assert all(one["identical"] == 4 for one in document["methods"].values())
+    assert document["drafting"]["medusa"]["lookup"] and not document["drafting"]["medusa-alone"]["lookup"]
+    assert set(document["drafting"]) == {"medusa", "medusa-alone"}
+    assert "what the text repeats" in " ".join(document["facts"])
+
+
 def test_a_model_without_a_shipped_drafter_says_what_to_do(place: Path) -> None:
     shown = medusa("bench", "--model", str(place / "model"))
     assert shown.exit_code == 1 and "no drafter ships" in shown.stderr and "medusa train" in shown.stderr

@@ -33,6 +33,25 @@ def test_one_shot_prints_the_answer_alone_on_stdout(place: Path) -> None:
     assert "tokens a step" in drafted.stderr
 
 
+def test_a_model_without_a_drafter_chats_by_lookups_or_says_what_to_do(place: Path) -> None:
+    words = [
+        "chat",
+        "--model",
+        str(place / "model"),
+        "--dtype",
+        "fp32",
+        "--prompt",
+        "w1 w2 w1 w2",
+        "--max-new-tokens",
+        "15",
+    ]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 1 and "no drafter ships" in refused.stderr and "--lookup" in refused.stderr
+    shown, plain = CliRunner().invoke(app, [*words, "--lookup"]), CliRunner().invoke(app, [*words, "--baseline"])
+    assert shown.exit_code == plain.exit_code == 0, shown.stderr
+    assert shown.stdout == plain.stdout != "" and "drafts looked up in the text" in shown.stderr
+
+
 def test_json_holds_answer_and_figures(place: Path) -> None:
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
     assert document["answer"] and document["acceptance_rate"] >= 1 and document["tokens"] <= 15

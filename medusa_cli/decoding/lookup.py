@@ -123,17 +123,15 @@ class Lookup:
         found = past.find(tokens, root)
         if not found:
             return shape, []
-        first = past.share(found[0])
+        shares = [past.share(echo) for echo in found]
         if isinstance(self.over, Pace):
             # What followed a single token comes true where the heads know it, too.
-            shape, count = self.over.beside(first, MOST) if found[0].kind >= PAIR else (shape, 0)
+            shape, count = self.over.beside(shares[0], MOST) if found[0].kind >= PAIR else (shape, 0)
             counts = [count]
         elif isinstance(shape, Growth):
-            count = sum(first**level >= max(2 * LEAST, shape.least) for level in range(1, MOST + 1))
-            counts = [min(count, shape.budget // 2)]
-            shape = replace(shape, budget=shape.budget - counts[0]) if counts[0] else shape
+            shape, counts = _smaller(shape, shares)
         else:
-            shape, counts = self._fewer(shape, [past.share(echo) for echo in found])
+            shape, counts = self._fewer(shape, shares)
         past.told = tuple(
             Echo(echo.tokens[:count], echo.kind) for echo, count in zip(found, counts, strict=False) if count
         )
@@ -163,6 +161,15 @@ class Lookup:
         if taken not in self._pruned:
             self._pruned[taken] = _pruned(tree, self._worths, tree.size - taken)
         return self._pruned[taken], counts
+
+
+def _smaller(growth: Growth, shares: Sequence[float]) -> tuple[Growth, list[int]]:
+    """The growth with room for likely tokens of each way, at most half of its nodes, and how many those are."""
+    least, left, counts = max(2 * LEAST, growth.least), growth.budget // 2, []
+    for share in shares:
+        counts.append(min(left, sum(share**level >= least for level in range(1, MOST + 1))))
+        left -= counts[-1]
+    return replace(growth, budget=growth.budget - sum(counts)), counts
 
 
 def _known() -> dict[int, float]:
