@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, Stats, answer, generate, generate_batch
-from medusa_cli.decoding.lookup import ANOTHER, KNOWN, LONGEST, MOST, OTHER, PLACES, WAYS, Past, graft
+from medusa_cli.decoding.lookup import graft
 from medusa_cli.decoding.luck import Luck
 from medusa_cli.decoding.pace import Size
+from medusa_cli.decoding.past import ANOTHER, KNOWN, LONGEST, MOST, PLACES, WAYS, Past
 from medusa_cli.drafters.base import Draft
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import Costs
@@ -26,8 +27,7 @@ DEAR = Costs({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
 
 
 def past() -> Past:
-    every = {**KNOWN, ANOTHER: OTHER}
-    return Past({kind: Luck(4.0, 4.0 * share) for kind, share in every.items()})
+    return Past({kind: Luck(4.0, 4.0 * share) for kind, share in KNOWN.items()})
 
 
 def by_hand(text: list[int]) -> list[tuple[int, list[int]]]:
@@ -74,7 +74,7 @@ def test_what_comes_true_is_trusted_more_and_what_does_not_less() -> None:
     text = [1, 2, 3, 4, 5, 6, 1]
     for settled, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
         _, [told] = lookup.beside(lookup.over, mine, text, 2)
-        [echo] = mine.told
+        [echo] = mine.drafted
         before = mine.share(echo)
         assert told[:1] == (3,)
         lookup.learn(mine, sampling, settled)
@@ -94,7 +94,7 @@ def test_a_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     kept = sorted(node_values(fewer, ACCURACIES), reverse=True)
     assert kept == sorted(values, reverse=True)[: fewer.size]
     # What gave way was less likely than what came.
-    came = [mine.share(echo) ** level for echo in mine.told for level in range(1, len(echo.tokens) + 1)]
+    came = [mine.share(echo) ** level for echo in mine.drafted for level in range(1, len(echo.tokens) + 1)]
     assert min(came) >= max(sorted(values)[:count])
     assert lookup.beside(tree, lookup.begin(Sampling()), [1, 2, 3], 4) == (tree, [])
 

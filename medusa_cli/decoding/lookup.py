@@ -4,90 +4,23 @@ Prompt lookup; how far a repetition is trusted goes by how long it is, as where 
 (SAM Decoding, arXiv:2411.10666), and is learnt of each text.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from medusa_cli.decoding.luck import Luck, kind_of
 from medusa_cli.decoding.pace import Pace
+from medusa_cli.decoding.past import KNOWN, MEMORY, MOST, PAIR, PRIOR, Echo, Past
 from medusa_cli.decoding.sampling import Sampling
 from medusa_cli.drafters.base import Draft
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.search import Accuracies, node_values
 
-# Of a repetition longer than this the length says no more; of the places where its end stood, so many are compared.
-LONGEST, PLACES = 16, 8
-# Tokens that are guessed again at most, and by how many ways a text may go on again.
-MOST, WAYS = 16, 3
-# By the length of the repetition, from so many tokens on: the share of tokens that come true where nothing is known.
-KNOWN = {1: 0.3, 2: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9}
-PAIR = 2
-# The share of those of another way than the first, and its class.
-OTHER, ANOTHER = 0.15, -1
-# How many tokens such a share counts for, and what is left of what was seen before a step.
-PRIOR, MEMORY = 4.0, 0.97
 # Below this chance a token is not worth a row of any tree.
 LEAST = 0.05
 # What a node is taken to be worth where its head was not measured, by level.
 UNMEASURED = 0.3
-
-
-@dataclass(frozen=True)
-class Echo:
-    """What stood after a repetition of the text's end, and the class of such repetitions."""
-
-    tokens: tuple[int, ...]
-    kind: int
-
-
-class Past:
-    """One text: where its tokens stood, and how often what was looked up came true in it."""
-
-    def __init__(self, trust: Mapping[int, Luck]) -> None:
-        self._trust = dict(trust)
-        self._after: dict[tuple[int, ...], list[int]] = {}
-        self._known = 0
-        self.told: tuple[Echo, ...] = ()  # what is drafted now
-
-    def find(self, tokens: Sequence[int], root: int) -> list[Echo]:
-        """What stood after the longest repetitions of the text's end, tokens and then the root: the longest first.
-
-        Each is of MOST tokens, and begins with another one. Where a repetition reaches the end, what is looked up goes
-        on in a circle.
-        """
-        for place in range(self._known, len(tokens)):
-            self._after.setdefault((tokens[place],), []).append(place + 1)
-            if place:
-                self._after.setdefault((tokens[place - 1], tokens[place]), []).append(place + 1)
-        self._known = max(self._known, len(tokens))
-        text = [*tokens, root]
-        pairs, single = self._after.get((tokens[-1], root), ()), self._after.get((root,), ())
-        found = {place: _alike(text, place) for place in (*single[-PLACES:], *pairs[-PLACES:])}
-        echoes: dict[int, Echo] = {}
-        for place in sorted(found, key=lambda one: (found[one], one), reverse=True):
-            if len(echoes) < WAYS and text[place] not in echoes:
-                around = len(text) - place
-                kind = max(least for least in KNOWN if least <= found[place]) if not echoes else ANOTHER
-                echoes[text[place]] = Echo(tuple(text[place + step % around] for step in range(MOST)), kind)
-        return list(echoes.values())
-
-    def share(self, echo: Echo) -> float:
-        """The chance of each of its tokens to come true, if those before it do."""
-        return min(self._trust[echo.kind].share, 0.98)
-
-    def learn(self, settled: Sequence[int]) -> list[tuple[int, int, int]]:
-        """By the tokens that a step settled: each drafted echo's kind, how many were judged, how many came true."""
-        found = []
-        for echo in self.told:
-            came = 0
-            while came < min(len(echo.tokens), len(settled)) and echo.tokens[came] == settled[came]:
-                came += 1
-            judged = came + (came < len(echo.tokens))
-            self._trust[echo.kind].learn(judged, came, MEMORY)
-            found.append((echo.kind, judged, came))
-        self.told = ()
-        return found
 
 
 class Lookup:
@@ -113,8 +46,8 @@ class Lookup:
 
     def begin(self, sampling: Sampling) -> Past:
         """A text's own past, trusted as texts of its kind were, and half as what is known beforehand."""
-        trust, known = self._of(kind_of(sampling)[0]), _known()
-        return Past({kind: Luck(PRIOR, PRIOR * (one.share + known[kind]) / 2) for kind, one in trust.items()})
+        trust = self._of(kind_of(sampling)[0])
+        return Past({kind: Luck(PRIOR, PRIOR * (one.share + KNOWN[kind]) / 2) for kind, one in trust.items()})
 
     def beside(
         self, shape: Tree | Growth, past: Past, tokens: Sequence[int], root: int
@@ -132,10 +65,10 @@ class Lookup:
             shape, counts = _smaller(shape, shares)
         else:
             shape, counts = self._fewer(shape, shares)
-        past.told = tuple(
+        past.drafted = tuple(
             Echo(echo.tokens[:count], echo.kind) for echo, count in zip(found, counts, strict=False) if count
         )
-        return shape, [echo.tokens for echo in past.told]
+        return shape, [echo.tokens for echo in past.drafted]
 
     def learn(self, past: Past, sampling: Sampling, settled: Sequence[int]) -> None:
         """Learn from what a step settled after its root, of a text for which something was looked up."""
@@ -146,7 +79,7 @@ class Lookup:
     def _of(self, kind: str) -> dict[int, Luck]:
         """How often what is looked up comes true in texts of a kind of sampling."""
         if kind not in self._trust:
-            self._trust[kind] = {one: Luck(PRIOR, PRIOR * share) for one, share in _known().items()}
+            self._trust[kind] = {one: Luck(PRIOR, PRIOR * share) for one, share in KNOWN.items()}
         return self._trust[kind]
 
     def _fewer(self, tree: Tree, shares: Sequence[float]) -> tuple[Tree, list[int]]:
@@ -170,11 +103,6 @@ def _smaller(growth: Growth, shares: Sequence[float]) -> tuple[Growth, list[int]
         counts.append(min(left, sum(share**level >= least for level in range(1, MOST + 1))))
         left -= counts[-1]
     return replace(growth, budget=growth.budget - sum(counts)), counts
-
-
-def _known() -> dict[int, float]:
-    """The share that comes true of each kind of echo where nothing is known."""
-    return {**KNOWN, ANOTHER: OTHER}
 
 
 def graft(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
@@ -201,14 +129,6 @@ def _grafted(draft: Draft, path: Sequence[int]) -> Draft:
         return replace(draft, looked_up=looked_up)
     every = torch.cat([draft.tokens, draft.tokens.new_tensor(fresh)])
     return Draft(every, Tree(tuple(parents), tuple(ranks)), looked_up)
-
-
-def _alike(text: Sequence[int], place: int) -> int:
-    """How many tokens before a place are those at the text's end."""
-    length = 1
-    while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
-        length += 1
-    return length
 
 
 def _worths(tree: Tree, accuracies: Accuracies) -> list[float]:

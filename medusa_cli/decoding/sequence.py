@@ -8,8 +8,8 @@ from torch import Tensor
 
 from medusa_cli.decoding.ending import Ending
 from medusa_cli.decoding.likelihood import Likelihood, likelihoods
-from medusa_cli.decoding.lookup import Past
 from medusa_cli.decoding.luck import Fortune
+from medusa_cli.decoding.past import Past
 from medusa_cli.decoding.sampling import Rule
 from medusa_cli.drafters.base import Confirmed, Drafter
 
