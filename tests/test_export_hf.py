@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -107,12 +108,13 @@ def test_what_is_drafted_is_what_our_own_drafter_drafts(tmp_path: Path, name: st
 def test_steps_without_drafts_between_change_no_token(tmp_path: Path, name: str, monkeypatch) -> None:
     class Changing(generate.Pace):
         def record(self, seconds: float, tokens: int) -> None:
-            self.drafts = next(turns)
+            self.way = next(turns)
 
     folder = exported(tmp_path, name)
     model = AutoModelForCausalLM.from_pretrained(folder)
     plain = model.generate(PROMPT, max_new_tokens=48)
-    turns = iter([True, False, False, False, True, True, False] * 10)
+    both, lookup, none = generate.BOTH, generate.LOOKUP, generate.NONE
+    turns = iter([both, lookup, none, lookup, both, both, none] * 10)
     monkeypatch.setattr(generate, "Pace", Changing)
     found = generate.generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=48)
     assert found.tolist() == plain.tolist()
@@ -120,20 +122,47 @@ def test_steps_without_drafts_between_change_no_token(tmp_path: Path, name: str,
         generate.generate(PROMPT, model=model, drafter=str(folder), drafts="often")
 
 
-def paced(drafted: float, plain: float, steps: int) -> list[bool]:
-    """Which of so many steps draft, where a token takes so many seconds with drafts and without."""
-    pace, found = generate.Pace(), []
+def paced(steps: int, **seconds: float) -> Counter[str]:
+    """How many of so many steps go each way, where a token takes so many seconds by it."""
+    pace, found = generate.Pace(), Counter[str]()
     for _ in range(steps):
-        found.append(pace.drafts)
-        pace.record(2 * drafted if pace.drafts else plain, 2 if pace.drafts else 1)
+        found[pace.way] += 1
+        pace.record(2 * seconds[pace.way], 2)
     return found
 
 
-def test_drafts_are_left_out_where_they_do_not_pay_and_tried_again() -> None:
-    good, bad = paced(0.5, 1.0, 1000), paced(1.2, 1.0, 1000)
-    assert sum(good) > 950 and sum(bad) < 50
-    assert any(good[500:]) and not all(good[100:]) and any(bad[100:])  # the other way is tried now and then
-    assert all(generate.Pace(always=True).drafts for _ in range(3))
+@pytest.mark.parametrize("best", [generate.BOTH, generate.LOOKUP, generate.NONE])
+def test_what_pays_is_drafted_and_the_other_ways_are_tried_now_and_then(best: str) -> None:
+    times = {generate.BOTH: 1.2, generate.LOOKUP: 1.1, generate.NONE: 1.0} | {best: 0.5}
+    early, late = paced(200, **times), paced(2000, **times)
+    assert late[best] > 1900 and set(late) == set(times)
+    assert all(late[way] > early[way] for way in times)  # tried again
+    assert [generate.Pace(way).drafts for way in (generate.HEADS, generate.LOOKUP)] == [True, False]
+
+
+def test_what_the_text_repeats_is_drafted_as_it_comes_true(tmp_path: Path) -> None:
+    past = generate.Past([1, 2, 3, 4, 5, 1])
+    first = past.find(2)
+    assert first == [3, 4] and past.find(2) == first  # a pair is trusted a little
+    root = 2
+    for _ in range(60):  # all comes true: 1 to 5 go round
+        settled = [root, *past.find(root)]
+        root = settled[-1] % 5 + 1
+        past.learn(settled, root)
+    assert len(past.find(root)) == generate.MOST and past.find(root)[0] == root % 5 + 1
+    for _ in range(200):
+        past.find(root)
+        past.learn([], 9)
+    assert past.find(root) == []
+    folder = exported(tmp_path, "medusa")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = PROMPT.repeat(1, 4)
+    asked = {"custom_generate": str(folder), "trust_remote_code": True, "drafts": "lookup"}
+    passes: list[int] = []
+    plain = model.generate(prompt, max_new_tokens=60)
+    model.register_forward_hook(lambda *_: passes.append(1))
+    assert model.generate(prompt, max_new_tokens=60, **asked).tolist() == plain.tolist()
+    assert len(passes) <= plain.shape[1] - prompt.shape[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,14 +32,15 @@ def model_card(source: Source, tree: Tree, chat: bool = True) -> str:
     parts = [
         "\n".join(["---", *base, f"tags: [speculative-decoding, {source.kind}]", "---"]),
         f"# {source.model} with a {source.kind} drafter",
-        "The same model, decoding several tokens a pass: a small drafter guesses a tree of tokens, one pass judges "
-        "them all, and those stand that the model chooses itself. Greedy answers are those of the model alone, and so "
-        "are sampled ones under the same seed, rounding apart. One prompt at a time, without beams; whatever else "
-        "`generate` takes (temperature, penalties, stop strings, a streamer) works as ever.",
+        "The same model, decoding several tokens a pass: a small drafter guesses a tree of tokens, what the text "
+        "repeats is guessed again beside it, one pass judges them all, and those stand that the model chooses itself. "
+        "Greedy answers are those of the model alone, and so are sampled ones under the same seed, rounding apart. One "
+        "prompt at a time, without beams; whatever else `generate` takes (temperature, penalties, stop strings, a "
+        "streamer) works as ever.",
         USE.format(prompt=CHAT if chat else PLAIN),
         "`trust_remote_code=True` runs the two files in `custom_generate/`: read them, they are short. Where the model "
         "was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, steps "
-        'go without; `drafts="always"` keeps them in.',
+        'go without; `drafts="always"` keeps the drafter\'s in, `drafts="lookup"` takes repetitions alone.',
         "## Measured",
         source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
         "## Drafter and tree",

@@ -3,9 +3,9 @@
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
-A small drafter guesses a tree of tokens, one pass of the model judges them all, and those stand that the model chooses
-itself. transformers copies this file away from the weights: they are found by the folder or hub id that the model was
-loaded from, or by `drafter=FOLDER`.
+A small drafter guesses a tree of tokens, and what the text repeats is guessed again beside it. One pass of the model
+judges them all, and those stand that the model chooses itself. transformers copies this file away from the weights:
+they are found by the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
 """
 
 import json
@@ -24,15 +24,22 @@ from .drafters import KINDS
 FILES = ("config", "tree")
 # Steps by which it is tried whether drafts pay, and steps until the other way is tried again, twice as many each time.
 TRY, STAY = 6, 48
+# What a step may draft. Alone, the drafter's guesses are left to those who ask for them.
+BOTH, LOOKUP, NONE, HEADS = "both", "lookup", "none", "heads"
+ASKED = {"auto": None, "always": HEADS, "lookup": LOOKUP}
+# Tokens of a repetition that are guessed again at most, the least chance that is worth a row, how long a repetition
+# tells more than a shorter one, and what is left of what was seen before a step.
+MOST, LEAST, LONGEST, MEMORY = 10, 0.3, 8, 0.95
 
 
 def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, **kwargs):
     """What `model.generate` gives for one prompt, in fewer passes; drafter: the folder or hub id of the guesser.
 
-    drafts: "auto" leaves them out where they do not pay, on this machine or in this text; "always" never does.
+    drafts: "auto" leaves them out where they do not pay, on this machine or in this text; "always" takes the drafter's
+    in every step, and "lookup" what the text repeats, alone.
     """
-    if drafts not in ("auto", "always"):
-        raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
+    if drafts not in ASKED:
+        raise ValueError(f"drafts={drafts!r} is unknown: give 'auto', 'always' or 'lookup'")
     for key in ("custom_generate", "trust_remote_code"):  # given again where `model.generate` is this function already
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
@@ -45,7 +52,7 @@ def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, 
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
         answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, guesser, prompt, answer, guesser.pace if drafts == "auto" else Pace(always=True))
+        cache = run(model, guesser, prompt, answer, guesser.pace if drafts == "auto" else Pace(ASKED[drafts]))
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -65,10 +72,13 @@ def run(model, guesser, prompt, answer, pace):
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     confirmed, states = prompt[0], guesser.states(out.hidden_states)  # [n], [n, H * taps]
     root = answer.choose(out.logits[0, -1])
+    past = Past(prompt[0].tolist())
     while not answer.done:
         began, start = time.perf_counter(), cache.get_seq_length()
         tree = guesser.tree if pace.drafts else ROOT
         tokens = guesser.draft(confirmed, states, root) if pace.drafts else [root]  # [N]
+        if pace.looks and (path := past.find(root)):
+            tree, tokens = beside(tree, tokens, path)
         depths = torch.tensor(tree.depths, device=prompt.device)
         out = model(
             torch.tensor([tokens], device=prompt.device),
@@ -82,6 +92,7 @@ def run(model, guesser, prompt, answer, pace):
         rows = torch.tensor(path, device=prompt.device)
         keep(cache, start, rows)
         fresh = torch.tensor([tokens[node] for node in path], device=prompt.device)
+        past.learn([tokens[node] for node in path], root)
         found = guesser.states(out.hidden_states)[rows]
         # What was settled without drafts is told to the guesser when it is asked next.
         confirmed = fresh if pace.drafts else torch.cat([confirmed, fresh])
@@ -99,6 +110,20 @@ def accept(logits, tokens, tree, answer):
         if child is None or answer.done:
             return path, token
         path.append(child)
+
+
+def beside(tree, tokens, path):
+    """A tree and its tokens with a path more from the root; what is there already is not drafted twice."""
+    parents, ranks, tokens, node = [*tree.parents], [*tree.ranks], [*tokens], 0
+    for token in path:
+        below = [child for child in range(1, len(parents)) if parents[child] == node]
+        found = next((child for child in below if tokens[child] == token), len(parents))
+        if found == len(parents):
+            parents.append(node)
+            ranks.append(len(below))
+            tokens.append(token)
+        node = found
+    return Tree(parents, ranks), tokens
 
 
 def masks(model, tree_mask, start, depths):
@@ -149,35 +174,90 @@ class Answer:
         return token.item()
 
 
-class Pace:
-    """Whether to draft: the way that took less time a token, each tried for a few steps, and now and then again."""
+class Past:
+    """A text, where its pairs of tokens stood, and what share of what followed came true, by how long it repeated."""
 
-    def __init__(self, always=False):
-        self.drafts, self.always, self.seconds = True, always, {}  # a token, with drafts and without
-        self._stay = STAY
+    def __init__(self, tokens):
+        self.tokens, self._after, self._known = tokens, {}, 1
+        self._shares = [0.5 + 0.4 * length / LONGEST for length in range(LONGEST + 1)]
+        self._told, self._length = [], 0
+
+    def find(self, root):
+        """What followed the longest repetition of the text's end, the root last: the tokens that are likely enough."""
+        text = [*self.tokens, root]
+        for place in range(self._known, len(self.tokens)):
+            self._after.setdefault((text[place - 1], text[place]), []).append(place + 1)
+        self._known = max(self._known, len(self.tokens))
+        places = self._after.get((text[-2], root), ())[-LONGEST:]
+        if not places:
+            self._told = []
+            return []
+        self._length, place = max((self._alike(text, place), place) for place in places)
+        share, count = self._shares[self._length], 0
+        while count < MOST and share ** (count + 1) >= LEAST:
+            count += 1
+        around = len(text) - place  # what reaches the end goes on in a circle
+        self._told = [text[place + step % around] for step in range(count)]
+        return self._told
+
+    def learn(self, settled, root):
+        """Take the tokens that stand now, the old root first, and see what came true of what was told."""
+        self.tokens += settled
+        came, fresh = 0, [*settled[1:], root]
+        while came < min(len(self._told), len(fresh)) and self._told[came] == fresh[came]:
+            came += 1
+        for right in [True] * came + [False] * (came < len(self._told)):
+            self._shares[self._length] += (1 - MEMORY) * (right - self._shares[self._length])
+        self._told = []
+
+    def _alike(self, text, place):
+        length = 2
+        while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
+            length += 1
+        return length
+
+
+class Pace:
+    """What to draft: what took least time a token, each way tried for a few steps, and now and then again."""
+
+    def __init__(self, only=None):
+        self.way, self.ways = only or BOTH, (only,) if only else (BOTH, LOOKUP, NONE)
+        self.seconds = {}  # a token, by ways
+        self._stay, self._turn = STAY, 0
         self._begin(TRY)
+
+    @property
+    def drafts(self):
+        """Whether the drafter is asked."""
+        return self.way in (BOTH, HEADS)
+
+    @property
+    def looks(self):
+        """Whether what the text repeats is drafted."""
+        return self.way in (BOTH, LOOKUP)
 
     def record(self, seconds, tokens):
         """Learn what a step took; its successor is of the way that pays."""
         self._left -= 1
-        if self.always or self._left >= self._steps:  # the first step of a way pays for its beginning
+        if len(self.ways) == 1 or self._left >= self._steps:  # the first step of a way pays for its beginning
             return
         self._spent, self._tokens = self._spent + seconds, self._tokens + tokens
         if self._left:
             return
-        self.seconds[self.drafts] = self._spent / self._tokens
-        if len(self.seconds) < 2:
-            self.drafts = not self.drafts
-            self._begin(TRY)
-            return
+        self.seconds[self.way] = self._spent / self._tokens
+        untried = next((way for way in self.ways if way not in self.seconds), None)
         best = min(self.seconds, key=self.seconds.get)
-        if best is self.drafts and self._steps > TRY:  # it was had for long: the other is tried again
-            self._stay = min(2 * self._stay, 16 * STAY)
-            self.drafts = not best
+        if untried is not None:
+            self.way = untried
             self._begin(TRY)
-            return
-        self.drafts = best
-        self._begin(self._stay)
+        elif best == self.way and self._steps > TRY:  # it was had for long: the others are tried again in turn
+            self._stay, self._turn = min(2 * self._stay, 16 * STAY), self._turn + 1
+            others = [way for way in self.ways if way != best]
+            self.way = others[self._turn % len(others)]
+            self._begin(TRY)
+        else:
+            self.way = best
+            self._begin(self._stay)
 
     def _begin(self, steps):
         self._steps, self._left, self._spent, self._tokens = steps, steps + 1, 0.0, 0
