@@ -29,7 +29,7 @@ BOTH, LOOKUP, NONE, HEADS = "both", "lookup", "none", "heads"
 ASKED = {"auto": None, "always": HEADS, "lookup": LOOKUP}
 # Tokens of a repetition that are guessed again at most, the least chance that is worth a row, how long a repetition
 # tells more than a shorter one, and what is left of what was seen before a step.
-MOST, LEAST, LONGEST, MEMORY = 10, 0.3, 8, 0.95
+MOST, LEAST, LONGEST, MEMORY = 10, 0.08, 8, 0.95
 
 
 def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, **kwargs):
