@@ -50,6 +50,8 @@ def test_a_model_without_a_drafter_chats_by_lookups_or_says_what_to_do(place: Pa
     shown, plain = CliRunner().invoke(app, [*words, "--lookup"]), CliRunner().invoke(app, [*words, "--baseline"])
     assert shown.exit_code == plain.exit_code == 0, shown.stderr
     assert shown.stdout == plain.stdout != "" and "drafts looked up in the text" in shown.stderr
+    neither = CliRunner().invoke(app, [*words, "--lookup", "--baseline"])
+    assert neither.exit_code == 2 and "--baseline and --lookup exclude each other" in neither.stderr
 
 
 def test_json_holds_answer_and_figures(place: Path) -> None:

@@ -42,7 +42,7 @@ def chat(
     from medusa_cli.commands.session import Session
     from medusa_cli.commands.speed import figures
 
-    choice, rule = drafting.choose(need_drafter=not baseline), rules.sampled
+    choice, rule = drafting.or_plain(baseline), rules.sampled
     medusa = Medusa(load(choice, follow_choice(choice, place)))
     session = Session(medusa, rule, rules.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), show_accepted, system)
     if prompt is None:

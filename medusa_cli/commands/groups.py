@@ -64,6 +64,14 @@ class Drafting:
     tree: options.Tree = None
     lookup: options.Lookup = None
 
+    def or_plain(self, baseline: bool) -> "Choice":
+        """The files, or those of plain decoding with --baseline; UsageError where both that and lookups are asked."""
+        from medusa_cli.errors import UsageError
+
+        if baseline and self.lookup:
+            raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
+        return self.choose(need_drafter=not baseline)
+
     def choose(self, need_drafter: bool = True) -> "Choice":
         """The files that belong together; UserError where nothing is to be had."""
         from medusa_cli.runs.resolve import choose

@@ -59,7 +59,7 @@ def serve(
     from medusa_cli.serving.limits import Limits
 
     door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
-    choice = drafting.choose(need_drafter=not baseline)
+    choice = drafting.or_plain(baseline)
     made = load(choice, follow_choice(choice, place))
     limits = Limits(
         name=name or (Path(choice.model).name if Path(choice.model).is_dir() else choice.model),
