@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.costs import costs_for, fortunes_for
-from medusa_cli.decoding.lookup import Lookup
+from medusa_cli.decoding.lookup import UNMEASURED, Lookup
 from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
@@ -21,8 +21,6 @@ from medusa_cli.tree.saved import load_tree, tree_made
 from medusa_cli.tree.search import largest, search
 
 MOST_PAYING = 32
-# What a tree without a calibration is taken to settle beyond the backbone's own token, by level: a start, no more.
-UNMEASURED = 0.3
 log = logging.getLogger(__name__)
 
 

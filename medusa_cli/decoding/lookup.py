@@ -19,7 +19,7 @@ from medusa_cli.tree.search import Accuracies, node_values
 
 # Below this chance a token is not worth a row of any tree.
 LEAST = 0.05
-# What a node is taken to be worth where its head was not measured, by level.
+# What a head that was not measured is taken to settle, by level: a start, no more.
 UNMEASURED = 0.3
 
 
