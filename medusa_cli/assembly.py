@@ -8,8 +8,10 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.costs import costs_for, fortunes_for
+from medusa_cli.decoding.decoder import looks_up
 from medusa_cli.decoding.lookup import UNMEASURED, Lookup
 from medusa_cli.decoding.pace import Pace, Size
+from medusa_cli.decoding.trial import captures
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engines import load_backbone
 from medusa_cli.errors import UsageError, UserError
@@ -136,12 +138,18 @@ def load_drafting(
     else:
         assert tree is not None
         shape = tree if choice.dynamic is None else growth_of(choice, tree, drafter)
-    return drafter, with_lookup(choice, shape)
+    return drafter, with_lookup(choice, shape, backbone, drafter)
 
 
-def with_lookup(choice: Choice, shape: "Tree | Growth | Pace") -> "Tree | Growth | Pace | Lookup":
-    """A shape, with what the text itself suggests beside it where that was chosen."""
+def with_lookup(
+    choice: Choice, shape: "Tree | Growth | Pace", backbone: Backbone, drafter: Drafter
+) -> "Tree | Growth | Pace | Lookup":
+    """A shape, with what the text itself suggests beside it where that was chosen and can be; warns where it cannot."""
     if not choice.lookup:
+        return shape
+    if not looks_up(drafter, captures(backbone.engine)):
+        if not choice.auto:  # asked for by name
+            log.warning("nothing is looked up in the text beside a %s drafter here: @lookup is left out", drafter.name)
         return shape
     known = choice.calibration is not None and choice.calibration.is_file() and isinstance(shape, Tree)
     return Lookup(shape, read_calibration(choice.calibration).accuracies if known and choice.calibration else ())

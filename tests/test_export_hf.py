@@ -18,6 +18,7 @@ from medusa_cli.cli import app
 from medusa_cli.drafters import DRAFTERS, Amphista, Firp, HydraHeads, MedusaHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.exporting.custom_generate import generate
+from medusa_cli.exporting.custom_generate.past import MOST, Past
 from medusa_cli.exporting.hf import export_hf
 from medusa_cli.exporting.source import find_source
 from medusa_cli.tree import Tree
@@ -141,7 +142,7 @@ def test_what_pays_is_drafted_and_the_other_ways_are_tried_now_and_then(best: st
 
 
 def test_what_the_text_repeats_is_drafted_as_it_comes_true(tmp_path: Path) -> None:
-    past = generate.Past([1, 2, 3, 4, 5, 1])
+    past = Past([1, 2, 3, 4, 5, 1])
     first = past.find(2)
     assert first == [3, 4, 5, 1] and past.find(2) == first  # a pair is trusted a little
     root = 2
@@ -149,7 +150,7 @@ def test_what_the_text_repeats_is_drafted_as_it_comes_true(tmp_path: Path) -> No
         settled = [root, *past.find(root)]
         root = settled[-1] % 5 + 1
         past.learn(settled, root)
-    assert len(past.find(root)) == generate.MOST and past.find(root)[0] == root % 5 + 1
+    assert len(past.find(root)) == MOST and past.find(root)[0] == root % 5 + 1
     for _ in range(200):
         past.find(root)
         past.learn([], 9)
@@ -163,6 +164,48 @@ def test_what_the_text_repeats_is_drafted_as_it_comes_true(tmp_path: Path) -> No
     model.register_forward_hook(lambda *_: passes.append(1))
     assert model.generate(prompt, max_new_tokens=60, **asked).tolist() == plain.tolist()
     assert len(passes) <= plain.shape[1] - prompt.shape[1]
+
+
+class Turns:
+    """A pace that asks the drafter in every third step, or in all."""
+
+    looks = False
+
+    def __init__(self, every: int) -> None:
+        self.every, self.steps = every, 0
+
+    @property
+    def drafts(self) -> bool:
+        return self.steps % self.every == self.every - 1
+
+    def record(self, seconds: float, tokens: int) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_drafter_that_was_not_asked_for_some_steps_drafts_what_it_would_have(tmp_path: Path, name: str) -> None:
+    folder = exported(tmp_path, name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    guesser = generate.load_drafter(str(folder), model)
+
+    def drafted(every: int) -> dict[int, list[int]]:
+        """What is drafted after so many tokens of the text."""
+        found: dict[int, list[int]] = {}
+        read, draft = [0], type(guesser).draft
+
+        def kept(tokens, states, root):
+            read[0] += len(tokens)
+            found[read[0]] = draft(guesser, tokens, states, root)
+            return found[read[0]]
+
+        guesser.pace, guesser.draft = Turns(every), kept
+        generate.generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=60)
+        return found
+
+    always, rarely = drafted(1), drafted(3)
+    both = always.keys() & rarely.keys()
+    assert len(both) > 3 and len(always) > len(rarely)
+    assert {place: rarely[place] for place in both} == {place: always[place] for place in both}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -144,7 +144,7 @@ def test_every_guess_comes_from_its_heads_pseudo_state_after_the_accepted_path(
     list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=60, stop_ids=()))
     assert any(len(confirmed.tokens) > 1 for confirmed, _ in drafter.seen[1:])  # acceptance did happen
     assert max(draft.tree.max_depth for _, draft in drafter.seen) == 3
-    settled: list[int] = []
+    settled = PROMPT[:-1]
     for number, (confirmed, draft) in enumerate(drafter.seen):
         settled += confirmed.tokens.tolist()
         scores = reference("llama", drafter, settled) @ backbone.lm_head_weight.T

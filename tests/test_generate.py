@@ -23,6 +23,7 @@ class Oracle(Drafter):
 
     name = "oracle"
     num_heads = 8
+    config = None
 
     def __init__(self, answer: Sequence[int], right: float) -> None:
         super().__init__()

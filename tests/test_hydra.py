@@ -67,13 +67,13 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
     # A prompt of four states, of which the last alone counts, then runs of three and two.
     for first, last in ((0, 4), (4, 7), (7, 9)):
         confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
-        state = heads._context(confirmed)
+        state = heads._context(confirmed if first else heads.opening(confirmed))
     batch = Batch(hidden[3:], tokens[3:], torch.zeros(6, dtype=torch.long))
     states = heads.encode(backbone, batch)(0, torch.tensor([5]))
     embedded = heads.embed(backbone, tokens[8:9])
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
     heads.truncate(0)
-    again = heads._context(Confirmed(tokens[:4], hidden[:4], 5, 0))
+    again = heads._context(heads.opening(Confirmed(tokens[:4], hidden[:4], 5, 0)))
     alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
     assert torch.allclose(again, alone, atol=1e-5)
 

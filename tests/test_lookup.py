@@ -2,21 +2,30 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from medusa_cli.cli import app
 from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, Stats, answer, generate, generate_batch
 from medusa_cli.decoding.lookup import graft
 from medusa_cli.decoding.luck import Luck
 from medusa_cli.decoding.pace import Size
 from medusa_cli.decoding.past import ANOTHER, KNOWN, LONGEST, MOST, PLACES, WAYS, Past
 from medusa_cli.drafters.base import Draft
+from medusa_cli.engines import load_backbone
+from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.search import node_values, search
-from tests.test_generate import PROMPT, Oracle, plain
+from tests.runs import save_model, save_run
+from tests.test_firp import firp
+from tests.test_generate import PROMPT, SPARSE, Oracle, plain
 from tests.test_hydra import hydra
+from tests.test_reuse import MAKE
 from tests.tiny import FAMILIES, tiny_backbone
 
 # Text that repeats itself, which tiny models of random weights rarely write by themselves.
@@ -230,3 +239,46 @@ def test_captured_steps_and_rows_that_ride_do_without() -> None:
     shape = shapes()["tree"]
     assert Decoder(backbone, hydra(backbone), shape, captured=True).lookup is None
     assert Decoder(backbone, hydra(backbone), shape, captured=False).lookup is shape
+    assert Decoder(backbone, firp(backbone, layers=[1, 1, 1]), shape, captured=False).lookup is None
+
+
+@pytest.mark.parametrize("asked", ["--tree=static:4", "--tree=auto"])
+def test_a_drafter_whose_rows_ride_is_greeted_without_lookups(tmp_path: Path, asked: str) -> None:
+    model = save_model(tmp_path / "model", layers=4)
+    run = save_run(tmp_path / "run", model, heads=3, calibrated=True)
+    backbone = load_backbone(model, dtype="fp32")
+    firp(backbone, layers=[1, 1, 2]).save(run.drafter_dir, provenance(backbone.identity))
+    result = CliRunner().invoke(
+        app, ["chat", "--run", f"{run.path}/", asked, "--lookup", "--prompt", "w5 w9", "--max-new-tokens", "4"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "firp drafter" in result.stderr and "what the text repeats" not in result.stderr
+    assert ("--lookup is left out" in result.stderr) == (asked != "--tree=auto")
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name not in ("plain", "firp")])
+def test_a_drafter_that_was_not_asked_for_some_steps_drafts_what_it_would_have(name: str) -> None:
+    backbone = tiny_backbone("llama", layers=6)
+
+    def drafted(shapes: list[Tree]) -> dict[int, list[int]]:
+        """What is drafted after so many tokens of one text, where each step is over the next of the shapes."""
+        drafter, found = MAKE[name](backbone), dict[int, list[int]]()
+        draft = drafter.draft
+
+        def kept(*given: Any) -> list[Draft]:
+            (made,) = draft(*given)
+            found[given[2][0].start + len(given[2][0].tokens)] = made.tokens.tolist()
+            return [made]
+
+        drafter.draft = kept
+        decoder = Decoder(backbone, drafter)
+        decoder.admit(ROUND, max_new_tokens=60, stop_ids=())
+        for number in range(40):
+            decoder.draft_over(shapes[number % len(shapes)])
+            decoder.step()
+        return found
+
+    always, rarely = drafted([SPARSE.cut(3)]), drafted([Tree.root_only(), Tree.root_only(), SPARSE.cut(3)])
+    both = always.keys() & rarely.keys()
+    assert len(both) > 5 and len(always) > len(rarely)
+    assert {place: rarely[place] for place in both} == {place: always[place] for place in both}

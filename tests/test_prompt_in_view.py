@@ -129,7 +129,7 @@ def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -
         drafts = []
         for states in (hidden, other):
             drafter.truncate(0)
-            drafts.append(drafted(drafter, backbone, Confirmed(tokens, states, 9, 0), TREE))
+            drafts.append(drafted(drafter, backbone, drafter.opening(Confirmed(tokens, states, 9, 0)), TREE))
         assert torch.equal(*drafts) == (drafter in narrow)
         assert drafter.sees_prompt(drafter.config) == (drafter not in narrow)
 

@@ -76,7 +76,8 @@ def test_decoding_reads_what_training_reads(prefix: int) -> None:
     # The prompt of four and then runs of three and two, as decoding settles them.
     heads.truncate(0)
     for first, last in ((0, 4), (4, 7), (7, 9)):
-        state = heads._context(Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first))
+        confirmed = Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first)
+        state = heads._context(confirmed if first else heads.opening(confirmed))
     embedded = heads.embed(backbone, tokens[9:10])
     trained = heads.encode(backbone, batch)(0, torch.tensor([5]))
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), trained, atol=1e-4)

@@ -170,7 +170,11 @@ class Bench:
             chosen["medusa"], drafted["medusa"] = self.choice, (made.drafter, made.shape)
         if "medusa-dynamic" in self.names and "medusa-dynamic" not in drafted:
             one, (drafter, tree) = chosen["medusa"], drafted["medusa"]  # the same drafter, whichever that is
-            grown = tree if one.dynamic is not None else with_lookup(one, growth_of(one, tree, drafter))
+            grown = (
+                tree
+                if one.dynamic is not None
+                else with_lookup(one, growth_of(one, tree, drafter), made.backbone, drafter)
+            )
             chosen["medusa-dynamic"], drafted["medusa-dynamic"] = one, (drafter, grown)
         if "medusa-alone" in self.names:
             one, (drafter, shape) = chosen["medusa"], drafted["medusa"]

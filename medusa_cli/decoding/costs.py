@@ -74,7 +74,7 @@ def measure_costs(
     Whatever else a machine does only ever adds, so the least time is the step's own. Tokens are arbitrary: a step's
     time does not depend on them. Without a drafter, passes over drafts that come from elsewhere are timed.
     """
-    rides = drafter is not None and drafter.pseudo(1) is not None  # drafts come with the pass before their own
+    rides = drafter is not None and drafter.rides
     heads = drafter.num_heads if drafter is not None else 0
     steps = (1 + rides) * (len(sizes) + heads)
     context = max(1, min(context, backbone.max_positions - (max(heads, ELSEWHERE) + 1) * (steps + 1)))

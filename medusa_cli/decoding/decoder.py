@@ -26,14 +26,19 @@ from medusa_cli.tree.forest import side_by_side
 ROOT = Tree.root_only()
 
 
+def looks_up(drafter: Drafter | None, captured: bool) -> bool:
+    """Whether anything is looked up beside a drafter's guesses: captured steps are of a few fixed trees, and rows that
+    ride make every node dear."""
+    return not captured and not (drafter is not None and drafter.rides)
+
+
 class Decoder:
     """Sequences under way in the slots of one cache; `step` brings each of them on.
 
     Without a drafter every step is plain: the tree of the root alone. shape is what every step drafts: a static tree, a
     growth of dynamic ones, a Pace that chooses among trees of several sizes, or a Lookup that sets what the text itself
-    suggests beside any of these. Greedy and exact sampling give what
-    plain decoding gives: the same tokens, the same distribution. A slot outlives its sequence: the next prompt that
-    begins alike runs only what is new.
+    suggests beside any of these. Greedy and exact sampling give what plain decoding gives: the same tokens, the same
+    distribution. A slot outlives its sequence: the next prompt that begins alike runs only what is new.
     """
 
     def __init__(
@@ -54,10 +59,8 @@ class Decoder:
         self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up
         fixed = captures(self.engine) if captured is None else captured
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
-        # Whether drafts come with the pass before their own, so that they are chosen before it.
-        self._rides = drafter is not None and drafter.pseudo(1) is not None
-        # Captured steps are of a few fixed trees, and rows that ride make every node dear.
-        self.lookup = shape if isinstance(shape, Lookup) and not (fixed or self._rides) else None
+        self._rides = drafter is not None and drafter.rides
+        self.lookup = shape if isinstance(shape, Lookup) and looks_up(drafter, fixed) else None
         self._next: Tree | Growth = self._choose()
 
     @property
@@ -108,6 +111,8 @@ class Decoder:
         out = self.engine.forward(plan, self.slots.cache)
         root = rule.choose(out.logits[0, -1])
         confirmed = Confirmed(tokens, out.hidden[0], root, kept.length, None if out.ahead is None else out.ahead[0, -1])
+        if kept.drafter is not None:
+            confirmed = kept.drafter.opening(confirmed)
         past = None if self.lookup is None else self.lookup.begin(sampling)
         known = (top, kept.length, fortune, past)
         sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], *known)

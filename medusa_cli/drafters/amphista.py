@@ -95,8 +95,6 @@ class Amphista(HeadDrafter):
 
     def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
-        if self.config.context == "answer" and not self._caches[0].length:
-            confirmed = confirmed.last()  # the state that says an answer's first token
         embedded = self.embed(backbone, confirmed.following)
         stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)
         for stage, one in zip(stages, self._caches, strict=True):

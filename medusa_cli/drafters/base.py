@@ -155,6 +155,11 @@ class Drafter(nn.Module, ABC):
         """After which of a backbone's layers a recipe that names none has it read states, beside the final ones."""
         return ()
 
+    def opening(self, prompt: Confirmed) -> Confirmed:
+        """What drafts begin with of a prompt, or of what is new of one: layers of its own that see answers alone begin
+        with the position that says an answer's first token, and drafters without any read no earlier one either."""
+        return prompt if self.sees_prompt(self.config) else prompt.last()
+
     def truncate(self, length: int) -> int:
         """Forget this sequence's own state from position `length` on; return the position to be told of again.
 
@@ -178,14 +183,19 @@ class Drafter(nn.Module, ABC):
         """Rows that ride in the backbone's next pass, for drafting a tree of this depth after it; most have none."""
         return None
 
+    @property
+    def rides(self) -> bool:
+        """Whether drafts come with the pass before their own, so that they are chosen before it."""
+        return self.pseudo(1) is not None
+
     @abstractmethod
     def draft(
         self, backbone: Backbone, sequences: "Sequence[Self]", confirmed: Sequence[Confirmed], shape: Tree | Growth
     ) -> list[Draft]:
         """Guess a token for every node of B sequences' trees, all of one shape, or grown for this step.
 
-        sequences are forks, one for each, with what was confirmed of each since it drafted last: at first the whole
-        prompt, or what is new of it. No tree is deeper than num_heads.
+        sequences are forks, one for each, with what was confirmed of each since it drafted last: at first the
+        `opening` of its prompt. No tree is deeper than num_heads.
         """
 
     @abstractmethod

@@ -158,8 +158,7 @@ class HydraHeads(HeadDrafter):
 
     def _context(self, confirmed: Confirmed) -> Tensor:
         """The state [1, H] that the heads start from."""
-        # Prefix layers that see answers alone begin with the state that says an answer's first token.
-        if not self.prefix or (self.config.context == "answer" and not self._caches[0].length):
+        if not self.prefix:
             confirmed = confirmed.last()
         x = confirmed.hidden.to(self.dtype)
         if self.config.taps:

@@ -38,9 +38,9 @@ def model_card(source: Source, tree: Tree, chat: bool = True) -> str:
         "prompt at a time, without beams; whatever else `generate` takes (temperature, penalties, stop strings, a "
         "streamer) works as ever.",
         USE.format(prompt=CHAT if chat else PLAIN),
-        "`trust_remote_code=True` runs the two files in `custom_generate/`: read them, they are short. Where the model "
-        "was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, steps "
-        'go without; `drafts="always"` keeps the drafter\'s in, `drafts="lookup"` takes repetitions alone.',
+        "`trust_remote_code=True` runs the three files in `custom_generate/`: read them, they are short. Where the "
+        "model was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, "
+        'steps go without; `drafts="always"` keeps the drafter\'s in, `drafts="lookup"` takes repetitions alone.',
         "## Measured",
         source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
         "## Drafter and tree",

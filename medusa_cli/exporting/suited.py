@@ -47,7 +47,7 @@ def _costs(folder: Path, network: Any, levels: int, most: int) -> Costs:
         return run
 
     guesser = generate.load_drafter(str(folder), network)
-    states = guesser.states(out.hidden_states)
+    opening = guesser.opening(prompt[0], guesser.states(out.hidden_states))
 
     def draft(depth: int) -> Callable[[], None]:
         tree = generate.Tree([-1, *range(depth)], [0] * (depth + 1))
@@ -55,7 +55,7 @@ def _costs(folder: Path, network: Any, levels: int, most: int) -> Costs:
         def run() -> None:
             guesser.tree = tree
             guesser.reset()
-            guesser.draft(prompt[0], states, 1)
+            guesser.draft(*opening, 1)
 
         return run
 

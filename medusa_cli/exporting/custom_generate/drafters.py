@@ -55,12 +55,14 @@ class Drafter(ABC):
         again = found.values + (told[:, None] @ after.transpose(1, 2))[:, 0].float()
         return found.indices.expand(len(before), -1).gather(1, again.topk(width).indices)
 
-    def unseen(self):
-        """Whether layers that see answers alone are at a prompt, whose last state is the first that they read."""
-        return not self.past and self.config.get("context", "answer") == "answer"
+    def opening(self, tokens, states):
+        """What drafts begin with of a prompt: where they do not see all of it, the state that says the answer's first
+        token."""
+        whole = self.config.get("context") == "conversation"
+        return (tokens, states) if whole else (tokens[-1:], states[-1:])
 
     def context(self, tokens, states, root):
-        """What all heads read, [1, H]."""
+        """What all heads read, [1, H], after tokens [n] with their states that were not told of yet."""
         return states[-1:]
 
     @abstractmethod
@@ -137,7 +139,6 @@ class Hydra(Drafter):
     """Heads that see the tokens guessed before theirs (arXiv:2402.05109); with prefix layers Hydra++."""
 
     def context(self, tokens, states, root):
-        states = states[-1:] if self.unseen() else states
         if self.taps:
             *lower, final = states.split(self.size, dim=-1)
             level = [F.rms_norm(one.float(), (self.size,)).to(one.dtype) for one in lower]
@@ -157,8 +158,6 @@ class Amphista(Drafter):
 
     def context(self, tokens, states, root):
         following = torch.cat([tokens[1:], tokens.new_tensor([root])])
-        if self.unseen():
-            states, following = states[-1:], following[-1:]
         adapted, x, embedded = [], states, self.embed(following)
         for stage in range(2):
             x = self.linear(f"stages.{stage}.fc", torch.cat([x, embedded], dim=-1))
@@ -190,6 +189,9 @@ class Eagle(Drafter):
 
     def states(self, hidden_states):
         return torch.cat([hidden_states[layer][0] for layer in self.taps], dim=-1).to(self.dtype)
+
+    def opening(self, tokens, states):
+        return tokens, states
 
     def context(self, tokens, states, root):
         x = self.linear("fc", states)

@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
 from .drafters import KINDS
+from .past import Past
 
 FILES = ("config", "tree")
 # Steps by which it is tried whether drafts pay, and steps until the other way is tried again, twice as many each time.
@@ -27,9 +28,6 @@ TRY, STAY = 6, 48
 # What a step may draft. Alone, the drafter's guesses are left to those who ask for them.
 BOTH, LOOKUP, NONE, HEADS = "both", "lookup", "none", "heads"
 ASKED = {"auto": None, "always": HEADS, "lookup": LOOKUP}
-# Tokens of a repetition that are guessed again at most, the least chance that is worth a row, how long a repetition
-# tells more than a shorter one, and what is left of what was seen before a step.
-MOST, LEAST, LONGEST, MEMORY = 10, 0.08, 8, 0.95
 
 
 def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, **kwargs):
@@ -70,7 +68,7 @@ def run(model, guesser, prompt, answer, pace):
     cache = DynamicCache()
     guesser.reset()
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
-    confirmed, states = prompt[0], guesser.states(out.hidden_states)  # [n], [n, H * taps]
+    confirmed, states = guesser.opening(prompt[0], guesser.states(out.hidden_states))  # [n], [n, H * taps]
     root = answer.choose(out.logits[0, -1])
     past = Past(prompt[0].tolist())
     while not answer.done:
@@ -172,49 +170,6 @@ class Answer:
             self._streamer.put(token[0].cpu())
         self.done = bool(self._criteria(self.ids, scores).all())
         return token.item()
-
-
-class Past:
-    """A text, where its pairs of tokens stood, and what share of what followed came true, by how long it repeated."""
-
-    def __init__(self, tokens):
-        self.tokens, self._after, self._known = tokens, {}, 1
-        self._shares = [0.5 + 0.4 * length / LONGEST for length in range(LONGEST + 1)]
-        self._told, self._length = [], 0
-
-    def find(self, root):
-        """What followed the longest repetition of the text's end, the root last: the tokens that are likely enough."""
-        text = [*self.tokens, root]
-        for place in range(self._known, len(self.tokens)):
-            self._after.setdefault((text[place - 1], text[place]), []).append(place + 1)
-        self._known = max(self._known, len(self.tokens))
-        places = self._after.get((text[-2], root), ())[-LONGEST:]
-        if not places:
-            self._told = []
-            return []
-        self._length, place = max((self._alike(text, place), place) for place in places)
-        share, count = self._shares[self._length], 0
-        while count < MOST and share ** (count + 1) >= LEAST:
-            count += 1
-        around = len(text) - place  # what reaches the end goes on in a circle
-        self._told = [text[place + step % around] for step in range(count)]
-        return self._told
-
-    def learn(self, settled, root):
-        """Take the tokens that stand now, the old root first, and see what came true of what was told."""
-        self.tokens += settled
-        came, fresh = 0, [*settled[1:], root]
-        while came < min(len(self._told), len(fresh)) and self._told[came] == fresh[came]:
-            came += 1
-        for right in [True] * came + [False] * (came < len(self._told)):
-            self._shares[self._length] += (1 - MEMORY) * (right - self._shares[self._length])
-        self._told = []
-
-    def _alike(self, text, place):
-        length = 2
-        while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
-            length += 1
-        return length
 
 
 class Pace:
