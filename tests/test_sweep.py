@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from medusa_cli.benchmarks import sweeping
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.sweep import dense, filled, full, full_size, parse_values
 from medusa_cli.cli import app
@@ -102,6 +103,26 @@ def test_what_was_measured_decides_what_is_measured_again(place: Path) -> None:
     assert "2 points, 0 of them" in sweep(place, "batch", "--values", "1,2", "--max-new-tokens", "9").stderr
     (place / "q.jsonl").write_text('{"turns": ["w3"]}')
     assert "1 points, 0 of them" in sweep(place, "batch", "--values", "2").stderr
+
+
+def test_lookups_the_calibration_and_the_weights_make_a_point_another(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--values", "2", "--no-lookup"]
+    assert "1 points, 0 of them" in sweep(place, "batch", "--values", "2").stderr
+    assert "1 points, 0 of them" in sweep(place, "batch", *asked).stderr
+    (place / "mine/calibration.json").write_text('{"accuracies": [[0.4, 0.2, 0.1]]}')
+    assert "1 points, 0 of them" in sweep(place, "batch", *asked).stderr
+    monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
+    assert "1 points, 0 of them" in sweep(place, "batch", *asked).stderr
+    assert "1 points, 1 of them" in sweep(place, "batch", *asked).stderr
+
+
+@pytest.mark.parametrize(("axis", "asked"), [("nodes", []), ("heads", []), ("nodes", ["--lookup"])])
+def test_trees_are_swept_without_lookups_unless_these_are_asked_for(place: Path, axis: str, asked: list[str]) -> None:
+    assert sweep(place, axis, "--values", "2", *asked).exit_code == 0
+    benches = [json.loads(path.read_text())["bench"] for path in kept(place)]
+    assert benches and all(one["drafting"]["medusa"]["lookup"] == bool(asked) for one in benches)
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:

@@ -88,7 +88,7 @@ def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:
     found.append(Stage("tree", ["tree", *heads, "--budget", "64", "--output", tree], Path(tree)))
     keep("joint", *asked, "--run", f"{run / 'medusa2'}", "--methods", "ar,medusa", "--tree", tree)
     keep("quality", "compare", f"{run / 'medusa2'}", f"{run / 'direct'}")
-    keep("nodes", *asked, *heads, "--methods", "medusa", "--sweep", "nodes", "--values", "4,16,64")
+    keep("nodes", *asked, *heads, "--no-lookup", "--methods", "medusa", "--sweep", "nodes", "--values", "4,16,64")
     creative = ["--category", "writing,roleplay", "--methods", "medusa", *wide]
     keep("epsilon", *asked, *heads, *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25")
     keep("layers", "bench-firp", "--run", f"{run}", "--tokens", "8000")

@@ -46,6 +46,9 @@ OWN = {
     "context": set[str](),
 }
 
+# The axes that say which trees are drafted over: what those accept alone is the question, unless lookups are asked for.
+TREES = {"nodes", "heads"}
+
 
 def parse_values(name: str, text: str | None) -> list[float]:
     """An axis's values in a list such as 2,4,8, rising, its usual ones for None; UsageError where one cannot be."""

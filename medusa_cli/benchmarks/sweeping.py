@@ -14,12 +14,13 @@ from medusa_cli import __version__
 from medusa_cli.assembly import static_tree
 from medusa_cli.assets import model_dir
 from medusa_cli.backbone import adapter
+from medusa_cli.backbone.identity import weights_of
 from medusa_cli.benchmarks.bench import Bench
 from medusa_cli.benchmarks.environment import environment
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.sweep import AXES, Place, Points, dense, digest, filled, rows_of
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.accuracies import read_calibration, stamp_of
+from medusa_cli.runs.accuracies import UNKNOWN, read_calibration, stamp_of
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import provenance
@@ -130,13 +131,16 @@ class Sweep:
         tree = read_json(choice.tree, "the tree") if choice.tree is not None else None
         if isinstance(tree, dict) and "parents" in tree:  # not when it was made
             tree = [tree["parents"], tree.get("ranks")]
+        source = choice.calibration
+        heads = read_calibration(source) if source is not None and source.is_file() else UNKNOWN
         return {
             "version": __version__,
             "environment": environment(torch.device("cpu")),
-            "model": choice.model,
+            "model": [choice.model, weights_of(choice.model)],
             "adapter": choice.adapter and adapter.digest(choice.adapter),
             "drafter": choice.drafter and stamp_of(choice.drafter),
-            "trees": [tree, choice.static, choice.dynamic, choice.auto],
+            "trees": [tree, choice.static, choice.dynamic, choice.auto, choice.lookup],
+            "calibration": [heads.accuracies, heads.temperatures],
             "context": point.setting.get("context"),
             "methods": bench.names,
             "questions": digest(bench.questions),

@@ -1,5 +1,6 @@
 """`medusa bench`: plain and drafted decoding over the same questions, measured in one run."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -103,12 +104,14 @@ def bench(
     from medusa_cli.commands.measuring import bar, leave, show_sweep
 
     if sweep is not None:
-        from medusa_cli.benchmarks.sweep import OWN, parse_values
+        from medusa_cli.benchmarks.sweep import OWN, TREES, parse_values
         from medusa_cli.benchmarks.sweeping import Sweep, methods_of
 
         swept = parse_values(sweep, values)
         for name in sorted(OWN[sweep] & given):
             raise UsageError(f"--{name.replace('_', '-')} is what --sweep {sweep} says itself", "leave it out")
+        if sweep in TREES:
+            drafting = replace(drafting, lookup=bool(drafting.lookup))
         methods = ",".join(methods_of(parse_methods(methods))) if "methods" in given else "ar,medusa"
     check_judge(judge, judge_model)
     names = parse_methods(methods)
