@@ -282,6 +282,18 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, d
     assert all(math.isfinite(one) for one in losses) and (tuning == "full" or losses[0] == pytest.approx(0, abs=1e-6))
 
 
+def test_a_checkpoint_of_bf16_is_trained_in_fp32_where_the_recipe_says_so(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny_model().to(torch.bfloat16).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    data = tmp_path / "data.jsonl"
+    lines = [{"id": one.id, "tokens": one.tokens, "spans": one.spans} for one in records(8)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["train", "--run", str(tmp_path / "run"), "--model", str(model), "--data", str(data), *SETTINGS]
+    done = CliRunner().invoke(app, [*words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1"])
+    assert done.exit_code == 0, done.output
+
+
 def test_held_out_figures_do_not_hang_on_how_conversations_are_gathered(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     data = split_conversations(records(24), ReadReport(), max_length=30, fraction=0.4)

@@ -18,6 +18,8 @@ from medusa_cli import console, engines
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
+from medusa_cli.commands.groups import Where
+from medusa_cli.commands.train import _again
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.base import Losses
 from medusa_cli.drafters.losses import linear_loss
@@ -506,15 +508,22 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
         result = medusa(*train_words(other, model_folder, flag, str(source)))
         assert result.exit_code == 130
         advice = result.stderr.split("go on with: medusa ")[1].splitlines()[0]
-        assert advice.endswith(f"{flag} {source}")
+        assert advice.endswith(f"{flag} {source} --dtype fp32")
         with monkeypatch.context() as still:
             still.setattr(TrainLog, "write", write)
-            assert medusa(*advice.split(), "--dtype", "fp32").exit_code == 0
+            assert medusa(*advice.split()).exit_code == 0
     monkeypatch.undo()
     result = medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert result.exit_code == 0, result.output
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
     assert [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"] == steps
+
+
+def test_the_way_on_says_where_and_how_the_model_was_loaded() -> None:
+    place = Where(device="cpu", engine="eager", load_in_8bit=True, load_in_4bit=False, trust_remote_code=True)
+    again = "medusa train --resume --run 'my run' --device cpu --engine eager --load-in-8bit --trust-remote-code"
+    assert _again({"--run": "my run", "--from": None}, place) == again
+    assert _again({"--run": "r"}, Where()) == "medusa train --resume --run r"
 
 
 def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -124,6 +125,7 @@ def train(
 
     keep_freed_memory()
     world = World.join(place.device)
+    asked_for = place
     place = replace(place, device=world.device(place.device))
     check_shard(plan.train, place.network, world)
     learn = frozen if plan.train.stage == 1 else joint
@@ -145,10 +147,15 @@ def train(
     if not world.first:
         return
     if summary["stopped"]:
-        words = ["medusa", "train", "--resume", "--run", run]
-        words += [str(word) for flag, one in sources.items() if one for word in (flag, one)]
-        rounded = ["--load-in-4bit"] * bool(place.load_in_4bit) + ["--load-in-8bit"] * bool(place.load_in_8bit)
-        again = shlex.join(words + rounded)
+        again = _again({"--run": run, **sources}, asked_for)
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(INTERRUPTED)
     finish(trainer, target, source, coverage, summary, said.json, run)
+
+
+def _again(words: Mapping[str, object], place: Where) -> str:
+    """The command that goes on with a training: the words it was given, and where and how its model is loaded."""
+    asked = {f"--{name.replace('_', '-')}": one for name, one in vars(place).items() if one != getattr(Where, name)}
+    given = [(flag, one) for flag, one in ({**words, **asked}).items() if one]
+    said = [str(word) for flag, one in given for word in ((flag,) if one is True else (flag, one))]
+    return shlex.join(["medusa", "train", "--resume", *said])

@@ -59,6 +59,8 @@ def joint_backbone(recipe: Recipe, place: NetworkOptions) -> Backbone:
                 "use train.objective=ce, or train.tuning=lora",
             )
     place = {**place, "load_in_4bit": train.tuning == "qlora" or place["load_in_4bit"]}
+    if train.dtype == "fp32" and place["dtype"] == "auto":  # nothing casts what a network of bf16 hands to the heads
+        place["dtype"] = "fp32"
     network, tokenizer = load_network(recipe.model, **place, shard=train.shard, chat_template=recipe.chat_template)
     if train.tuning == "full":
         network = network.float()
