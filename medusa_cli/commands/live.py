@@ -1,13 +1,15 @@
 """A training as it runs: its events logged and shown, its first Ctrl-C a request to stop."""
 
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from medusa_cli import console
+from medusa_cli.commands.groups import Where
 from medusa_cli.runs.reading import Document
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import Run
@@ -113,3 +115,11 @@ def run_training(trainer: "Trainer", target: Run) -> Document:
     summary["wall_seconds"] = time.perf_counter() - start
     # From the log, because a training resumed at its very end validates no more.
     return summary | validations(read_log(log.path))
+
+
+def command_on(words: Mapping[str, object], place: Where) -> str:
+    """The command that goes on with a training: the words it was given, and where and how its model is loaded."""
+    asked = {f"--{name.replace('_', '-')}": one for name, one in vars(place).items() if one != getattr(Where, name)}
+    given = [(flag, one) for flag, one in ({**words, **asked}).items() if one]
+    said = [str(word) for flag, one in given for word in ((flag,) if one is True else (flag, one))]
+    return shlex.join(["medusa", "train", "--resume", *said])

@@ -1,8 +1,6 @@
 """`medusa train`: a drafter from the run's distilled conversations."""
 
 import os
-import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -116,7 +114,7 @@ def train(
         f"{plan.train.epochs} epochs{length}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
-    from medusa_cli.commands.live import follow, name_idle, run_training, stopping
+    from medusa_cli.commands.live import command_on, follow, name_idle, run_training, stopping
     from medusa_cli.commands.outcome import finish
     from medusa_cli.commands.stages import frozen, joint
     from medusa_cli.training import Trainer, World
@@ -147,15 +145,7 @@ def train(
     if not world.first:
         return
     if summary["stopped"]:
-        again = _again({"--run": run, **sources}, asked_for)
+        again = command_on({"--run": run, **sources}, asked_for)
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(INTERRUPTED)
     finish(trainer, target, source, coverage, summary, said.json, run)
-
-
-def _again(words: Mapping[str, object], place: Where) -> str:
-    """The command that goes on with a training: the words it was given, and where and how its model is loaded."""
-    asked = {f"--{name.replace('_', '-')}": one for name, one in vars(place).items() if one != getattr(Where, name)}
-    given = [(flag, one) for flag, one in ({**words, **asked}).items() if one]
-    said = [str(word) for flag, one in given for word in ((flag,) if one is True else (flag, one))]
-    return shlex.join(["medusa", "train", "--resume", *said])
