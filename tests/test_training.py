@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +20,14 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
 from medusa_cli.commands.groups import Where
-from medusa_cli.commands.train import _again
+from medusa_cli.commands.live import command_on
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.base import Losses
 from medusa_cli.drafters.losses import linear_loss
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import Recipe, load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.states import StateStore
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
 from medusa_cli.training.data import Example, frequent_tokens, held_out_ids, pack, plan
@@ -132,8 +134,6 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
 
 
 def test_kept_states_are_used_and_must_belong_to_the_data(run: Run, backbone: Backbone) -> None:
-    from medusa_cli.states import StateStore
-
     records, row = [], 0
     for n in range(6):
         tokens, spans = encode(backbone, conversation(n, turns=2)["messages"])
@@ -154,6 +154,30 @@ def test_kept_states_are_used_and_must_belong_to_the_data(run: Run, backbone: Ba
     run.bind(backbone.identity)
     with pytest.raises(UserError, match="was made for the model 'tiny-llama'"):
         load_dataset(run, tiny_backbone("qwen3"))
+
+
+def test_kept_states_are_those_of_a_model_rounded_alike(run: Run) -> None:
+    def made(engine: str) -> Backbone:
+        backbone = Backbone(tiny_model("llama").bfloat16(), tiny_tokenizer())
+        engines.attach(backbone, engine)
+        return backbone
+
+    quantised = made("eager")
+    quantised.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
+    backbones = {None: made("eager"), "int8": made("int8"), "4bit": quantised}
+    tokens, spans = encode(backbones[None], conversation(0)["messages"])
+    count = spans[0][1] - spans[0][0]
+    lines = [{"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [n * count, count]} for n in range(4)]
+    write_lines(run.distill_path, lines)
+    rows = torch.randn(4 * count, backbones[None].hidden_size).bfloat16()
+    with closing(StateStore(run.states_path, backbones[None].hidden_size)) as store:
+        store.append(rows)
+    for answered_by in backbones:
+        settings = {} if answered_by is None else {"rounding": answered_by}
+        (run.path / "distill.json").write_text(json.dumps({"settings": settings}))
+        for rounding, backbone in backbones.items():
+            taken = torch.equal(load_dataset(run, backbone).states, rows)
+            assert taken == (rounding == answered_by), (rounding, answered_by)
 
 
 def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backbone) -> None:
@@ -522,8 +546,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
 def test_the_way_on_says_where_and_how_the_model_was_loaded() -> None:
     place = Where(device="cpu", engine="eager", load_in_8bit=True, load_in_4bit=False, trust_remote_code=True)
     again = "medusa train --resume --run 'my run' --device cpu --engine eager --load-in-8bit --trust-remote-code"
-    assert _again({"--run": "my run", "--from": None}, place) == again
-    assert _again({"--run": "r"}, Where()) == "medusa train --resume --run r"
+    assert command_on({"--run": "my run", "--from": None}, place) == again
+    assert command_on({"--run": "r"}, Where()) == "medusa train --resume --run r"
 
 
 def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 from medusa_cli.diagnosis.case import Case
 from medusa_cli.diagnosis.findings import Finding
-from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import shown
 from medusa_cli.runs.accuracies import outdated
 from medusa_cli.runs.made import Identity
 from medusa_cli.runs.run import DIGESTS
+from medusa_cli.training.prefill import rounding
 from medusa_cli.tree.saved import tree_made
 
 
@@ -29,8 +29,7 @@ def backbone(case: Case) -> Finding:
         said = f"the drafter was trained on the model with {had}; it runs with {has}"
         again = case.command("train", stage=2) if now.get("adapter") else case.command("train")
         return Finding(name, "bad", said, again)
-    kernel = case.backbone.engine.kernel.name
-    rounded = kernel if kernel in BITS else now.get("rounding")
+    rounded = rounding(case.backbone)
     if before.get("rounding") != rounded:
         ways = (before.get("rounding") or "whole weights", rounded or "whole weights")
         said = f"the drafter was trained on {ways[0]}, the model runs on {ways[1]}: it answers otherwise"

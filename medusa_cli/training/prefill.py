@@ -16,6 +16,7 @@ from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing
+from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.states import StateStore, seal
 from medusa_cli.training.data import Dataset, split
@@ -47,8 +48,9 @@ def load_dataset(
     _check_owner(path, backbone)
     records, report = read_records(path, backbone)
     stored = path.parent / run.states_path.name
-    # States kept while distilling are those of the model without an adapter.
+    # States kept while distilling are those of the model without an adapter, rounded as it was then.
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
+    known = known and _rounding_of_data(path.parent) == rounding(backbone)
     if known and all(record.first_row is not None and record.whole >= prompts for record in records):
         rows = max((record.first_row or 0) + record.rows for record in records)
         states = _stored(stored, rows, backbone.hidden_size, backbone)
@@ -114,7 +116,10 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     # What the run is bound to by `weights` it need not be told by again: states kept from before that are found, and
     # so are those from before rounding was named, where there is none.
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
-    named = [owner, str(backbone.dtype), list(taps), *_rounding(backbone)]
+    named = [owner, str(backbone.dtype), list(taps)]
+    rounded = rounding(backbone)
+    if rounded is not None:  # bitsandbytes' as earlier versions named it, whose states are found again
+        named.append(rounded if rounded in BITS else f"load_in_{rounded}")
     named += ["prompts"] if any(record.whole for record in records) else []
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
@@ -122,10 +127,17 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     return digest.hexdigest()[:16]
 
 
-def _rounding(backbone: Backbone) -> list[str]:
-    """How a backbone's weights are rounded, by its engine or at load; nothing where they are not."""
-    kernel, loaded = backbone.engine.kernel.name, rounding_of(backbone.model)
-    return [kernel] if kernel in BITS else [f"load_in_{loaded}"] if loaded else []
+def rounding(backbone: Backbone) -> str | None:
+    """How a backbone's weights are rounded, by its engine ("int8") or at load ("4bit"); None where they are not."""
+    kernel = backbone.engine.kernel.name
+    return kernel if kernel in BITS else rounding_of(backbone.model)
+
+
+def _rounding_of_data(folder: Path) -> str | None:
+    """How the weights were rounded of the model that answered the conversations in a run's folder."""
+    header = folder / "distill.json"
+    settings = read_object(header, "the distillation's header").get("settings") if header.is_file() else None
+    return settings.get("rounding") if isinstance(settings, dict) else None
 
 
 def _part(path: Path, rank: int) -> Path:
