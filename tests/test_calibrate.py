@@ -137,6 +137,22 @@ def test_the_command_writes_accuracies_and_a_heat_map(run: Run, model_folder: st
     assert "held-out part of" in result.stderr.splitlines()[0]
 
 
+@pytest.mark.parametrize("flag", ["--data", "--from"])
+def test_a_run_that_learnt_from_conversations_elsewhere_is_measured_on_those_it_held_out(
+    run: Run, model_folder: str, tmp_path: Path, flag: str
+) -> None:
+    second = Run(tmp_path / "second")
+    source = run.path if flag == "--from" else run.distill_path
+    done = medusa(*train_words(second, model_folder, flag, str(source), "--json"))
+    assert done.exit_code == 0, done.output
+    second.recipe_path.unlink()  # the drafter itself says what was held out
+    found = medusa("calibrate", "--run", str(second.path), "--dtype", "fp32", "--json")
+    assert found.exit_code == 0, found.output
+    assert f"the held-out part of {run.distill_path}" in found.stderr
+    assert json.loads(found.stdout)["positions"] == json.loads(done.stdout)["validation"]["positions"]
+    assert second.calibration_path.is_file()
+
+
 def test_other_data_is_used_whole_and_can_be_limited(run: Run, model_folder: str, tmp_path: Path) -> None:
     assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
     data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])

@@ -20,8 +20,10 @@ from medusa_cli.diagnosis import CHECKS, Case, Finding, chosen, examine, worst
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.files import write_json
 from medusa_cli.runs.run import Run, provenance
+from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.events import Stepped, Validated
 from medusa_cli.training.log import TrainLog
+from medusa_cli.training.parsing import read_records
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.saved import save_tree
 from tests.runs import TREE, save_model, save_questions, save_run
@@ -208,6 +210,15 @@ def test_spans_that_are_not_the_answers_are_found(case: Case, shift: tuple[int, 
     found = look(case, "answer mask")
     assert found.verdict == "bad" and "what is learnt is not the answers" in found.seen
     assert found.figures["wrong"] == 12
+
+
+def test_what_was_held_out_is_what_the_drafter_says_even_of_conversations_without_a_name(case: Case) -> None:
+    recipe = {"train": {"validation_fraction": 0.5}}
+    edit(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(recipe=recipe))
+    change_data(case.run, lambda record: record.pop("id"))
+    records, _ = read_records(case.run.distill_path, case.backbone)
+    assert {one.record.id for one in case.held_out} == held_out_ids(records, 0.5)
+    assert 2 <= len(case.held_out) < 12
 
 
 def test_text_that_the_model_would_not_write_is_found_and_counted(case: Case) -> None:

@@ -317,8 +317,10 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2\u2028 w3 w4"}]
     other = Path(run, "mine.json")
     other.write_text(json.dumps([*lines, "nothing", {"id": "odd", "messages": said}], ensure_ascii=False))
-    done = train(place, "--stage", "2", "--tuning", "full", "train.objective=ce", "--data", str(other))
+    words = ["--stage", "2", "--tuning", "full", "train.objective=ce", "train.validation_fraction=0.4"]
+    done = train(place, *words, "--data", str(other), "--json")
     assert done.exit_code == 0, done.output
+    validation = json.loads(done.stdout)["validation"]
     copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
     assert copied == [*lines, {"id": "odd", "messages": said}]
     beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
@@ -328,7 +330,8 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     tuned = Path(run) / "tuned"
     assert (tuned / "model" / "config.json").is_file() and (tuned / "drafter" / "config.json").is_file()
     runner = CliRunner()
-    assert runner.invoke(app, ["calibrate", "--run", str(tuned), "--top", "3"]).exit_code == 0
+    measured = runner.invoke(app, ["calibrate", "--run", str(tuned), "--top", "3", "--json"])
+    assert json.loads(measured.stdout)["positions"] == validation["positions"], measured.output
     assert runner.invoke(app, ["tree", "--run", str(tuned), "--budget", "4"]).exit_code == 0
     said = runner.invoke(app, ["chat", "--run", str(tuned), "--prompt", "w1 w2", "--max-new-tokens", "8"])
     assert said.exit_code == 0, said.output

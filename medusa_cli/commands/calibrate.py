@@ -35,7 +35,7 @@ def calibrate(
         typer.Option(
             metavar="FILE",
             dir_okay=False,
-            help="Conversations never trained on, all of them used. [default: the run's held-out ones]",
+            help="Conversations never trained on, all of them used. [default: those held out in training]",
         ),
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Guesses of each head to measure.")] = 10,
@@ -61,6 +61,7 @@ def calibrate(
     from medusa_cli.drafters import drafter_kind
     from medusa_cli.runs.files import write_json
     from medusa_cli.runs.lock import sole_writer
+    from medusa_cli.runs.made import describe_drafter
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, provenance
 
@@ -77,7 +78,10 @@ def calibrate(
     output = output or (None if aside else target.calibration_path)
     if output == target.calibration_path:
         asked.with_resource(sole_writer(target.path, "medusa calibrate", console.warn))
-    source = data or target.data_path
+    made = describe_drafter(folder).provenance
+    # A run that learnt from conversations elsewhere has none of its own.
+    learnt = made.data.path if made.data is not None and not target.data_path.is_file() else None
+    source = data or (Path(learnt) if learnt else target.data_path)
     if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
@@ -100,9 +104,10 @@ def calibrate(
     )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
-    fraction = 0.0 if data else recipe.train.validation_fraction
+    held = made.recipe.train.validation_fraction
+    fraction = 0.0 if data else recipe.train.validation_fraction if held is None else held
     prompts = heads.sees_prompt(heads.config)
-    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, prompts=prompts, data=data, fraction=fraction)
+    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, prompts=prompts, data=source, fraction=fraction)
     answers = _first(dataset.train if data else dataset.held_out, max_samples)
     with console.progress("calibrating", total=sum(one.positions for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)

@@ -4,6 +4,7 @@ import hashlib
 import heapq
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.runs.usable import Malformed, ReadReport
 from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.log import NAME, read_log
-from medusa_cli.training.parsing import Record, parse, record_of
+from medusa_cli.training.parsing import Record, name_of, parse, record_of
 from medusa_cli.tree import Tree
 from medusa_cli.tree.saved import load_tree
 from medusa_cli.tree.search import largest, search
@@ -149,14 +150,14 @@ class Case:
         for number, raw in enumerate(parse(path, ReadReport())):
             if not isinstance(raw, dict):
                 continue
-            light.append(Record(str(raw.get("id")), [], [(0, 2)], None))
+            light.append(Record(name_of(raw), [], [(0, 2)], None))
             heapq.heappush(some, (-_digest(light[-1].id), -number, raw))
             if len(some) > SAMPLE:
                 heapq.heappop(some)
         held = held_out_ids(light, share) if light else set()
         others = []
         for raw in parse(path, ReadReport()) if held else ():
-            if isinstance(raw, dict) and str(raw.get("id")) in held:
+            if isinstance(raw, dict) and name_of(raw) in held:
                 others.append(raw)
                 if len(others) == HELD_OUT:
                     break
@@ -174,6 +175,10 @@ class Case:
 
     @property
     def _fraction(self) -> float:
+        with suppress(UserError):  # that there is no drafter is for other checks to say
+            held = self.made.recipe.train.validation_fraction
+            if held is not None:
+                return held
         path = self.run.recipe_path
         recipe = self.read(lambda: load_recipe(path if path.is_file() else None), self.command("train"))
         return recipe.train.validation_fraction

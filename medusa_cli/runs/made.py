@@ -18,12 +18,27 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Of how something was trained: the share of the conversations that was held out."""
+
+    validation_fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of the recipe that something was made by: its training."""
+
+    train: Held = field(default_factory=Held)
+
+
+@dataclass(frozen=True)
 class Made:
     """The part of a file's provenance that is read again; older files have less of it."""
 
     created: str | None = None
     backbone: Identity | str | None = None
     data: Data | None = None
+    recipe: Trained = field(default_factory=Trained)
 
     @property
     def identity(self) -> Identity:

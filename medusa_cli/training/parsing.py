@@ -116,7 +116,7 @@ def record_of(raw: Any, backbone: Backbone) -> Record:
         line = as_line({key: one for key, one in raw.items() if key != "messages"})
     except ValueError as reason:
         raise Malformed("a field of another type") from reason
-    name = str(line.id or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
+    name = name_of(raw)
     if not is_whole(name):
         raise Malformed(HALF)
     if "tokens" not in raw:
@@ -137,6 +137,11 @@ def record_of(raw: Any, backbone: Backbone) -> Record:
     if rows and (len(rows) != 2 or rows[1] != record.answer_tokens):
         raise Malformed("state rows that do not match the spans")
     return record if rows else _fitted(record, backbone)
+
+
+def name_of(raw: dict[str, Any]) -> str:
+    """What a conversation is called: its id, or a digest of it where it has none."""
+    return str(raw.get("id") or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16])
 
 
 def _fitted(record: Record, backbone: Backbone) -> Record:
