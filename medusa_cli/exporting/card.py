@@ -38,7 +38,7 @@ def model_card(source: Source, tree: Tree, chat: bool = True) -> str:
         "prompt at a time, without beams; whatever else `generate` takes (temperature, penalties, stop strings, a "
         "streamer) works as ever.",
         USE.format(prompt=CHAT if chat else PLAIN),
-        "`trust_remote_code=True` runs the three files in `custom_generate/`: read them, they are short. Where the "
+        "`trust_remote_code=True` runs the four files in `custom_generate/`: read them, they are short. Where the "
         "model was loaded from another place, `drafter=FOLDER` says where this folder is. Where drafts do not pay, "
         'steps go without; `drafts="always"` keeps the drafter\'s in, `drafts="lookup"` takes repetitions alone.',
         "## Measured",

@@ -13,7 +13,9 @@ class Drafter(ABC):
 
     def __init__(self, config, weights, tree, model):
         self.config, self.weights, self.tree = config, weights, tree
-        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings().weight
+        self.embedding = model.get_input_embeddings()
+        if config.get("vocabulary") == "shared":
+            self.lm_head = model.get_output_embeddings().weight.to(model.device)  # where all the drafter's are
         self.size, self.heads = config["hidden_size"], config.get("num_heads") or config["medusa_num_heads"]
         self.layers = config.get("num_layers") or config["medusa_num_layers"]
         self.taps, self.ids = config.get("taps") or [], weights.get("draft_ids")
@@ -113,8 +115,11 @@ class Drafter(ABC):
         if before:
             k, v = (torch.cat(pair, dim=1) for pair in zip(self.past[name], (k, v), strict=True))
         self.past[name] = (k, v)
-        mask = torch.ones(len(x), before + len(x), dtype=torch.bool, device=x.device).tril(before)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if before:
+            mask = torch.ones(len(x), before + len(x), dtype=torch.bool, device=x.device).tril(before)
+            seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:  # a prompt, for which a mask would be of its length squared
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.linear(f"{name}.out", seen.transpose(0, 1).flatten(1))
         gate, up = self.linear(f"{name}.gate_up", self.norm(f"{name}.mlp_norm", x)).chunk(2, dim=-1)
         return x + self.linear(f"{name}.down", F.silu(gate) * up)

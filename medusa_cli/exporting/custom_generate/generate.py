@@ -8,6 +8,7 @@ judges them all, and those stand that the model chooses itself. transformers cop
 they are found by the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
 """
 
+import copy
 import json
 import time
 from pathlib import Path
@@ -16,21 +17,18 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import cached_file
 
 from .drafters import KINDS
+from .pace import HEADS, LOOKUP, Pace
 from .past import Past
 
 FILES = ("config", "tree")
-# Steps by which it is tried whether drafts pay, and steps until the other way is tried again, twice as many each time.
-TRY, STAY = 6, 48
-# What a step may draft. Alone, the drafter's guesses are left to those who ask for them.
-BOTH, LOOKUP, NONE, HEADS = "both", "lookup", "none", "heads"
 ASKED = {"auto": None, "always": HEADS, "lookup": LOOKUP}
 
 
-def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, **kwargs):
+def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, tokenizer=None, **kwargs):
     """What `model.generate` gives for one prompt, in fewer passes; drafter: the folder or hub id of the guesser.
 
     drafts: "auto" leaves them out where they do not pay, on this machine or in this text; "always" takes the drafter's
@@ -42,24 +40,42 @@ def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, 
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError("a tree needs a mask of its own: load the model with attn_implementation='sdpa'")
-    guesser = load_drafter(drafter or model.name_or_path, model)
+    guesser = copy.copy(load_drafter(drafter or model.name_or_path, model))  # whose text is this call's alone
+    look_for_stops(model, tokenizer, kwargs)
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         if len(input_ids) != 1 or generation_config.num_beams != 1:
             raise ValueError("drafts are for one prompt at a time and without beams: leave custom_generate out")
+        whole = generation_config.return_dict_in_generate
+        for name in ("output_hidden_states", "output_attentions"):
+            if whole and getattr(generation_config, name):
+                raise ValueError(f"{name}=True: those of rejected drafts are among them; leave custom_generate out")
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
         answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, guesser, prompt, answer, guesser.pace if drafts == "auto" else Pace(ASKED[drafts]))
+        pace = guesser.pace if drafts == "auto" else Pace(ASKED[drafts])
+        cache = run(model, guesser, prompt.to(model.device), answer, pace)
         if streamer is not None:
             streamer.end()
-        if not generation_config.return_dict_in_generate:
+        if not whole:
             return answer.ids
-        scores = tuple(answer.scores) if generation_config.output_scores else None
-        return GenerateDecoderOnlyOutput(sequences=answer.ids, scores=scores, past_key_values=cache)
+        return GenerateDecoderOnlyOutput(sequences=answer.ids, past_key_values=cache, **answer.kept)
 
     # The class's own `generate` prepares prompt, processors and criteria as ever, without gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def look_for_stops(model, tokenizer, asked):
+    """Let stop strings of what is asked be criteria: transformers gives a function in its place no tokenizer."""
+    configs = (asked.get("generation_config"), model.generation_config)
+    found = [asked.get("stop_strings"), *(one.stop_strings for one in configs if one is not None)]
+    stops = next((one for one in found if one), None)
+    if stops is None:
+        return
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={stops!r} need the tokenizer: give tokenizer=TOKENIZER as well")
+    criteria = [StopStringCriteria(tokenizer, stops), *(asked.get("stopping_criteria") or ())]
+    asked |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 def run(model, guesser, prompt, answer, pace):
@@ -73,9 +89,10 @@ def run(model, guesser, prompt, answer, pace):
     past = Past(prompt[0].tolist())
     while not answer.done:
         began, start = time.perf_counter(), cache.get_seq_length()
-        tree = guesser.tree if pace.drafts else ROOT
-        tokens = guesser.draft(confirmed, states, root) if pace.drafts else [root]  # [N]
-        if pace.looks and (path := past.find(root)):
+        drafts, looks = pace.drafts, pace.looks  # another call may turn the pace meanwhile
+        tree = guesser.tree if drafts else ROOT
+        tokens = guesser.draft(confirmed, states, root) if drafts else [root]  # [N]
+        if looks and (path := past.find(root)):
             tree, tokens = beside(tree, tokens, path)
         depths = torch.tensor(tree.depths, device=prompt.device)
         out = model(
@@ -93,8 +110,8 @@ def run(model, guesser, prompt, answer, pace):
         past.learn([tokens[node] for node in path], root)
         found = guesser.states(out.hidden_states)[rows]
         # What was settled without drafts is told to the guesser when it is asked next.
-        confirmed = fresh if pace.drafts else torch.cat([confirmed, fresh])
-        states = found if pace.drafts else torch.cat([states, found])
+        confirmed = fresh if drafts else torch.cat([confirmed, fresh])
+        states = found if drafts else torch.cat([states, found])
         pace.record(time.perf_counter() - began, len(path))
     return cache
 
@@ -147,7 +164,7 @@ def keep(cache, start, rows):
     for layer in cache.layers:
         for name in ("keys", "values"):
             every = getattr(layer, name)
-            every[:, :, start : start + len(rows)] = every[:, :, start + rows]
+            every[:, :, start : start + len(rows)] = every[:, :, start + rows.to(every.device)]
             setattr(layer, name, every[:, :, : start + len(rows)])
 
 
@@ -155,67 +172,24 @@ class Answer:
     """The tokens so far, and how each is chosen and the end found: as `generate` does, one token after another."""
 
     def __init__(self, ids, processors, criteria, config, streamer):
-        self.ids, self.done, self.scores = ids, False, []
+        self.ids, self.done = ids, False
+        self.kept = {name: () for name in ("scores", "logits") if getattr(config, f"output_{name}")}  # of each token
         self._processors, self._criteria, self._streamer = processors, criteria, streamer
-        self._sample, self._keep_scores = config.do_sample, config.output_scores
+        self._sample = config.do_sample
 
     def choose(self, logits):
         """The next token for logits [V]: the best one, or a draw from the distribution asked for."""
-        scores = self._processors(self.ids, logits[None].float())
+        raw = logits[None].to(self.ids.device, torch.float32, copy=True)
+        scores = self._processors(self.ids, raw)
         token = torch.multinomial(scores.softmax(-1), 1) if self._sample else scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, token], dim=1)
-        if self._keep_scores:
-            self.scores.append(scores)
+        for name, one in (("scores", scores), ("logits", raw)):
+            if name in self.kept:
+                self.kept[name] += (one,)
         if self._streamer is not None:
             self._streamer.put(token[0].cpu())
         self.done = bool(self._criteria(self.ids, scores).all())
         return token.item()
-
-
-class Pace:
-    """What to draft: what took least time a token, each way tried for a few steps, and now and then again."""
-
-    def __init__(self, only=None):
-        self.way, self.ways = only or BOTH, (only,) if only else (BOTH, LOOKUP, NONE)
-        self.seconds = {}  # a token, by ways
-        self._stay, self._turn = STAY, 0
-        self._begin(TRY)
-
-    @property
-    def drafts(self):
-        """Whether the drafter is asked."""
-        return self.way in (BOTH, HEADS)
-
-    @property
-    def looks(self):
-        """Whether what the text repeats is drafted."""
-        return self.way in (BOTH, LOOKUP)
-
-    def record(self, seconds, tokens):
-        """Learn what a step took; its successor is of the way that pays."""
-        self._left -= 1
-        if len(self.ways) == 1 or self._left >= self._steps:  # the first step of a way pays for its beginning
-            return
-        self._spent, self._tokens = self._spent + seconds, self._tokens + tokens
-        if self._left:
-            return
-        self.seconds[self.way] = self._spent / self._tokens
-        untried = next((way for way in self.ways if way not in self.seconds), None)
-        best = min(self.seconds, key=self.seconds.get)
-        if untried is not None:
-            self.way = untried
-            self._begin(TRY)
-        elif best == self.way and self._steps > TRY:  # it was had for long: the others are tried again in turn
-            self._stay, self._turn = min(2 * self._stay, 16 * STAY), self._turn + 1
-            others = [way for way in self.ways if way != best]
-            self.way = others[self._turn % len(others)]
-            self._begin(TRY)
-        else:
-            self.way = best
-            self._begin(self._stay)
-
-    def _begin(self, steps):
-        self._steps, self._left, self._spent, self._tokens = steps, steps + 1, 0.0, 0
 
 
 class Tree:
