@@ -7,16 +7,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.errors import UserError
+from medusa_cli.engines import attach
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
 from medusa_cli.training import Stepped
 from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load
 from medusa_cli.training.log import TrainLog
 from tests.runs import save_model
 from tests.test_training import Crash, conversation, crash_at, trainer, write_lines
-from tests.tiny import tiny_backbone
+from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -67,10 +69,27 @@ def test_a_checkpoint_of_an_earlier_version_still_loads(run: Run) -> None:
     found = torch.load(path, weights_only=True)
     del found["drafter"]["draft_ids"]
     found["rng"] = torch.get_rng_state()
+    del found["arithmetic"]
     torch.save(found, path)
     again = trainer(run, tiny_backbone(), resume=True)
     assert again.step == 4
     assert [e.loss for e in again.events() if isinstance(e, Stepped)] == whole[4:]
+
+
+def test_states_made_in_other_numbers_are_not_gone_on_with(run: Run) -> None:
+    def made(engine: str) -> Backbone:
+        backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer(), id="tiny-llama")
+        attach(backbone, engine)
+        return backbone
+
+    crash_at(trainer(run, made("eager")).events(), 5)
+    assert trainer(run, made("fast"), resume=True).step == 4
+    with pytest.raises(UsageError, match="with engine auto before the checkpoint, .* with int8; give engine auto"):
+        trainer(run, made("int8"), resume=True)
+    wide = Backbone(made("eager").model.float(), tiny_tokenizer(), id="tiny-llama")
+    attach(wide)
+    with pytest.raises(UsageError, match="with dtype bf16 before the checkpoint, .* with fp32; give dtype bf16"):
+        trainer(run, wide, resume=True)
 
 
 def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run: Run) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from msgspec import convert
 
+from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.network import DTYPES
 from medusa_cli.drafters.base import Drafter
+from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.runs.files import replacing, replacing_folder
 from medusa_cli.runs.recipe import Recipe, differences, from_dict
@@ -28,6 +31,14 @@ class Checkpoint:
     backbone: dict[str, Any]
     data: str  # digest of the data set
     backbone_weights: dict[str, Any] = field(default_factory=dict)  # those that stage 2 trains
+    arithmetic: dict[str, str | None] = field(default_factory=dict)  # of the backbone; earlier versions did not say
+
+
+def arithmetic_of(backbone: Backbone) -> dict[str, str | None]:
+    """In which numbers a backbone makes its states: their type, and the engine that rounds its weights, if one does."""
+    kernel = backbone.engine.kernel.name
+    dtype = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
+    return {"dtype": dtype, "engine": kernel if kernel in BITS else None}
 
 
 def checkpoint_path(run: Run) -> Path:
@@ -77,8 +88,9 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
 
-def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: Recipe) -> None:
+def check(checkpoint: Checkpoint, backbone: Backbone, data: str, recipe: Recipe) -> None:
     """Raise UserError where a checkpoint was made with another backbone, recipe or data."""
+    identity = backbone.identity
     changed = differences(from_dict(checkpoint.recipe, "the checkpoint"), recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:
@@ -86,13 +98,22 @@ def check(checkpoint: Checkpoint, backbone: dict[str, Any], data: str, recipe: R
             f"@resume: {', '.join(changed)} changed since the checkpoint",
             "resume with the recipe as it was, or train without @resume",
         )
-    check_backbone(checkpoint.backbone, backbone, "the checkpoint")
-    before, now = checkpoint.backbone.get("rounding"), backbone.get("rounding")
+    check_backbone(checkpoint.backbone, identity, "the checkpoint")
+    before, now = checkpoint.backbone.get("rounding"), identity.get("rounding")
     if before != now and "weights" in checkpoint.backbone:  # earlier versions did not say
         raise UsageError(
             f"@resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
             f"give @load_in_{before}" if before else f"leave @load_in_{now} out",
         )
+    made = arithmetic_of(backbone)
+    for key in ("engine", "dtype"):  # an engine of rounded weights brings its own type
+        known = checkpoint.arithmetic.get(key, made[key])
+        if known != made[key]:
+            raise UsageError(
+                f"@resume: the model's states were made with @{key} {known or 'auto'} before the checkpoint, and would "
+                f"be made with {made[key] or 'whole weights'}",
+                f"give @{key} {known or 'auto'}",
+            )
     if checkpoint.data != data:
         raise UserError(
             "@resume: the training data changed since the checkpoint",

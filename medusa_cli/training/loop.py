@@ -193,6 +193,7 @@ class Trainer:
                 backbone=self.backbone.identity,
                 data=self.digest,
                 backbone_weights=self.task.state(),
+                arithmetic=checkpoints.arithmetic_of(self.backbone),
             ),
         )
 
@@ -203,7 +204,7 @@ class Trainer:
     def _restore(self) -> None:
         path = checkpoints.checkpoint_path(self.run)
         checkpoint = checkpoints.load(path)
-        checkpoints.check(checkpoint, self.backbone.identity, self.digest, self.recipe)
+        checkpoints.check(checkpoint, self.backbone, self.digest, self.recipe)
         try:
             self._take_up(checkpoint)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
