@@ -88,7 +88,7 @@ def calibrate(
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {place.of(name)} on {part}{source}, top {top} guesses a head; {bound}")
 
-    from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.commands.dataset import ROWS, engine_for, open_dataset
     from medusa_cli.commands.loading import follow
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engines import load_backbone
@@ -101,6 +101,7 @@ def calibrate(
         **follow(folder, place).loading,
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
+        rows=ROWS,
     )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)

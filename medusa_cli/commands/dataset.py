@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from medusa_cli.drafters.heads import HeadDrafter
     from medusa_cli.training import Conversations, Dataset, World
 
+# Whole conversations run through the backbone here, where decoding would run the few rows of a tree: both commands load
+# it for so many rows at a time, as states are kept by its number type.
+ROWS = 64
+
 
 def engine_for(kind: "type[HeadDrafter]", train: TrainRecipe, engine: str) -> str:
     """The engine to load the backbone with; UsageError for --engine fast where whole conversations run through it."""

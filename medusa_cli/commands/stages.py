@@ -30,7 +30,7 @@ def frozen(
     """
     import torch
 
-    from medusa_cli.commands.dataset import engine_for, open_dataset
+    from medusa_cli.commands.dataset import ROWS, engine_for, open_dataset
     from medusa_cli.engines import load_backbone
     from medusa_cli.training import build_drafter
     from medusa_cli.training.build import drafter_class, runs_model, taps_of
@@ -41,7 +41,7 @@ def frozen(
     given = replace(place, engine=engine).loading
     shard, template = plan.train.shard, plan.chat_template
     backbone = _loaded(
-        lambda: load_backbone(plan.model, **given, gradients=whole, shard=shard, chat_template=template),
+        lambda: load_backbone(plan.model, **given, gradients=whole, shard=shard, chat_template=template, rows=ROWS),
         target,
         world,
         shard,

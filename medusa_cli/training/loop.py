@@ -63,17 +63,13 @@ class Trainer:
         self.optimizer = optimizer_of(groups, drafter, train, backbone.device.type)
         self.peaks = [one["lr"] for one in self.optimizer.param_groups]
         self.batches = self.task.batches()
+        self.positions = _size(self.batches)  # of the whole training, all epochs together
         self.steps = math.ceil(len(self.batches) / train.accumulation)
         self.validation = _first(self.task.held_out(), train.validation_tokens)
         self.step = 0
         self._resumed = resume
         if resume:
             self._restore()
-
-    @property
-    def positions(self) -> int:
-        """Positions of the whole training, all epochs together."""
-        return _size(self.batches)
 
     @property
     def positions_done(self) -> int:
