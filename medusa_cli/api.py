@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_cli.assembly import Assembled, assemble
 from medusa_cli.backbone.dialogue import token_ids
-from medusa_cli.decoding import Decoder, Likelihood, Piece, Reply, Request, Stats
+from medusa_cli.decoding import Decoder, Likelihood, Lookup, Pace, Piece, Reply, Request, Stats
 from medusa_cli.decoding.sampling import sampling_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.resolve import choose, find_drafter
@@ -170,7 +170,9 @@ class Medusa:
 
     def decoder(self, slots: int = 1) -> Decoder:
         """A decoder of its own, for so many sequences side by side."""
-        return Decoder(self.backbone, self.made.drafter, self.made.shape, slots=slots)
+        shape = self.made.shape
+        shape = shape.fork() if isinstance(shape, Pace | Lookup) else shape  # whose texts under way are its own
+        return Decoder(self.backbone, self.made.drafter, shape, slots=slots)
 
     @contextmanager
     def _turns(self) -> Iterator[list[Decoder]]:

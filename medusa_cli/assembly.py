@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding.costs import costs_for, fortunes_for
-from medusa_cli.decoding.decoder import looks_up
+from medusa_cli.decoding.decoder import captured_over, looks_up
 from medusa_cli.decoding.lookup import UNMEASURED, Lookup
 from medusa_cli.decoding.pace import Pace, Size
 from medusa_cli.decoding.trial import captures
@@ -147,7 +147,7 @@ def with_lookup(
     """A shape, with what the text itself suggests beside it where that was chosen and can be; warns where it cannot."""
     if not choice.lookup:
         return shape
-    if not looks_up(drafter, captures(backbone.engine)):
+    if not looks_up(drafter, captured_over(backbone.engine, shape)):
         if not choice.auto:  # asked for by name
             log.warning("nothing is looked up in the text beside a %s drafter here: @lookup is left out", drafter.name)
         return shape
@@ -156,7 +156,14 @@ def with_lookup(
 
 
 def looked_up(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> Lookup:
-    """What is drafted without a drafter: what the text itself suggests, as far as that pays on this machine."""
+    """What is drafted without a drafter: what the text itself suggests, as far as that pays on this machine.
+
+    UsageError where nothing is looked up.
+    """
+    if not looks_up(None, captures(backbone.engine)):
+        raise UsageError(
+            f"nothing is looked up in the text where steps are captured, as on {backbone.device}", "leave @lookup out"
+        )
     return Lookup(Pace([], costs_for(backbone, None, None, on_progress=on_progress)))
 
 
@@ -187,7 +194,9 @@ def growth_of(choice: Choice, tree: "Tree | Growth | Pace | Lookup", drafter: Dr
     that alone decides, up to MOST_PAYING nodes.
     """
     least = _made(choice.tree).get("break_even", 0.0) if choice.tree else 0.0
-    budget = choice.dynamic or (max(MOST_PAYING, tree.size) if least else tree.size)
+    over = tree.over if isinstance(tree, Lookup) else tree
+    nodes = over.most if isinstance(over, Pace) else over.size
+    budget = choice.dynamic or (max(MOST_PAYING, nodes) if least else nodes)
     return Growth(budget, drafter.num_heads, _calibration(choice).temperatures, least)
 
 

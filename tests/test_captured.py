@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.decoding import Decoder, Sampling, answer, captured, choosing, trial
 from medusa_cli.decoding.sampling import Rule
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Growth, Tree
 from tests.test_accept import target_probs
 from tests.test_generate import PROMPT, SPARSE, Oracle, plain
 from tests.tiny import FAMILIES, tiny_backbone
@@ -57,6 +57,13 @@ def test_sequences_of_every_kind_step_side_by_side(verified: list[str]) -> None:
     for (sequence, _), rule in zip(rows, RULES.values(), strict=True):
         assert found[id(sequence)] == plain(backbone, 20, sampling=rule)
     assert set(verified) == {choosing.CUT}
+
+
+def test_trees_that_grow_are_not_captured(verified: list[str]) -> None:
+    backbone = tiny_backbone("llama", engine="fast")
+    backbone.engine.captures = True
+    assert Decoder(backbone, Oracle([1], 0.6), Growth(8, 3)).captured is None
+    assert Decoder(backbone, Oracle([1], 0.6), SPARSE).captured is not None
 
 
 def test_typical_acceptance_is_not_captured(verified: list[str]) -> None:

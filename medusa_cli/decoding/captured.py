@@ -39,7 +39,7 @@ class Captured:
         self._pool = torch.cuda.graph_pool_handle() if on_device else None
 
     def can(self, drafts: Sequence[Draft], rules: Sequence[Rule], pseudo: Pseudo | None) -> bool:
-        """Whether a step is of a kind that runs so: greedy or exact, over one static tree for all, no pseudo rows."""
+        """Whether a step is of a kind that runs so: greedy or exact, over one tree for all, no pseudo rows."""
         alike = all(draft.tree is drafts[0].tree for draft in drafts)
         fits = alike and pseudo is None and all(rule.greedy or rule.sampling.mode == "exact" for rule in rules)
         if not fits:

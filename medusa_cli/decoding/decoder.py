@@ -10,7 +10,7 @@ from medusa_cli.decoding.accept import accept
 from medusa_cli.decoding.captured import Captured
 from medusa_cli.decoding.clock import Clock
 from medusa_cli.decoding.ending import Ending, fitting
-from medusa_cli.decoding.lookup import Lookup, graft
+from medusa_cli.decoding.lookup import Asked, Lookup, graft
 from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.pace import Pace
 from medusa_cli.decoding.sampling import Rule, Sampling
@@ -19,11 +19,16 @@ from medusa_cli.decoding.slots import Held, Slots
 from medusa_cli.decoding.trial import captures
 from medusa_cli.decoding.types import Settled, Step
 from medusa_cli.drafters.base import Confirmed, Draft, Drafter
-from medusa_cli.engines import Plan, Pseudo
+from medusa_cli.engines import Engine, Plan, Pseudo
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.forest import side_by_side
 
 ROOT = Tree.root_only()
+
+
+def captured_over(engine: Engine, shape: "Tree | Growth | Pace") -> bool:
+    """Whether steps over a shape are captured: where a trial says so, but for trees that grow, each of which is new."""
+    return not isinstance(shape, Growth) and captures(engine)
 
 
 def looks_up(drafter: Drafter | None, captured: bool) -> bool:
@@ -35,10 +40,10 @@ def looks_up(drafter: Drafter | None, captured: bool) -> bool:
 class Decoder:
     """Sequences under way in the slots of one cache; `step` brings each of them on.
 
-    Without a drafter every step is plain: the tree of the root alone. shape is what every step drafts: a static tree, a
-    growth of dynamic ones, a Pace that chooses among trees of several sizes, or a Lookup that sets what the text itself
-    suggests beside any of these. Greedy and exact sampling give what plain decoding gives: the same tokens, the same
-    distribution. A slot outlives its sequence: the next prompt that begins alike runs only what is new.
+    shape is what every step drafts: a static tree, a growth of dynamic ones, a Pace that chooses among trees of several
+    sizes, or a Lookup that sets what the text itself suggests beside any of these. Without it, or a drafter for it,
+    steps are plain: the tree of the root alone. Greedy and exact sampling give what plain decoding gives: the same
+    tokens, the same distribution. A slot outlives its sequence: a prompt that begins alike runs only what is new.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class Decoder:
         over = shape.over if isinstance(shape, Lookup) else shape
         self.shape: Tree | Growth | Pace = over if over is not None and (drafter or not over.max_depth) else ROOT
         self.taps = (-1,) if drafter is None else drafter.taps
-        self.slots = Slots(self.engine.new_cache(slots, plain=drafter is None))
+        # Steps of one row read keys as they come, several rows transposed ones.
+        self.slots = Slots(self.engine.new_cache(slots, plain=drafter is None and not isinstance(shape, Lookup)))
         self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up
-        fixed = captures(self.engine) if captured is None else captured
+        fixed = captured_over(self.engine, self.shape) if captured is None else captured
         self.captured = Captured(self.engine, self.slots.cache, self.taps) if fixed else None
         self._rides = drafter is not None and drafter.rides
         self.lookup = shape if isinstance(shape, Lookup) and looks_up(drafter, fixed) else None
@@ -115,7 +121,7 @@ class Decoder:
             confirmed = kept.drafter.opening(confirmed)
         past = None if self.lookup is None else self.lookup.begin(sampling)
         known = (top, kept.length, fortune, past)
-        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [confirmed], *known)
+        sequence = Sequence(number, list(prompt), ending, rule, kept.drafter, [*kept.unseen, confirmed], *known)
         self._places[slot : slot + 1] = [sequence]
         likely = sequence.likelihoods(out.logits[0, -1:], [root])
         step = Step(ending.cut([root]), 0, 0, 0.0, clock.lap(), prefill=True, likelihoods=likely)
@@ -144,7 +150,7 @@ class Decoder:
             tokens = draft.tokens[torch.tensor(verdict.path, device=draft.tokens.device)]
             sequence.settle(Confirmed(tokens, verdict.hidden, verdict.bonus, start, verdict.ahead))
             fresh = [*tokens[1:].tolist(), verdict.bonus]
-            if self.lookup is not None and sequence.past is not None and draft.looked_up:
+            if self.lookup is not None and sequence.past is not None:
                 self.lookup.learn(sequence.past, sequence.rule.sampling, fresh)
             gained.append(sequence.ending.cut(fresh))
             likely.append(() if verdict.logits is None else sequence.likelihoods(verdict.logits, gained[-1]))
@@ -215,7 +221,7 @@ class Decoder:
         """A draft for every sequence; near its context's end a sequence has a tree of its own, cut to what fits."""
         rows, found = self.rows, list[Draft | None]([None] * len(self.rows))
         rooms = [self.backbone.max_positions - length for length in self.slots.cache.lengths[: len(rows)]]
-        asked = [self._beside(shape, sequence) for sequence in rows]
+        asked = self._asked(shape)
         cut = [fitting(one, room) for (one, _), room in zip(asked, rooms, strict=True)]
         for one in dict.fromkeys(cut):
             mine = [index for index in range(len(rows)) if cut[index] == one]
@@ -223,11 +229,12 @@ class Decoder:
                 found[index] = graft(draft, [path[: rooms[index] - 1] for path in asked[index][1]])
         return [draft for draft in found if draft is not None]
 
-    def _beside(self, shape: Tree | Growth, sequence: Sequence) -> tuple[Tree | Growth, list[tuple[int, ...]]]:
-        """What a sequence's drafter is asked for, and the paths of tokens that its own text suggests beside that."""
-        if self.lookup is None or sequence.past is None:
-            return shape, []
-        return self.lookup.beside(shape, sequence.past, sequence.tokens, sequence.root)
+    def _asked(self, shape: Tree | Growth) -> list[Asked]:
+        """For each sequence what its drafter is asked for, and the paths that its own text suggests beside that."""
+        if self.lookup is None:
+            return [(shape, []) for _ in self.rows]
+        texts = [(one.past, one.tokens, one.root) for one in self.rows if one.past is not None]
+        return self.lookup.beside(shape, texts)
 
     def _draft_alike(self, mine: list[int], shape: Tree | Growth) -> list[Draft]:
         """Drafts of one shape for some of the sequences; a root alone needs no drafter."""
@@ -255,7 +262,7 @@ class Decoder:
         """Let sequences that are done go; what their slots hold is remembered."""
         for slot, sequence in enumerate(self._places):
             if sequence is not None and sequence.done:
-                self.slots.release(slot, sequence.tokens, sequence.drafter)
+                self.slots.release(slot, sequence.tokens, sequence.drafter, sequence.unseen)
                 if isinstance(self.shape, Pace):
                     self.shape.end()
                 self._places[slot] = None

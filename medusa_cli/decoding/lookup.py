@@ -4,6 +4,7 @@ Prompt lookup; how far a repetition is trusted goes by how long it is, as where 
 (SAM Decoding, arXiv:2411.10666), and is learnt of each text.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,9 @@ from medusa_cli.tree.search import Accuracies, node_values
 LEAST = 0.05
 # What a head that was not measured is taken to settle, by level: a start, no more.
 UNMEASURED = 0.3
+# A text under way: its past, its tokens and its root. What is asked of a drafter for it, and the paths beside that.
+Text = tuple[Past, Sequence[int], int]
+Asked = tuple[Tree | Growth, list[tuple[int, ...]]]
 
 
 class Lookup:
@@ -40,38 +44,50 @@ class Lookup:
     def size(self) -> int:
         return self.over.size
 
-    @property
-    def max_depth(self) -> int:
-        return self.over.max_depth
+    def fork(self) -> "Lookup":
+        """This one for other texts under way: what is trusted of kinds of texts is of both."""
+        other = copy.copy(self)
+        other.over = self.over.fork() if isinstance(self.over, Pace) else self.over
+        return other
 
     def begin(self, sampling: Sampling) -> Past:
         """A text's own past, trusted as texts of its kind were, and half as what is known beforehand."""
         trust = self._of(kind_of(sampling)[0])
         return Past({kind: Luck(PRIOR, PRIOR * (one.share + KNOWN[kind]) / 2) for kind, one in trust.items()})
 
-    def beside(
-        self, shape: Tree | Growth, past: Past, tokens: Sequence[int], root: int
-    ) -> tuple[Tree | Growth, list[tuple[int, ...]]]:
-        """What the drafter is to draft over in this step, and the paths of tokens that are drafted without it."""
-        found = past.find(tokens, root)
-        if not found:
-            return shape, []
-        shares = [past.share(echo) for echo in found]
+    def beside(self, shape: Tree | Growth, texts: Sequence[Text]) -> list[Asked]:
+        """For each text what its drafter is to draft over in this step, and the paths that are drafted without it."""
+        found = [past.find(tokens, root) for past, tokens, root in texts]
         if isinstance(self.over, Pace):
-            # What followed a single token comes true where the heads know it, too.
-            shape, count = self.over.beside(shares[0], MOST) if found[0].kind >= PAIR else (shape, 0)
-            counts = [count]
-        elif isinstance(shape, Growth):
-            shape, counts = _smaller(shape, shares)
-        else:
-            shape, counts = self._fewer(shape, shares)
-        past.drafted = tuple(
-            Echo(echo.tokens[:count], echo.kind) for echo, count in zip(found, counts, strict=False) if count
-        )
-        return shape, [echo.tokens for echo in past.drafted]
+            return self._paced(self.over, shape, texts, found)
+        return [self._in_place(shape, past, echoes) for (past, _, _), echoes in zip(texts, found, strict=True)]
+
+    def _paced(
+        self, pace: Pace, shape: Tree | Growth, texts: Sequence[Text], found: Sequence[Sequence[Echo]]
+    ) -> list[Asked]:
+        """What the pace makes of each text's longest echo."""
+        # What followed a single token comes true where the heads know it, too.
+        shares = [
+            past.share(echoes[0]) if echoes and echoes[0].kind >= PAIR else 0.0
+            for (past, _, _), echoes in zip(texts, found, strict=True)
+        ]
+        if not any(shares):
+            return [(shape, []) for _ in texts]
+        return [
+            (tree, [echoes[0].tokens[:count]] if count else [])
+            for (tree, count), echoes in zip(pace.beside(shares, MOST), found, strict=True)
+        ]
+
+    def _in_place(self, shape: Tree | Growth, past: Past, echoes: Sequence[Echo]) -> Asked:
+        """A tree, or a growth, with its least likely nodes given up for likelier tokens of each echo."""
+        if not echoes:
+            return shape, []
+        shares = [past.share(echo) for echo in echoes]
+        smaller, counts = _smaller(shape, shares) if isinstance(shape, Growth) else self._fewer(shape, shares)
+        return smaller, [echo.tokens[:count] for echo, count in zip(echoes, counts, strict=True) if count]
 
     def learn(self, past: Past, sampling: Sampling, settled: Sequence[int]) -> None:
-        """Learn from what a step settled after its root, of a text for which something was looked up."""
+        """Learn from what a step settled after its root, whether what was found in the text was drafted or not."""
         every = self._of(kind_of(sampling)[0])
         for kind, judged, came in past.learn(settled):
             every[kind].learn(judged, came, MEMORY)

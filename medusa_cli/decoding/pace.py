@@ -1,5 +1,6 @@
 """How much to draft: the size of tree that pays best by acceptance as it comes and steps as they are, down to none."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,15 +49,30 @@ class Pace:
         self._known: dict[tuple[int, int, int], float] = {}  # by nodes, levels, sequences: seconds that were measured
         self._slower: dict[tuple[int, int], float] = {}  # and those seen while decoding over them
         self._quickest: dict[int, float] = {}  # the least of these by sequences
-        self._texts: tuple[Luck, ...] = (Luck(PRIOR, PRIOR),)
-        self._plain_steps, self._patience, self._trying = 0, PATIENCE, 0
-        self._held = False
-        self._now = self._best()
+        self._forget()
 
     @classmethod
     def of(cls, budgets: Sequence[Budget], costs: Costs, fortunes: Fortunes | None = None) -> "Pace":
         """A pace among the best trees of several sizes."""
         return cls([Size(one.tree, one.expected) for one in budgets], costs, fortunes)
+
+    def _forget(self) -> None:
+        """Know nothing of any text."""
+        self._texts: tuple[Luck, ...] = (Luck(PRIOR, PRIOR),)
+        self._plain_steps, self._patience, self._trying = 0, PATIENCE, 0
+        self._held = False
+        self._now = self._best()
+
+    def fork(self) -> "Pace":
+        """This pace for other texts under way: what steps take, and what is known of kinds of texts, is of both."""
+        other = copy.copy(self)
+        other._forget()
+        return other
+
+    @property
+    def most(self) -> int:
+        """The nodes of its largest tree."""
+        return max(size.tree.size for size in self._sizes)
 
     @property
     def max_depth(self) -> int:
@@ -88,49 +104,52 @@ class Pace:
             self._now = self._best()
         return self._now.tree
 
-    def beside(self, share: float, most: int) -> tuple[Tree, int]:
-        """The tree to draft over now, and how many tokens that the text itself suggests beside it, at most so many.
+    def beside(self, shares: Sequence[float], most: int) -> list[tuple[Tree, int]]:
+        """For each text the tree to draft over now, and how many tokens that it suggests itself, at most so many.
 
-        Each of these comes true by the chance `share` if those before it do; the heads' drafts count where the first
-        one fails. Of sequences side by side none has more rows than the tree: the widest draft sets what a pass takes.
+        Each of a text's tokens comes true by the chance `shares` says if those before it do, and none by 0; the heads'
+        drafts count where the first one fails. The widest of all drafts sets what a pass takes, and the heads draft for
+        all at once or not at all: both are chosen for all texts together.
         """
-        now, batch = self._now, len(self._texts)
+        now, plain, batch = self._now, self._sizes[0], len(shares)
         slower = self._seconds(now) / self._cost(now.tree.size, now.tree.max_depth, batch)
-        best, found = MARGIN * self._rate(now), (now.tree, 0)
-        for size in dict.fromkeys((self._sizes[0], now)):
-            for count in LOOKED_UP:
-                nodes = size.tree.size + count
-                if count > most or (batch > 1 and nodes > now.tree.size):
-                    break
-                tokens = share * (1 - share**count) / (1 - share)
-                tokens += 1 + (1 - share) * self.luck * (size.expected - 1)
-                rate = tokens / (slower * self._cost(nodes, size.tree.max_depth, batch))
+        best, found = MARGIN * batch * self._rate(now), [(now.tree, 0)] * batch
+        for sizes in [(plain,), (now, plain)] if now is not plain else [(plain,)]:
+            for rows in sorted({size.tree.size + count for size in sizes for count in LOOKED_UP if count <= most}):
+                if rows < sizes[0].tree.size:
+                    continue
+                each = [self._likeliest(sizes, share, rows, most) for share in shares]
+                seconds = slower * self._cost(rows, sizes[0].tree.max_depth, batch)
+                rate = sum(tokens for tokens, _, _ in each) / seconds
                 if rate > best:
-                    best, found = rate, (size.tree, count)
+                    best, found = rate, [(size.tree, count) for _, size, count in each]
         return found
+
+    def _likeliest(self, sizes: Sequence[Size], share: float, rows: int, most: int) -> tuple[float, Size, int]:
+        """The tokens that a text is expected to settle in so many rows, over which of the sizes, and beside how many
+        that it suggests itself."""
+        found = []
+        for size in sizes:
+            count = min(rows - size.tree.size, most) if share else 0
+            came = share * (1 - share**count) / (1 - share)
+            missed = 1 - share if count else 1.0
+            found.append((1 + came + missed * self.luck * (size.expected - 1), size, count))
+        return max(found, key=lambda one: one[0])
 
     def record(self, steps: Sequence[Step], texts: Sequence[Fortune]) -> None:
         """Learn from a step of one or more texts, and settle on the next size."""
-        if any(step.looked_up for step in steps):  # what they came to is not the heads' doing
+        drafted = [(step, text) for step, text in zip(steps, texts, strict=True) if not step.looked_up]
+        if not drafted:  # what they came to is not the heads' doing
             return
-        nodes, batch = steps[0].nodes, len(steps)
+        nodes, batch = drafted[0][0].nodes, len(steps)
         size = next((one for one in self._sizes if one.tree.size == nodes), None)
-        if size is None or any(step.nodes != nodes for step in steps):  # cut by the context's end
+        if size is None or any(step.nodes != nodes for step, _ in drafted):  # cut by the context's end
             return
-        known = self._cost(nodes, size.tree.max_depth, batch)
-        ratio = min(sum(step.draft_s + step.verify_s for step in steps) / known, HELD_UP)
-        slower = self._slower.get((nodes, batch), 1.0)
-        before, self._held = self._held, ratio > HELD * slower
-        if before or not self._held:
-            new = (nodes, batch) not in self._slower
-            self._slower[nodes, batch] = ratio if new else (1 - QUICK) * slower + QUICK * ratio
-            now = self._slower[nodes, batch]
-            for other in [one for one in self._slower if one[1] == batch]:
-                self._slower[other] += FADING * (now - self._slower[other])
-            self._quickest[batch] = min(one for (_, many), one in self._slower.items() if many == batch)
+        if len(drafted) == batch:
+            self._time(size, sum(step.draft_s + step.verify_s for step in steps), batch)
         came = 0
         if nodes > 1:
-            for step, text in zip(steps, texts, strict=True):
+            for step, text in drafted:
                 self._fortunes.learn(text, size.expected - 1, len(step.path) - 1)
                 came += len(step.path) - 1
         if self._trying:
@@ -147,6 +166,21 @@ class Pace:
             best = self._best()
             if best is self._sizes[0] or self._rate(best) > MARGIN * self._rate(self._now):
                 self._now, self._plain_steps, self._patience = best, 0, PATIENCE
+
+    def _time(self, size: Size, seconds: float, batch: int) -> None:
+        """Learn what a step over a size took."""
+        nodes = size.tree.size
+        known = self._cost(nodes, size.tree.max_depth, batch)
+        ratio = min(seconds / known, HELD_UP)
+        slower = self._slower.get((nodes, batch), 1.0)
+        before, self._held = self._held, ratio > HELD * slower
+        if before or not self._held:
+            new = (nodes, batch) not in self._slower
+            self._slower[nodes, batch] = ratio if new else (1 - QUICK) * slower + QUICK * ratio
+            now = self._slower[nodes, batch]
+            for other in [one for one in self._slower if one[1] == batch]:
+                self._slower[other] += FADING * (now - self._slower[other])
+            self._quickest[batch] = min(one for (_, many), one in self._slower.items() if many == batch)
 
     def _rest(self) -> None:
         """Count plain steps, and now and then try the smallest tree again."""

@@ -32,7 +32,7 @@ class Past:
         self._trust = dict(trust)
         self._after: dict[tuple[int, ...], list[int]] = {}
         self._known = 0
-        self.drafted: tuple[Echo, ...] = ()  # in the step under way
+        self._found: list[Echo] = []  # in the step under way
 
     def find(self, tokens: Sequence[int], root: int) -> list[Echo]:
         """What stood after the longest repetitions of the text's end, tokens and then the root: the longest first.
@@ -54,24 +54,27 @@ class Past:
                 around = len(text) - place
                 kind = max(least for least in KNOWN if least <= found[place]) if not echoes else ANOTHER
                 echoes[text[place]] = Echo(tuple(text[place + step % around] for step in range(MOST)), kind)
-        return list(echoes.values())
+        self._found = list(echoes.values())
+        return self._found
 
     def share(self, echo: Echo) -> float:
         """The chance of each of its tokens to come true, if those before it do."""
         return min(self._trust[echo.kind].share, 0.98)
 
     def learn(self, settled: Sequence[int]) -> list[tuple[int, int, int]]:
-        """By the tokens that a step settled: each drafted echo's kind, how many were judged, how many came true."""
-        found = []
-        for echo in self.drafted:
-            came = 0
-            while came < min(len(echo.tokens), len(settled)) and echo.tokens[came] == settled[came]:
+        """By the tokens that a step settled: each found echo's kind, how many were judged, how many came true.
+
+        Those that were not drafted are judged, too: what has failed for long may come true again.
+        """
+        judged = []
+        for echo in self._found:
+            came, most = 0, min(len(echo.tokens), len(settled))
+            while came < most and echo.tokens[came] == settled[came]:
                 came += 1
-            judged = came + (came < len(echo.tokens))
-            self._trust[echo.kind].learn(judged, came, MEMORY)
-            found.append((echo.kind, judged, came))
-        self.drafted = ()
-        return found
+            self._trust[echo.kind].learn(came + (came < most), came, MEMORY)
+            judged.append((echo.kind, came + (came < most), came))
+        self._found = []
+        return judged
 
 
 def _alike(text: Sequence[int], place: int) -> int:

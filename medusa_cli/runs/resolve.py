@@ -53,7 +53,7 @@ def choose(
     auto = tree in (None, "auto")
     file, static, dynamic = (None, None, None) if auto else _tree_words(str(tree))
     if not need_drafter:
-        return Choice(name, None, None, target, adapter=target.adapter if target else None)
+        return Choice(name, None, None, target, adapter=target.adapter if target else None, lookup=bool(lookup))
     source = target or Run.pretrained(name)
     if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
         drafter = None  # named, but what is taken in any case
