@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa_cli.drafters import blocks
 from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, head_count, rotary, rotated
 
 
@@ -36,6 +37,21 @@ def test_layers_of_an_uneven_width_run_and_their_caches_agree(hidden: int) -> No
     pieces = [extended(layer, one, cache, first) for one, first in zip(x[0].split([3, 1, 3]), (0, 3, 4), strict=True)]
     assert torch.allclose(torch.cat(pieces), layer(x)[0], atol=1e-5)
     assert attention(x).shape == x.shape
+
+
+def test_a_long_prompt_is_run_in_pieces_and_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x = DecoderLayer(32, 8), torch.randn(1, 23, 32)
+    torch.nn.init.normal_(layer.out.weight)
+    monkeypatch.setattr(blocks, "PIECE", 5)
+    assert torch.allclose(extended(layer, x[0], LayerCache(), 0), layer(x)[0], atol=1e-5)
+
+
+def test_caches_that_were_cut_off_in_the_midst_of_a_draft_end_together() -> None:
+    layer, caches = DecoderLayer(32, 8), [LayerCache(), LayerCache()]
+    for cache, rows in zip(caches, (9, 6), strict=True):
+        extended(layer, torch.randn(rows, 32), cache, 0)
+    assert blocks.truncated(caches, 8, 8) == 6 and [cache.length for cache in caches] == [6, 6]
 
 
 def test_a_cache_that_is_cut_goes_on_from_there_and_one_with_a_gap_sees_what_is_left() -> None:

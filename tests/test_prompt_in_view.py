@@ -178,6 +178,23 @@ def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_
         assert ours == theirs and drawn == expected
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -> None:
+    backbone, drafter = (made := tiny_backbone(layers=4)), trained(made, name)
+    decoder, prompt = Decoder(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
+    for most, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
+        sequence, first = decoder.admit(prompt, max_new_tokens=most, stop_ids=())
+        said = list(first.tokens)
+        while decoder.rows:
+            said += decoder.step()[0][1].tokens
+        prompt = [*prompt, *said, *more]
+    assert sequence.reused == 4 + 1 + 2 + 9 - 1
+    decoder.draft_over(TREE)
+    ours = answer(decoder, prompt, max_new_tokens=12, stop_ids=())
+    theirs = generate(backbone, drafter, TREE, prompt, max_new_tokens=12, stop_ids=())
+    assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
+
+
 @pytest.mark.parametrize("name", ["hydra", "amphista"])
 def test_files_of_earlier_versions_see_the_answer_alone(name: str, tmp_path: Path) -> None:
     backbone = tiny_backbone(layers=4)

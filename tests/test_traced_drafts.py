@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Decoder
+from medusa_cli.decoding import Decoder, generate
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.engines import tracing
 from medusa_cli.tree import Growth, Tree
@@ -53,6 +53,15 @@ def drafts_of(kind: str, shape: Tree | Growth) -> list[Any]:
             decoder.admit([7, 6], max_new_tokens=12, stop_ids=())
         found.append([(step.tokens, step.path, step.nodes) for _, step in decoder.step()])
     return found
+
+
+def test_a_cache_that_grows_is_traced_once_where_rows_choose_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone("llama", layers=4)
+    drafter = made(backbone, "hydra++ that sees the prompt")
+    monkeypatch.setattr(type(drafter.kernel), "exact", False)
+    for _ in range(4):
+        list(generate(backbone, drafter, SHAPES["chain"], [5, 9, 23], max_new_tokens=60, stop_ids=()))
+    assert len(drafter._repeated) < 30
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,9 +1,8 @@
 """One sequence under way: where it ends, how it chooses, its share of the drafter's state, what was settled last."""
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from medusa_cli.decoding.ending import Ending
@@ -11,7 +10,7 @@ from medusa_cli.decoding.likelihood import Likelihood, likelihoods
 from medusa_cli.decoding.luck import Fortune
 from medusa_cli.decoding.past import Past
 from medusa_cli.decoding.sampling import Rule
-from medusa_cli.drafters.base import Confirmed, Drafter
+from medusa_cli.drafters.base import Confirmed, Drafter, joined
 
 
 @dataclass(eq=False)
@@ -46,9 +45,7 @@ class Sequence:
     def confirmed(self) -> Confirmed:
         """What the drafter has not seen yet, in one piece: joined when it is asked for, not at every plain step."""
         if len(self.unseen) > 1:
-            first, last = self.unseen[0], self.unseen[-1]
-            tokens, hidden = (torch.cat([getattr(one, name) for one in self.unseen]) for name in ("tokens", "hidden"))
-            self.unseen = [replace(last, tokens=tokens, hidden=hidden, start=first.start)]
+            self.unseen = [joined(self.unseen)]
         return self.unseen[0]
 
     @property

@@ -4,16 +4,18 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.base import Confirmed, Drafter, joined
 from medusa_cli.engines import Cache
 
 
 @dataclass
 class Held:
-    """What a slot held when its sequence left: the tokens in it, and the drafter's state over them."""
+    """What a slot held when its sequence left: the tokens in it, the drafter's state over them, and what the drafter
+    had not been told of yet."""
 
     tokens: list[int] = field(default_factory=list)
     drafter: Drafter | None = None
+    unseen: list[Confirmed] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -49,17 +51,22 @@ class Slots:
         best = max(idle, key=lambda one: (min(self._kept[one].shared(prompt), most), -self._kept[one].length))
         kept, self._kept[best] = self._kept[best], Held()
         shared = min(kept.shared(prompt), most)
-        fork = None
+        fork, unseen = None, list[Confirmed]()
         if drafter is not None:
             fork = kept.drafter if shared and kept.drafter is not None else drafter.fork()
-            shared = fork.truncate(shared)
+            told = fork.truncate(shared)
+            waiting = kept.unseen if kept.drafter is fork else []
+            if told < shared and waiting and waiting[0].start <= told and shared <= waiting[-1].end:
+                unseen = [joined(waiting).part(told, shared)]
+            else:
+                shared = told
         self.cache.truncate(best, shared)
-        return best, Held(list(prompt[:shared]), fork)
+        return best, Held(list(prompt[:shared]), fork, unseen)
 
-    def release(self, slot: int, tokens: list[int], drafter: Drafter | None) -> None:
+    def release(self, slot: int, tokens: list[int], drafter: Drafter | None, unseen: Several[Confirmed] = ()) -> None:
         """Remember what a slot holds, now that its sequence has left."""
         length = self.cache.lengths[slot]
-        self._kept[slot] = Held(tokens[:length], drafter)
+        self._kept[slot] = Held(tokens[:length], drafter, list(unseen))
 
     def forget(self) -> None:
         """Keep nothing of what idle slots hold."""

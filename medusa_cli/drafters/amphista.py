@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence, truncated
 from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.parallel import drafts_of
@@ -77,7 +77,7 @@ class Amphista(HeadDrafter):
         if not length or self.config.context == "answer":  # every prompt begins another answer
             self._caches = [LayerCache() for _ in self.stages]
             return length
-        return min([cache.truncate(length - 1) for cache in self._caches], default=length)
+        return truncated(self._caches, length - 1, length)
 
     @torch.inference_mode()
     def draft(

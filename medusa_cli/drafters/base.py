@@ -32,14 +32,31 @@ class Confirmed:
     start: int
     ahead: Tensor | None = None
 
+    @property
+    def end(self) -> int:
+        """The position of the root."""
+        return self.start + len(self.tokens)
+
     def last(self) -> "Confirmed":
-        """Its last position alone."""
-        return replace(self, tokens=self.tokens[-1:], hidden=self.hidden[-1:], start=self.start + len(self.tokens) - 1)
+        """Its last position alone; nothing else of a long prompt is held by it."""
+        return replace(self, tokens=self.tokens[-1:].clone(), hidden=self.hidden[-1:].clone(), start=self.end - 1)
+
+    def part(self, start: int, end: int) -> "Confirmed":
+        """Its positions start .. end - 1."""
+        first, last = start - self.start, end - self.start
+        root = self.root if end == self.end else int(self.tokens[last])
+        return replace(self, tokens=self.tokens[first:last], hidden=self.hidden[first:last], root=root, start=start)
 
     @property
     def following(self) -> Tensor:
         """The token after each position [A+1], the root last."""
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([self.root])])
+
+
+def joined(pieces: Sequence[Confirmed]) -> Confirmed:
+    """Consecutive pieces as one."""
+    tokens, hidden = (torch.cat([getattr(one, name) for one in pieces]) for name in ("tokens", "hidden"))
+    return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 
 def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# A long prompt's rows are run so many at a time: a mask over all of them would be quadratic in its length.
+PIECE = 512
 # Calls a function by a name under which it may come again, with its inputs: `HeadDrafter.repeated`.
 Repeatedly = Callable[..., Tensor]
 
@@ -91,6 +93,14 @@ class LayerCache:
         return self._positions[-1] + 1 if self._positions else 0
 
 
+def truncated(caches: Sequence[LayerCache], position: int, default: int) -> int:
+    """Forget all caches' rows from a position on, or from the first that some cache has not; where they end now."""
+    end = min([cache.truncate(position) for cache in caches], default=default)
+    for cache in caches:
+        cache.truncate(end)
+    return end
+
+
 def head_count(hidden_size: int, head_dim: int) -> int:
     """The most heads of at least head_dim (one at least) that share a width evenly, with an even width to rotate."""
     counts = range(max(1, hidden_size // head_dim), 1, -1)
@@ -124,6 +134,9 @@ class DecoderLayer(nn.Module):
 
     def extend(self, x: Tensor, cache: LayerCache, first: int, repeated: Repeatedly) -> Tensor:
         """Rows x [n, H] at positions from `first` on, which continue a cache -> [n, H]; what it calls is `repeated`."""
+        if len(x) > PIECE:
+            pieces = enumerate(x.split(PIECE))
+            return torch.cat([self.extend(one, cache, first + PIECE * place, repeated) for place, one in pieces])
         positions = torch.arange(first, first + len(x), device=x.device)
         q, k, v = repeated((self, "project"), self._projected, x, positions)
         keys, values = cache.append(k, v, range(first, first + len(x)))

@@ -123,7 +123,8 @@ class HeadDrafter(Drafter):
 
         Forks share it, so nothing of a sequence's own may be in it but what the inputs bring.
         """
-        rows = None if self.kernel.exact else tuple(one.shape for one in inputs)  # rough kernels choose by the rows
+        # Rough kernels choose by the rows, which the first input has; others, as a cache's, grow with every step.
+        rows = None if self.kernel.exact else inputs[0].shape
         if (what, rows) not in self._repeated:
             never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
             self._repeated[what, rows] = Repeated(compute, self._products, never=never)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
-from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence
+from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence, truncated
 from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import Encoded, HeadDrafter
 from medusa_cli.drafters.levels import levels
@@ -100,7 +100,7 @@ class HydraHeads(HeadDrafter):
         if not length or self.config.context == "answer":  # every prompt begins another answer
             self._caches = [LayerCache() for _ in self.prefix]
             return length
-        return min([cache.truncate(length) for cache in self._caches], default=length)
+        return truncated(self._caches, length, length)
 
     @torch.inference_mode()
     def draft(

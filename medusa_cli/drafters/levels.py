@@ -36,15 +36,7 @@ def levels(tree: Tree, device: torch.device) -> list[Level]:
         rows = torch.tensor([row[tree.parents[node]] for node in nodes], device=device)
         ranks = torch.tensor([tree.ranks[node] for node in nodes], device=device)
         inside = torch.tensor(inner, dtype=torch.long, device=device)
-        paths = torch.tensor([_path(tree, node) for node in row], device=device)
+        paths = torch.tensor([tree.path(node) for node in row], device=device)
         found.append(Level(torch.tensor(nodes, device=device), rows, ranks, inside, paths, tree.widths[depth - 1]))
         row = {nodes[i]: place for place, i in enumerate(inner)}
     return found
-
-
-def _path(tree: Tree, node: int) -> list[int]:
-    """The nodes from the root to one."""
-    path = [node]
-    while path[0]:
-        path.insert(0, tree.parents[path[0]])
-    return path
