@@ -101,11 +101,12 @@ def test_typical_takes_the_longest_plausible_path(seed: int, temperature: float)
     assert verdict.bonus == int(logits[verdict.path[-1]].argmax())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-39, 1e-50, 1e-320])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
-def test_temperature_zero_is_greedy_in_every_mode(mode: str) -> None:
+def test_temperature_zero_and_next_to_it_is_greedy_in_every_mode(mode: str, temperature: float) -> None:
     for seed in range(10):
         logits, draft = random_case(seed)
-        assert accept(logits, draft, Sampling(mode, 0.0), GENERATOR) == accept(logits, draft, Sampling(), GENERATOR)
+        assert accept(logits, draft, Sampling(mode, temperature), GENERATOR) == accept(logits, draft, Sampling(), GENERATOR)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 3)])

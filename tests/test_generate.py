@@ -7,6 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Sampling, Stats, generate, generate_batch, generate_plain
+from medusa_cli.decoding.ending import Ending
 from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
 from medusa_cli.engines import Cache
 from medusa_cli.errors import UsageError, UserError
@@ -165,6 +166,22 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it() -> None:
         tokens = [t for s in steps for t in s.tokens]
         assert tokens == whole[: len(tokens)] and len(tokens) <= 8
         assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
+
+
+def test_a_stop_string_whose_characters_take_several_tokens_each_is_met() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+
+    class Bytes:
+        """A tokenizer whose tokens are single bytes, of one string again and again."""
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return bytes(text[id % len(text)] for id in ids).decode(errors="replace")
+
+    text, stop = "\u9f98\u9f98\u0e2a\u0e27".encode(), "\u9f98\u9f98\u0e2a\u0e27" * 3
+    ending = Ending(backbone, PROMPT, 60, (), [stop])
+    ending._tokenizer = Bytes()
+    assert len(ending.cut(list(range(len(whole))))) == len(stop.encode()) and ending.reason == "stop"
 
 
 def test_a_stop_string_may_be_a_special_token_which_is_never_shown() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa_cli.decoding import Pace, Sampling, Step, generate, generate_batch
-from medusa_cli.decoding.luck import MOVED, Fortune, Fortunes
+from medusa_cli.decoding.luck import MOVED, Fortune, Fortunes, kind_of
 from medusa_cli.decoding.pace import MOST_PATIENCE, PATIENCE, TRY, Size
 from medusa_cli.tree import Tree
 from medusa_cli.tree.budget import Costs
@@ -145,6 +145,11 @@ def test_what_is_known_of_a_kind_of_sampling_is_told_and_begun_with() -> None:
     assert later.choose([later.begin(Sampling("exact", 0.3))]).size > 1  # of which nothing is known
 
 
+@pytest.mark.parametrize("mode", ["exact", "typical"])
+def test_any_temperature_is_of_a_kind(mode: str) -> None:
+    assert len({kind_of(Sampling(mode, 10.0**power)) for power in (3, 103, 308)}) == 1
+
+
 def test_side_by_side_the_mean_of_the_texts_decides() -> None:
     pace = Pace(sizes(), COSTS, Fortunes({"greedy": 0.4, "exact 1.5": 0.0}))
     assert pace.choose([pace.begin(HOT)]) == ROOT
@@ -240,7 +245,7 @@ def test_a_drafter_that_was_not_asked_for_a_while_finds_all_that_came(prefix: in
     steps = list(generate(backbone, heads, Turning(sizes(), COSTS), PROMPT, max_new_tokens=60, stop_ids=()))
     assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
     # Each time it is told of every position since the last, and of none twice.
-    at = 0
+    at = len(PROMPT) - 1
     for start, count in seen:
         assert start == at
         at += count

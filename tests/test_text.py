@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from medusa_cli.decoding.text import TextStream
+from medusa_cli.decoding.text import LONG, TextStream
 
 BLANK = "\u2581"
 DECODERS = {
@@ -41,6 +41,17 @@ def streamed(backbone: Backbone, ids: list[int], size: int) -> str:
 def test_streaming_keeps_the_indentation_of_every_line(kind: str) -> None:
     backbone = Backbone(kind)
     assert streamed(backbone, CODE, 1) == backbone.decode(CODE) == "def x():\n    return x\n\n    x\n   f"
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_long_answer_of_one_line_is_not_decoded_over_and_over(kind: str) -> None:
+    backbone, chance = Backbone(kind), random.Random(1)
+    ids = [chance.randrange(2, len(PIECES) - 1) for _ in range(1500)]
+    ids = [id if PIECES[id] != "<0x0A>" else 5 for id in ids]
+    expected, decode, read = backbone.decode(ids), backbone.decode, []
+    backbone.decode = lambda some: read.append(len(some)) or decode(some)  # type: ignore[method-assign]
+    assert streamed(backbone, ids, 1) == expected
+    assert max(read) <= 2 * LONG + 1
 
 
 @pytest.mark.parametrize("kind", DECODERS)

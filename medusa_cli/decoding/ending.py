@@ -8,10 +8,7 @@ from medusa_cli.tree import Growth, Tree
 
 
 class Ending:
-    """Cuts the tokens of each step at the first reason to stop: "stop" or "length".
-
-    room: the positions that prompt and answer take at most.
-    """
+    """Cuts the tokens of each step at the first reason to stop: "stop" or "length"."""
 
     def __init__(
         self,
@@ -35,7 +32,6 @@ class Ending:
         self._tokenizer = backbone.tokenizer
         self._emitted: list[int] = []
         self._left = min(max_new_tokens, backbone.max_positions - len(prompt))
-        self.room = len(prompt) + self._left
         self.reason: str | None = None
 
     @property
@@ -60,8 +56,8 @@ class Ending:
     def _met_string(self) -> bool:
         if not self._strings:
             return False
-        # A string of n characters ends within its last n tokens or so; special tokens add none, hence the margin.
-        tail = self._emitted[-(max(map(len, self._strings)) + 8) :]
+        # A string of n bytes ends within its last n tokens or so; special tokens add none, hence the margin.
+        tail = self._emitted[-(max(len(text.encode()) for text in self._strings) + 8) :]
         # Special tokens are no part of what is shown, but a stop string may be one of them, or end in one.
         tails = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
         return any(text in one for text in self._strings for one in tails)

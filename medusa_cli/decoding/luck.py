@@ -11,6 +11,8 @@ PRIOR = 2.0
 MEMORY, LONG_MEMORY = 0.98, 0.995
 # A kind's luck is told where it is this far from what was told last.
 MOVED = 0.1
+# Above this temperature all is chance alike.
+HOTTEST = 100.0
 
 
 @dataclass
@@ -81,8 +83,9 @@ def kind_of(sampling: Sampling) -> tuple[str, float]:
     """
     if sampling.greedy:
         return "greedy", 1.0
-    heat = round(4 * sampling.temperature) / 4
+    temperature = min(sampling.temperature, HOTTEST)
+    heat = round(4 * temperature) / 4
     if sampling.mode == "typical":
         return f"typical {heat:g}", 1.0
     cut = " cut" if sampling.top_p < 1 or sampling.top_k else ""
-    return f"exact {heat:g}{cut}", 1 / (1 + sampling.temperature**3) if not cut else 1 / (1 + sampling.temperature)
+    return f"exact {heat:g}{cut}", 1 / (1 + temperature**3) if not cut else 1 / (1 + temperature)

@@ -11,6 +11,8 @@ from medusa_cli.errors import UsageError
 MODES = ("greedy", "exact", "typical")
 # A nucleus is rarely larger; to find so many of a large vocabulary takes a tenth of sorting it.
 FEW = 512
+# Logits over less than this may leave what fp32 holds.
+COLD = 1e-6
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most likely one; temperature 0 is greedy in every mode."""
-        return self.mode == "greedy" or self.temperature == 0
+        """Whether every token is the most likely one; temperature 0, or next to it, is greedy in every mode."""
+        return self.mode == "greedy" or self.temperature < COLD
 
 
 def sampling_of(

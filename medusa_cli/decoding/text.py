@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from medusa_cli.backbone import Backbone
 
 HALF = "\ufffd"
+# Tokens without a line's end after which a text is decoded from a later place on.
+LONG = 256
 
 
 class TextStream:
@@ -28,8 +30,9 @@ class TextStream:
         if text.endswith(HALF):
             return ""
         fresh, self._shown = text[self._shown :], len(text)
-        if fresh.endswith("\n"):
-            # A line's end is a safe place to begin anew, so that long answers are not decoded over and over.
+        if fresh.endswith("\n") or len(self._ids) - self._line >= LONG:
+            # A line's end is a safe place to begin anew, so that long answers are not decoded over and over; where no
+            # line ends for long, any whole character is, as what was decoded before it is decoded with it.
             self._start, self._line = self._line, len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
         return fresh
