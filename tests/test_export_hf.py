@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from typer.testing import CliRunner
 
@@ -392,6 +393,28 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
     assert drafted.tolist() == plain.tolist()
     untouched = AutoModelForCausalLM.from_pretrained(model)(PROMPT).logits[0]
     assert not torch.allclose(untouched, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "written"),
+    [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float64, torch.bfloat16)],
+)
+def test_weights_keep_the_type_they_are_stored_in_where_the_config_names_none(
+    tmp_path: Path, stored: torch.dtype, written: torch.dtype
+) -> None:
+    model = Path(save_model(tmp_path / "model"))
+    run = trained(tmp_path / "run", str(model), MedusaHeads)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: one.to(stored) for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")})
+    )
+    done = export_hf(find_source(f"{run.path}/"), tmp_path / "out")
+    assert {one.dtype for one in load_file(done.folder / "model.safetensors").values()} == {written}
+    assert done.notes == (
+        () if stored == written else ("the model's weights are stored as float64, and written as bfloat16",)
+    )
 
 
 def test_the_checksums_hold_and_the_card_says_what_was_measured(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """From a name to a network: the default model, a local folder or a hub id, in bf16, fp32, 8 or 4 bits."""
 
+import json
 import logging
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -165,11 +167,45 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
 
 
 def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
-    """The type that a model's weights were saved in; bf16 where its config does not say."""
+    """The type that a model's weights were saved in; bf16 where that is none of DTYPES, or nothing tells."""
+    found = stored_dtype(model, trust_remote_code)
+    return found if found in DTYPES.values() else torch.bfloat16
+
+
+def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
+    """The type that a model's config names, else that of its safetensors files; None where neither tells."""
     found = getattr(read_config(model, trust_remote_code), "dtype", None)
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-    return next((kind for kind in DTYPES.values() if kind == found), torch.bfloat16)
+    if found is None and not model.startswith(blank.PREFIX):
+        found = _dtype_in_files(assets.model_dir(model))
+    return getattr(torch, found, None) if isinstance(found, str) else found
+
+
+def _dtype_in_files(source: str) -> torch.dtype | None:
+    """The type of the first tensor of floats in a model's safetensors files, which transformers goes by; None without
+    such files at hand."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.utils import cached_file
+
+    def at_hand(name: str) -> str | None:
+        return cached_file(source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+
+    path, index = at_hand("model.safetensors"), at_hand("model.safetensors.index.json")
+    try:
+        if path is None and index is not None:
+            path = at_hand(next(iter(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())))
+        if path is None:
+            return None
+        with safe_open(path, framework="pt") as file:
+            kinds = (file.get_slice(name)[:0].dtype for name in file.keys() if file.get_slice(name).get_shape())  # noqa: SIM118  (it is no mapping)
+            return next((kind for kind in kinds if kind.is_floating_point), None)
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        StopIteration,
+    ):  # damage is named where they are loaded
+        return None
 
 
 def unloadable(model: str, reason: Exception) -> UserError:

@@ -3,8 +3,10 @@
 import shutil
 from pathlib import Path
 
+import torch
+
 from medusa_cli.backbone import adapter
-from medusa_cli.backbone.network import DTYPES, checkpoint_dtype, load_network
+from medusa_cli.backbone.network import DTYPES, checkpoint_dtype, load_network, stored_dtype
 from medusa_cli.errors import UserError
 from medusa_cli.exporting.card import model_card
 from medusa_cli.exporting.folder import Exported, exporting
@@ -48,6 +50,9 @@ def export_hf(source: Source, output: Path, *, overwrite: bool = False, budget: 
     notes: tuple[str, ...] = (
         () if source.adapter is None else (f"the adapter {source.adapter} is merged into the model",)
     )
+    stored = stored_dtype(source.model, source.trusted)
+    if stored not in (own, None):
+        notes += (f"the model's weights are stored as {_name(stored)}, and written as {_name(own)}",)
     with exporting(output, overwrite) as part:
         network.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -67,6 +72,10 @@ def export_hf(source: Source, output: Path, *, overwrite: bool = False, budget: 
         (part / "README.md").write_text(model_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
     call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
     return Exported(output, (f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call), notes)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tree(source: Source) -> Tree:
