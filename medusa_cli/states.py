@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import mmap
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,24 @@ def seal(id: str, tokens: Sequence[int], spans: Sequence[Sequence[int]], rows: T
 def _raw(rows: Tensor) -> bytes:
     """The bytes of rows as they are on disk."""
     return rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def read_rows(path: Path, hidden_size: int, first: int, count: int) -> Tensor:
+    """Rows first .. first + count of a file as bf16 [count, H], not to be written; UserError where it is too short.
+
+    They are mapped, not read, and shared with whoever else maps them: a private mapping counts as memory in full.
+    """
+    row = 2 * hidden_size
+    with path.open("rb") as file:
+        if first < 0 or (first + count) * row > os.fstat(file.fileno()).st_size:
+            raise UserError(f"{path} ends before state row {first + count}", "distil or train again in a fresh @run")
+        if not count:
+            return torch.empty(0, hidden_size, dtype=torch.bfloat16)
+        whole = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        found = torch.frombuffer(whole, dtype=torch.bfloat16, offset=first * row, count=count * hidden_size)
+    return found.view(count, hidden_size)
 
 
 class StateStore:
@@ -54,14 +74,8 @@ class StateStore:
         self._out.seek(0, 2)
 
     def read(self, first: int, count: int) -> Tensor:
-        """Rows first .. first + count as bf16 [count, H]; UserError where the file is too short."""
-        if first < 0 or first + count > self.rows:
-            raise UserError(
-                f"{self.path} ends before state row {first + count}", "distil or train again in a fresh @run"
-            )
-        size = self.rows * self.hidden_size
-        whole = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.bfloat16)
-        return whole.view(-1, self.hidden_size)[first : first + count]
+        """As `read_rows`, of this file."""
+        return read_rows(self.path, self.hidden_size, first, count)
 
     def sync(self) -> None:
         """Wait until every row is on disk."""

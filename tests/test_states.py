@@ -1,12 +1,13 @@
 """The state store: bf16 rows survive exactly, and a torn end is dropped."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_cli.errors import UserError
-from medusa_cli.states import StateStore
+from medusa_cli.states import StateStore, read_rows
 
 
 def test_rows_come_back_in_bf16(tmp_path: Path) -> None:
@@ -45,3 +46,18 @@ def test_reading_past_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="states.bin ends before state row 4"):
         store.read(2, 2)
     store.close()
+
+
+def test_rows_are_read_without_a_right_to_write_and_without_memory_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "states.bin"
+    path.write_bytes(torch.arange(12).bfloat16().view(torch.uint8).numpy().tobytes())
+    path.chmod(0o400)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = read_rows(path, 4, 1, 2)
+    assert rows.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    maps = Path("/proc/self/maps")
+    if maps.is_file():
+        (mapped,) = [line for line in maps.read_text().splitlines() if line.endswith(f" {path}")]
+        assert mapped.split()[1] == "r--s", "a private or writable mapping counts as memory in full"
+    assert read_rows(path, 4, 3, 0).shape == (0, 4)

@@ -18,7 +18,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.files import replacing
 from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run, check_backbone
-from medusa_cli.states import StateStore, seal
+from medusa_cli.states import StateStore, read_rows, seal
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
 from medusa_cli.training.parsing import Record, read_records
@@ -90,11 +90,7 @@ def _stored(path: Path, rows: int, width: int, backbone: Backbone, exact: bool =
             f"names for the model {backbone.id!r}",
             "delete it to compute the states again" if exact else "distil again into a fresh @run",
         )
-    store = StateStore(path, width)
-    try:
-        return store.read(0, rows)
-    finally:
-        store.close()
+    return read_rows(path, width, 0, rows)
 
 
 def _check_seals(records: Sequence[Record], states: Tensor, path: Path) -> None:
