@@ -169,7 +169,7 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
 def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
     """The type that a model's weights were saved in; bf16 where that is none of DTYPES, or nothing tells."""
     found = stored_dtype(model, trust_remote_code)
-    return found if found in DTYPES.values() else torch.bfloat16
+    return next((kind for kind in DTYPES.values() if kind == found), torch.bfloat16)
 
 
 def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
@@ -196,15 +196,10 @@ def _dtype_in_files(source: str) -> torch.dtype | None:
         if path is None:
             return None
         with safe_open(path, framework="pt") as file:
-            kinds = (file.get_slice(name)[:0].dtype for name in file.keys() if file.get_slice(name).get_shape())  # noqa: SIM118  (it is no mapping)
+            slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (it is no mapping)
+            kinds = (one[:0].dtype for one in slices if one.get_shape())
             return next((kind for kind in kinds if kind.is_floating_point), None)
-    except (
-        SafetensorError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        StopIteration,
-    ):  # damage is named where they are loaded
+    except (SafetensorError, ValueError, KeyError, AttributeError, StopIteration):  # damage is named by who loads them
         return None
 
 
