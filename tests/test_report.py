@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from medusa_cli.benchmarks.background import ceilings
+from medusa_cli.benchmarks.ceilings import multiplied
 from medusa_cli.benchmarks.intervals import bootstrap, rate, ratio_of_rates
 from medusa_cli.benchmarks.tally import Tally, by_position
 from medusa_cli.cli import app
 from medusa_cli.decoding import Step
+from medusa_cli.engines import load_backbone
 from tests.chromium import PROGRAM, look
 from tests.runs import TREE, save_model, save_questions, save_run
 
@@ -71,6 +74,17 @@ def test_positions_and_nodes_are_counted_from_paths() -> None:
 def test_ceilings_follow_from_weights_and_rates() -> None:
     rows = {"weight_bytes": 2e9, "copy_bytes_per_s": 1e11, "weights": 1e9, "operations_per_s": 1e12}
     assert ceilings(rows, 4) == pytest.approx((20.0, 8.0))
+
+
+@pytest.mark.parametrize(("engine", "rounded"), [("eager", {}), ("fast", {}), ("eager", {"load_in_8bit": True})])
+def test_the_weights_of_a_pass_are_counted_in_whatever_form_they_lie(
+    tmp_path: Path, engine: str, rounded: dict[str, bool]
+) -> None:
+    model = save_model(tmp_path / "model", hidden=64)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    matrices = sum(one.numel() for name, one in network.named_parameters() if one.dim() == 2 and "embed" not in name)
+    network.bfloat16().save_pretrained(model)  # which a CPU may keep in fp16 beside rows of fp32
+    assert multiplied(load_backbone(model, engine=engine, **rounded)) == matrices
 
 
 def test_the_bench_holds_what_each_question_and_each_node_gave(place: Path) -> None:

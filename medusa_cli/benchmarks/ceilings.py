@@ -32,6 +32,13 @@ def operations_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * SIDE**3 / best
 
 
+def multiplied(backbone: Backbone) -> int:
+    """Weights that a row is multiplied by: those of every linear layer, whatever an engine made of its matrix."""
+    layers = [one for one in backbone.model.modules() if "in_features" in vars(one)]
+    # An adapter's layer bears the sizes of the one that it holds.
+    return sum(int(one.in_features) * int(one.out_features) for one in layers if not hasattr(one, "base_layer"))
+
+
 def measure_rows(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> dict[str, Any]:
     """Median milliseconds of a pass by rows on the backbone's engine, and what the ceilings are computed from."""
     context = min(CONTEXT, backbone.max_positions - 3)
@@ -42,7 +49,7 @@ def measure_rows(backbone: Backbone, on_progress: Callable[[int], None] = lambda
         "rounds": ROUNDS,
         "step_ms": {str(count): 1e3 * seconds for count, seconds in timed.seconds.items()},
         "weight_bytes": backbone.engine.weight_bytes,
-        "weights": backbone.engine.weight_bytes / backbone.dtype.itemsize,
+        "weights": multiplied(backbone),
         "copy_bytes_per_s": copy_bandwidth(backbone.device),
         "operations_per_s": operations_rate(backbone.device, backbone.dtype),
     }
