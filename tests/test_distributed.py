@@ -11,7 +11,7 @@ import torch
 
 from medusa_cli.errors import UsageError
 from medusa_cli.training import World
-from medusa_cli.training.prefill import _join, _part
+from medusa_cli.training.begun import join, part_of
 from tests import forked
 from tests.runs import save_model
 from tests.test_joint import records
@@ -82,10 +82,12 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
 
 def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> None:
     whole = tmp_path / "states-x.bin"
-    for rank, data in ((0, b"of the first"), (1, b""), (2, b" and the third"), (7, b"of eight, interrupted")):
-        _part(whole, rank).write_bytes(data)
-    _join(whole, 3)
+    for rank, size, data in ((0, 3, b"of the first"), (1, 3, b""), (2, 3, b" and the third"), (7, 8, b"interrupted")):
+        part_of(whole, rank, size).write_bytes(data)
+    join(whole, 3)
     assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
+    join(whole, 3)  # by one who had waited for another
+    assert whole.read_bytes() == b"of the first and the third"
 
 
 @pytest.mark.parametrize("count", range(8))

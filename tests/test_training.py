@@ -133,6 +133,30 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
     assert not again  # the cached file was used
 
 
+def test_a_prefill_that_was_killed_goes_on_with_whole_conversations(
+    run: Run, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_dataset(run, backbone).states.clone()
+    (cached,) = (run.path / "cache").iterdir()
+    cached.unlink()
+    done: list[int] = []
+
+    def killed(tokens: int) -> None:
+        done.append(tokens)
+        if len(done) == 7:
+            raise Crash
+
+    with pytest.raises(Crash):
+        load_dataset(run, backbone, on_progress=killed)
+    (part,) = (run.path / "cache").iterdir()
+    with part.open("ab") as out:
+        out.write(b"half of what the eighth has")
+    again: list[int] = []
+    found = load_dataset(run, backbone, on_progress=again.append)
+    assert torch.equal(found.states, whole) and len(again) == 40 - 7
+    assert list((run.path / "cache").iterdir()) == [cached]
+
+
 def test_kept_states_are_used_and_must_belong_to_the_data(run: Run, backbone: Backbone) -> None:
     records, row = [], 0
     for n in range(6):

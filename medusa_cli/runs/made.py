@@ -18,7 +18,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOut:
     """Of how something was trained: the share of the conversations that was held out."""
 
     validation_fraction: float | None = None
@@ -28,7 +28,7 @@ class Held:
 class Trained:
     """Of the recipe that something was made by: its training."""
 
-    train: Held = field(default_factory=Held)
+    train: HeldOut = field(default_factory=HeldOut)
 
 
 @dataclass(frozen=True)

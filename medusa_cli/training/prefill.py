@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +14,10 @@ from medusa_cli.backbone.identity import rounding_of
 from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import replacing
 from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run, check_backbone
-from medusa_cli.states import StateStore, read_rows, seal
+from medusa_cli.states import read_rows, seal
+from medusa_cli.training.begun import begun, join, part_of
 from medusa_cli.training.data import Dataset, split
 from medusa_cli.training.distributed import World
 from medusa_cli.training.parsing import Record, read_records
@@ -63,13 +62,13 @@ def load_dataset(
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
         shared = together.size > 1 and not sharded
+        rank, size = (together.rank, together.size) if shared else (0, 1)
         mine = together.stretch(records) if shared else records
-        target = _part(cached, together.rank) if shared else cached if together.first else None
-        on_total(sum(len(record.tokens) for record in mine))
-        _prefill(backbone, mine, taps, target, on_progress)
+        target = part_of(cached, rank, size) if shared or together.first else None
+        _prefill(backbone, mine, taps, target, together if sharded else World(), on_total, on_progress)
         together.wait()
-        if shared and together.first:
-            _join(cached, together.size)
+        if together.first:
+            join(cached, size)
         together.wait()
     width = backbone.hidden_size * len(taps)
     return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction, prompts)
@@ -136,37 +135,30 @@ def _rounding_of_data(folder: Path) -> str | None:
     return settings.get("rounding") if isinstance(settings, dict) else None
 
 
-def _part(path: Path, rank: int) -> Path:
-    """Where one of several processes writes its part of the states."""
-    return path.with_name(f"{path.name}.{rank}")
-
-
-def _join(path: Path, size: int) -> None:
-    """Make one file of the parts of so many processes, then remove them and what other numbers of processes left."""
-    with replacing(path) as whole, whole.open("wb") as out:
-        for rank in range(size):
-            with _part(path, rank).open("rb") as part:
-                shutil.copyfileobj(part, out)
-    for left in path.parent.glob(f"{path.name}.*"):
-        left.unlink()
-
-
 def _prefill(
     backbone: Backbone,
     records: Sequence[Record],
     taps: Sequence[int],
     path: Path | None,
+    together: World,
+    on_total: Callable[[int], None],
     on_progress: Callable[[int], None],
 ) -> None:
-    """Run each conversation once; write, for every span [s, e), its states at s - 1 .. e - 2, all or none.
+    """Run each conversation once; append to a part, for every span [s, e), its states at s - 1 .. e - 2, all or none.
 
-    Of records that are to have whole rows, those at every position but the last.
-
-    path None: make the passes alone, for those who need them made.
+    Of records that are to have whole rows, those at every position but the last. Conversations that the part holds are
+    passed over. path None: make the passes alone, for those who need them made. together: those who make them side by
+    side.
     """
     with ExitStack() as stack:
-        store = StateStore(stack.enter_context(replacing(path)), backbone.hidden_size * len(taps)) if path else None
-        for record in records:
+        store, there = None, 0
+        if path is not None:
+            width = backbone.hidden_size * len(taps)
+            store, there = stack.enter_context(begun(path, width, [one.rows for one in records]))
+        left = records[together.gather(there)[0] :]
+        if left:
+            on_total(sum(len(record.tokens) for record in left))
+        for record in left:
             cache = backbone.engine.new_cache(capacity=len(record.tokens))
             plan = Plan.chain(record.tokens, taps=taps, logits="none")
             hidden = backbone.engine.forward(plan, cache).hidden[0]
@@ -174,5 +166,3 @@ def _prefill(
                 spans = [(1, len(record.tokens))] if record.whole else record.spans
                 store.append(torch.cat([hidden[start - 1 : end - 1] for start, end in spans]))
             on_progress(len(record.tokens))
-        if store is not None:
-            store.close()
