@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.benchmarks.continuation import Continuation, Watch, share
@@ -24,6 +25,8 @@ class Transformers:
         self._model = backbone.model
         self._ends = sorted(backbone.eos_ids)
         self._options: dict[str, Any] = {"eos_token_id": self._ends, "pad_token_id": self._ends[0] if self._ends else 0}
+        # Penalties and the like that the model comes with are no method's: all decode by the same rule.
+        self._model.generation_config = GenerationConfig(**self._options)
         if assistant is not None:
             self._options["assistant_model"] = assistant
         if lookup:
