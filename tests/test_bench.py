@@ -1,6 +1,7 @@
 """`medusa bench` and `medusa demo`: figures by hand, identity, reports, refusals."""
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 
@@ -146,6 +147,35 @@ def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.Monke
     shown = medusa(*words.split(), "--run", str(place / "mine"), "--dtype", "fp32", *short)
     assert shown.exit_code == 0, shown.stderr
     assert held == [0, 0]
+
+
+def test_a_penalty_that_the_model_comes_with_is_no_methods(place: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    rules = json.loads((model / "generation_config.json").read_text())
+    rules |= {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_new_tokens": 9}
+    (model / "generation_config.json").write_text(json.dumps(rules))
+    shown = bench(place, "--model", str(model), "--methods", "hf,ar", "--limit", "2", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout)["methods"]["hf"]["identical"] == 2
+
+
+def test_a_question_longer_than_the_context_is_named_before_anything_is_measured() -> None:
+    backbone, ran = tiny_backbone(positions=24), list[int]()
+    ran_by = lambda prompts, count, watch: ran.append(count) or [Continuation([9] * count, 1.0, None)] * len(prompts)  # noqa: E731
+    questions = [Question("short", "c", ("w1",)), Question("long", "c", ("w1 " * 40,))]
+    with pytest.raises(UserError, match="question 'long' has .* tokens, 'tiny-llama' has a context of 24"):
+        list(measure(backbone, {"ar": ran_by}, questions, 3))
+    assert not ran
+
+
+def test_a_turn_that_answers_make_longer_than_the_context_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    backbone = tiny_backbone(positions=24)
+    wordy = lambda prompts, count, watch: [Continuation([9] * count, 1.0, None)] * len(prompts)  # noqa: E731
+    questions = [Question("q", "c", ("w1", "w2", "w3")), Question("p", "c", ("w1",))]
+    for batch_size in (1, 2):
+        results = list(measure(backbone, {"ar": wordy, "medusa": wordy}, questions, 20, batch_size=batch_size))
+        assert [len(one.answers["medusa"].turns) for one in results] == [1, 1]
+    assert "turn 2 of question 'q' has" in caplog.text
 
 
 def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:

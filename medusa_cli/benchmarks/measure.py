@@ -1,5 +1,6 @@
 """Measurement: every method answers every question in turn, on the same prompts, so that drift hits all alike."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,9 @@ from medusa_cli.benchmarks.methods import Method
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.benchmarks.tally import Tally
 from medusa_cli.engines import Plan
+from medusa_cli.errors import UserError
 
+log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 24
 
 
@@ -70,8 +73,10 @@ def measure(
     methods rotates from question to question. watch sees new tokens as they come, [] at an answer's end.
     batch_size: questions that are put side by side, turn by turn; answers of fewer turns leave their place empty.
     compare: look for the first difference to the reference. known: what other methods answered to these questions
-    before; their answers are then the history, and are compared and yielded with the others.
+    before; their answers are then the history, and are compared and yielded with the others. UserError, before anything
+    is measured, for a question longer than the context; later turns that answers make longer than that are left out.
     """
+    _check_room(backbone, questions)
     before = list(known[0].answers) if known else []
     reference, told = reference_of([*before, *methods]), reference_of(before or list(methods))
     warm = backbone.encode_chat([{"role": "user", "content": questions[0].turns[0]}])
@@ -84,13 +89,16 @@ def measure(
             _Asked(one, {**(known[place].answers if known else {}), **{name: Answers() for name in names}})
             for place, one in enumerate(questions[first : first + batch_size], first)
         ]
+        asked = side_by_side
         for turn in range(max(len(one.question.turns) for one in side_by_side)):
-            asked = [one for one in side_by_side if turn < len(one.question.turns)]
-            prompts = [one.ask(backbone, turn) for one in asked]
+            found = [(one, one.ask(backbone, turn)) for one in asked if turn < len(one.question.turns)]
+            asked, prompts = _fitting(backbone, found, turn)
+            if not asked:
+                break
             for name in names[shift:] + names[:shift]:
-                found = methods[name](prompts, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
+                given = methods[name](prompts, max_new_tokens, lambda new, name=name: watch(name, new))  # type: ignore[misc]
                 watch(name, [])  # the end of these answers
-                for one, (tokens, seconds, stats) in zip(asked, found, strict=True):
+                for one, (tokens, seconds, stats) in zip(asked, given, strict=True):
                     answer = one.answers[name]
                     answer.turns.append(tokens)
                     answer.seconds += seconds
@@ -118,6 +126,31 @@ class _Asked:
         """The prompt of a turn, which joins the conversation."""
         self.messages.append({"role": "user", "content": self.question.turns[turn]})
         return backbone.encode_chat(self.messages)
+
+
+def _check_room(backbone: Backbone, questions: Sequence[Question]) -> None:
+    for question in questions:
+        length = len(backbone.encode_chat([{"role": "user", "content": question.turns[0]}]))
+        if length >= backbone.max_positions:
+            raise UserError(
+                f"@questions: question {question.id!r} has {length:,} tokens, {backbone.id!r} has a context of "
+                f"{backbone.max_positions:,}",
+                "leave it out, or shorten it",
+            )
+
+
+def _fitting(
+    backbone: Backbone, found: Sequence[tuple[_Asked, list[int]]], turn: int
+) -> tuple[list[_Asked], list[list[int]]]:
+    """The questions whose prompts of a turn have room in the context, and these prompts; warns of the others."""
+    for one, prompt in found:
+        if len(prompt) >= backbone.max_positions:
+            log.warning(
+                f"turn {turn + 1} of question {one.question.id!r} has {len(prompt):,} tokens with its history, "
+                f"{backbone.id!r} a context of {backbone.max_positions:,}: it is left out"
+            )
+    fitting = [(one, prompt) for one, prompt in found if len(prompt) < backbone.max_positions]
+    return [one for one, _ in fitting], [prompt for _, prompt in fitting]
 
 
 def diverges(
