@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli.benchmarks.background import ceilings
 from medusa_cli.benchmarks.ceilings import multiplied
+from medusa_cli.benchmarks.charts import Point, lines
 from medusa_cli.benchmarks.intervals import bootstrap, rate, ratio_of_rates
 from medusa_cli.benchmarks.tally import Tally, by_position
 from medusa_cli.cli import app
@@ -122,6 +124,30 @@ def test_the_page_has_every_section_and_needs_nothing_beside_it(place: Path) -> 
     assert "6 questions" in page and "Nothing is drawn for medusa-dynamic" in page
     text = only(place / "mine/bench", "*.md").read_text()
     assert "| mean accepted length (with +1) |" in text and "## Acceptance by position" in text
+
+
+def test_names_of_any_characters_are_shown_as_they_are(place: Path, tmp_path: Path) -> None:
+    asked = [{"question_id": i, "category": one, "turns": ["w1"]} for i, one in enumerate(["$a$ | <b>", "c\nd & $"])]
+    (tmp_path / "q&a $x$.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    words = ["--questions", str(tmp_path / "q&a $x$.jsonl"), "--run", str(tmp_path / "mine"), "--dtype", "fp32"]
+    shutil.copytree(place / "mine", tmp_path / "mine", ignore=shutil.ignore_patterns("bench"))
+    done = medusa("bench", *words, "--max-new-tokens", "4", "--methods", "ar,medusa")
+    assert done.exit_code == 0, done.stderr
+    saved = {path.suffix: path for path in (tmp_path / "mine/bench").iterdir()}
+    output = tmp_path / "page.html"
+    assert medusa("report", str(saved[".json"]), "--output", str(output)).exit_code == 0
+    assert "$a$ | &lt;b&gt;" in output.read_text()
+    for page in (saved[".md"], output.with_suffix(".md")):
+        found = page.read_text().splitlines()
+        assert found[0] == "# q&amp;a $x$.jsonl"
+        assert any(line.startswith(r"| $a$ \| &lt;b&gt; ") for line in found)
+        assert any(line.startswith("| c d &amp; $ ") for line in found)
+
+
+def test_powers_on_an_axis_are_numbers() -> None:
+    points = {"a": [Point(2.0**power, 1.0) for power in range(12)]}
+    drawn = lines(points, "rows", "ms", "title", log=True)
+    assert ">64</text>" in drawn and "$" not in drawn
 
 
 def test_runs_stand_side_by_side(place: Path) -> None:

@@ -33,6 +33,7 @@ STYLE = {
     "grid.color": LINE,
     "grid.linewidth": 0.6,
     "text.color": TEXT,
+    "text.parse_math": False,  # names are of people's choosing, and some hold dollars
     "xtick.color": SOFT,
     "ytick.color": SOFT,
     "legend.frameon": False,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from medusa_cli import __version__
 from medusa_cli.benchmarks import background, sections
+from medusa_cli.benchmarks.escaped import escaped, row_of
 from medusa_cli.benchmarks.pieces import SavedBench, Section, Table
 from medusa_cli.benchmarks.trade_off import trade_off
 
@@ -47,15 +48,15 @@ def html(sources: Sequence[SavedBench], parts: Sequence[Section] | None = None) 
 
 def markdown(sources: Sequence[SavedBench], parts: Sequence[Section] | None = None) -> str:
     """The same words and tables; the charts are in the page alone."""
-    lines = [f"# {title_of(sources)}", ""]
+    lines = [f"# {escaped(title_of(sources))}", ""]
     for source in sources:
-        label = f"**{source.name}.** " if len(sources) > 1 else ""
-        lines += [label + " ".join(source.document["facts"]), ""]
+        label = f"**{escaped(source.name)}.** " if len(sources) > 1 else ""
+        lines += [label + escaped(" ".join(source.document["facts"])), ""]
     for part in parts or contents(sources):
-        lines += [f"## {part.title}", ""]
-        lines += [part.words, ""] if part.words else []
+        lines += [f"## {escaped(part.title)}", ""]
+        lines += [escaped(part.words), ""] if part.words else []
         for table in part.tables:
-            lines += [f"{table.caption}:", ""] if table.caption else []
+            lines += [f"{escaped(table.caption)}:", ""] if table.caption else []
             lines += [*_grid(table), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -68,4 +69,4 @@ def title_of(sources: Sequence[SavedBench]) -> str:
 
 def _grid(table: Table) -> list[str]:
     rows = [table.head, ["---"] * len(table.head), *table.rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return list(map(row_of, rows))

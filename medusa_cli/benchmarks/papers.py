@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_cli.benchmarks.escaped import escaped, row_of
+
 # The documents of the steps of `medusa reproduce`, by name.
 Evidence = Mapping[str, Any]
 # Of an effect (a ratio's distance from 1, as a logarithm) so much counts as reproduced, and so much as in part.
@@ -171,7 +173,7 @@ CLAIMS = (
 def markdown(rows: list[dict[str, Any]], facts: list[str]) -> str:
     """The claims as a page of Markdown."""
     count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("reproduced", "in part", "not")}
-    lines = ["# The papers' headlines, measured again", "", *facts, ""]
+    lines = ["# The papers' headlines, measured again", "", *map(escaped, facts), ""]
     lines += [
         "Each is a ratio, the paper's of Vicuna-7B beside ours. *Reproduced* has at least 80 % of the paper's effect,",
         "*in part* at least 20 %; where the paper gives no number, a gain of 5 % or more counts as reproduced, and any",
@@ -184,5 +186,5 @@ def markdown(rows: list[dict[str, Any]], facts: list[str]) -> str:
     ]
     for row in rows:
         paper = "-" if row["paper"] is None else f"{row['paper']:.2f}"
-        lines.append(f"| {row['source']} | {row['says']} | {paper} | {row['ours']:.2f} | {row['verdict']} |")
+        lines.append(row_of([row["source"], row["says"], paper, f"{row['ours']:.2f}", row["verdict"]]))
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from medusa_cli.benchmarks.escaped import escaped, row_of
 from medusa_cli.benchmarks.measure import Answers, Result, reference_of
 from medusa_cli.benchmarks.tally import Tally, by_position
 
@@ -102,12 +103,12 @@ def _categories(results: Sequence[Result], name: str, baseline: str) -> dict[str
 def markdown(document: dict[str, Any]) -> str:
     """The report as a page of Markdown."""
     rows = figures(document, wide=True)
-    lines = [f"# {document['title']}", "", *document["facts"], ""]
-    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(row) + " |" for row in rows[1:]]
+    lines = [f"# {escaped(document['title'])}", "", *map(escaped, document["facts"]), ""]
+    lines += [row_of(rows[0]), "|" + "---|" * len(rows[0])]
+    lines += map(row_of, rows[1:])
     for title, (names, *grid) in by_category(document):
-        lines += ["", title, "", "| " + " | ".join(names) + " |", "|---|" + "---|" * len(names[1:])]
-        lines += ["| " + " | ".join(row) + " |" for row in grid]
+        lines += ["", title, "", row_of(names), "|---|" + "---|" * len(names[1:])]
+        lines += map(row_of, grid)
     return "\n".join(lines) + "\n"
 
 
