@@ -130,6 +130,15 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.exit_code == 0, done.output
     assert len(ran) == len(todo) - 14 and ran[0][-1] == "--resume"
     rows = json.loads((tmp_path / "out" / "reproduction.json").read_text())["claims"]
+    ran = []
+    assert CliRunner().invoke(cli.app, words).exit_code == 0 and not ran
+    todo = steps(run, "smollm2-135m", 4, 64)
+    assert CliRunner().invoke(cli.app, [*words, "--questions", "4"]).exit_code == 0
+    assert ran and all(one[0] == "bench" and one[one.index("--limit") + 1] == "4" for one in ran)
+    (run / "papers" / "steps.json").unlink()  # of whose figures nobody knows what was asked
+    ran = []
+    assert CliRunner().invoke(cli.app, [*words, "--questions", "4"]).exit_code == 0
+    assert len(ran) == sum(step.kept for step in todo)
     assert len(rows) == len(CLAIMS) and "| FIRP, Table 3 |" in (tmp_path / "out" / "reproduction.md").read_text()
 
 

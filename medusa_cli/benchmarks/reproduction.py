@@ -4,9 +4,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import write_atomic
+from medusa_cli.runs.files import write_atomic, write_json
+from medusa_cli.runs.reading import read_object
 
 # Where the figures of the steps lie in the run.
 FOLDER = "papers"
@@ -41,6 +43,25 @@ class Stage:
             raise UserError(f"the step {self.name} failed", f"look at `medusa {' '.join(self.words)}`")
         if self.kept:
             write_atomic(self.makes, done.stdout)
+
+
+class Record:
+    """The words under which each step of a run was done: one whose words are others by now is done again."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / FOLDER / "steps.json"
+
+    def holds(self, step: Stage) -> bool:
+        """Whether a step is done as it is asked for; of one from before there was a record, a training alone."""
+        known = self._words().get(step.name)
+        return step.done and (not step.kept if known is None else known == step.words)
+
+    def add(self, step: Stage) -> None:
+        """Keep the words of a step that is done."""
+        write_json(self.path, {**self._words(), step.name: step.words})
+
+    def _words(self) -> dict[str, Any]:
+        return read_object(self.path, "the record of the steps") if self.path.is_file() else {}
 
 
 def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:

@@ -27,10 +27,11 @@ def reproduce(
 ) -> None:
     """Run the shape of every headline of the papers and say of each whether it is reproduced.
 
-    What is in the run already (data, drafters, figures) is taken as it is: kill it and it goes on.
+    What is in the run already (data, drafters, figures) is taken as it is where the same was asked for: kill it and it
+    goes on.
     """
     from medusa_cli.benchmarks.papers import held, markdown
-    from medusa_cli.benchmarks.reproduction import RECIPES, steps
+    from medusa_cli.benchmarks.reproduction import RECIPES, Record, steps
     from medusa_cli.runs.files import write_atomic, write_json
     from medusa_cli.runs.reading import read_json
     from medusa_cli.runs.run import provenance
@@ -41,12 +42,13 @@ def reproduce(
             f"there is no folder {RECIPES}/ here", "run it in a clone of the project: it trains by the recipes there"
         )
     target = Run.open(run, create=True)
-    todo = steps(target.path, model, questions, max_new_tokens)
+    todo, record = steps(target.path, model, questions, max_new_tokens), Record(target.path)
     for number, step in enumerate(todo, 1):
-        if not step.done:
+        if not record.holds(step):
             console.info(f"step {number} of {len(todo)}: medusa {' '.join(step.words)}")
             began = time.monotonic()
             step.run(said.quiet)
+            record.add(step)
             console.info(f"{step.name}: {time.monotonic() - began:.0f} s")
     evidence = {step.name: read_json(step.makes, f"the figures of {step.name}") for step in todo if step.kept}
     rows = held(evidence)
