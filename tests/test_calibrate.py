@@ -163,6 +163,24 @@ def test_other_data_is_used_whole_and_can_be_limited(run: Run, model_folder: str
     assert folder.exit_code == 2 and "is a directory" in folder.stderr
 
 
+def test_states_are_computed_of_what_is_measured_alone(run: Run, model_folder: str, tmp_path: Path) -> None:
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32", "--json"]
+    whole = json.loads(medusa(*words).stdout)
+    (made,) = (run.path / "cache").iterdir()
+    size = made.stat().st_size
+    made.unlink()
+    again = json.loads(medusa(*words).stdout)
+    for key in ("accuracies", "answers", "data"):
+        assert again[key] == whole[key]
+    (made,) = (run.path / "cache").iterdir()
+    assert made.stat().st_size < size / 2
+    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
+    assert json.loads(medusa(*words, "--data", str(data), "--max-samples", "3").stdout)["answers"] == 3
+    few = max((run.path / "cache").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert few.stat().st_size == 3 * 10 * 32 * 2  # answers of ten tokens
+
+
 def test_the_runs_own_calibration_is_written_for_its_own_drafter_and_held_out_part_alone(
     run: Run, model_folder: str, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """`medusa calibrate`: how often each head's i-th guess is right on held-out conversations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +15,6 @@ from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from medusa_cli.training import Calibration
     from medusa_cli.training.conversations import Conversation
     from medusa_cli.training.data import Example
@@ -105,10 +104,15 @@ def calibrate(
     )
     target.bind(backbone.identity)
     heads = load_drafter(folder, backbone)
-    held = made.recipe.train.validation_fraction
-    fraction = 0.0 if data else recipe.train.validation_fraction if held is None else held
+    fraction = 0.0 if data else made.held_out(recipe.train.validation_fraction)
     prompts = heads.sees_prompt(heads.config)
-    dataset = open_dataset(target, backbone, heads, heads.taps, recipe, prompts=prompts, data=source, fraction=fraction)
+
+    def measured(ids: list[str], out: set[str]) -> list[str]:
+        return [one for one in ids if data or one in out][:max_samples]
+
+    dataset = open_dataset(
+        target, backbone, heads, heads.taps, recipe, prompts=prompts, data=source, fraction=fraction, needed=measured
+    )
     answers = _first(dataset.train if data else dataset.held_out, max_samples)
     with console.progress("calibrating", total=sum(one.positions for one in answers), unit="tokens") as bar:
         found = measure(backbone, heads, dataset, top=top, answers=answers, on_progress=bar.advance)
@@ -139,7 +143,7 @@ def calibrate(
     console.result(f"{written}. Next: medusa tree {following} --budget 64")
 
 
-def _first(answers: "Sequence[Example | Conversation]", samples: int | None) -> "list[Example | Conversation]":
+def _first(answers: Sequence["Example | Conversation"], samples: int | None) -> "list[Example | Conversation]":
     """The answers of the first `samples` conversations."""
     kept = list(dict.fromkeys(one.id for one in answers))[:samples]
     chosen = set(kept)

@@ -1,6 +1,6 @@
 """What `train` and `calibrate` share: the engine and the data set that a drafter of a kind learns with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +46,13 @@ def open_dataset(
     fraction: float,
     together: "World | None" = None,
     sharded: bool = False,
+    needed: "Callable[[list[str], set[str]], Collection[str]] | None" = None,
 ) -> "Dataset | Conversations":
     """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
 
     They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
     layers whose states it reads; prompts: whether its layers see those of prompts. together: the processes that share a
-    prefill, or, sharded, the backbone.
+    prefill, or, sharded, the backbone. needed: of which conversations states are wanted, as `load_dataset` says.
     """
     from medusa_cli.training import load_dataset
     from medusa_cli.training.build import runs_model
@@ -78,4 +79,5 @@ def open_dataset(
             on_progress=lambda count: bars[0].advance(count),
             together=together,
             sharded=sharded,
+            needed=needed,
         )

@@ -45,6 +45,11 @@ class Made:
         """What is known of the backbone; nothing where its name alone was written."""
         return self.backbone if isinstance(self.backbone, dict) else {}
 
+    def held_out(self, otherwise: float) -> float:
+        """The share of the conversations that was held out in training; `otherwise` where that is not said."""
+        said = self.recipe.train.validation_fraction
+        return otherwise if said is None else said
+
 
 @dataclass(frozen=True)
 class Described:

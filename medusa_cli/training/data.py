@@ -124,15 +124,26 @@ def records_digest(records: Sequence[Record], held: Collection[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def learnable(records: Sequence[Record]) -> list[Record]:
+    """The records with an answer of two tokens or more; UserError where there is none."""
+    found = [one for one in records if any(end - start > 1 for start, end in one.spans)]
+    if not found:
+        raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
+    return found
+
+
 def split(
-    records: Sequence[Record], states: Tensor, report: ReadReport, fraction: float, prompts: bool = False
+    records: Sequence[Record],
+    states: Tensor,
+    report: ReadReport,
+    held: Collection[str],
+    digest: str,
+    prompts: bool = False,
 ) -> Dataset:
-    """Answers of two tokens or more, held out by record; records without kept rows take theirs in order.
+    """Answers of two tokens or more, those `held` out apart; records without kept rows take theirs in order.
 
     prompts: not each answer alone but conversations, whose prompts are seen; the rows of all positions are there.
-    UserError where there is none.
     """
-    held = held_out_ids([one for one in records if any(end - start > 1 for start, end in one.spans)], fraction)
     parts: dict[bool, list[Example]] = {False: [], True: []}
     row = 0
     for record in records:
@@ -148,9 +159,7 @@ def split(
                         Example(record.id, torch.tensor(record.tokens[start:end]), row + at)
                     )
         row += record.rows
-    if not parts[False]:
-        raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
-    return Dataset(parts[False], parts[True], states, report, records_digest(records, held))
+    return Dataset(parts[False], parts[True], states, report, digest)
 
 
 def pack(answers: Sequence[Example], positions: int) -> list[list[Example]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from medusa_cli.runs.reading import read_object
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.states import read_rows, seal
 from medusa_cli.training.begun import begun, join, part_of
-from medusa_cli.training.data import Dataset, split
+from medusa_cli.training.data import Dataset, held_out_ids, learnable, records_digest, split
 from medusa_cli.training.distributed import World
 from medusa_cli.training.parsing import Record, read_records
 
@@ -35,17 +35,23 @@ def load_dataset(
     on_progress: Callable[[int], None] = lambda tokens: None,
     together: World | None = None,
     sharded: bool = False,
+    needed: Callable[[list[str], set[str]], Collection[str]] | None = None,
 ) -> Dataset:
     """The run's distilled conversations (or those of the file `data`) with their states, split by record id.
 
     prompts: those of prompts too, for a drafter whose layers see the whole conversation; states kept of answers alone
     are then computed again. on_total is told how many tokens this process must prefill, if any, on_progress how many it
     did. together: the processes that share the conversations, or, where the backbone is sharded among them, make all
-    passes side by side. UserError for missing or unusable data and for states that do not belong to it.
+    passes side by side. needed: of which conversations, of all that can be learnt from and of those held out, there are
+    to be states (None: of all); others are left out where states must be computed. UserError for missing or unusable
+    data and for states that do not belong to it.
     """
     path = data or run.data_path
     _check_owner(path, backbone)
     records, report = read_records(path, backbone)
+    usable = learnable(records)
+    held = held_out_ids(usable, fraction)
+    digest = records_digest(records, held)
     stored = path.parent / run.states_path.name
     # States kept while distilling are those of the model without an adapter, rounded as it was then.
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
@@ -54,11 +60,14 @@ def load_dataset(
         rows = max((record.first_row or 0) + record.rows for record in records)
         states = _stored(stored, rows, backbone.hidden_size, backbone)
         _check_seals(records, states, stored)
-        return split(records, states, report, fraction, prompts)
+        return split(records, states, report, held, digest, prompts)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None, whole=prompts) for one in records]
-    rows = sum(record.rows for record in records)
-    cached = run.path / "cache" / f"states-{_digest(backbone, records, taps)}.bin"
+    cached = _cached(run, backbone, records, taps)
+    if needed is not None and not cached.is_file():
+        chosen = set(needed([one.id for one in usable], held))
+        records = [one for one in records if one.id in chosen]
+        cached = _cached(run, backbone, records, taps)
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
         shared = together.size > 1 and not sharded
@@ -71,7 +80,8 @@ def load_dataset(
             join(cached, size)
         together.wait()
     width = backbone.hidden_size * len(taps)
-    return split(records, _stored(cached, rows, width, backbone, exact=True), report, fraction, prompts)
+    states = _stored(cached, sum(one.rows for one in records), width, backbone, exact=True)
+    return split(records, states, report, held, digest, prompts)
 
 
 def _check_owner(path: Path, backbone: Backbone) -> None:
@@ -107,7 +117,8 @@ def _check_seals(records: Sequence[Record], states: Tensor, path: Path) -> None:
         )
 
 
-def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> str:
+def _cached(run: Run, backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) -> Path:
+    """Where a run keeps the states that are computed of some conversations, by what they hang on."""
     # What the run is bound to by `weights` it need not be told by again: states kept from before that are found, and
     # so are those from before rounding was named, where there is none.
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
@@ -119,7 +130,7 @@ def _digest(backbone: Backbone, records: Sequence[Record], taps: Sequence[int]) 
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
-    return digest.hexdigest()[:16]
+    return run.path / "cache" / f"states-{digest.hexdigest()[:16]}.bin"
 
 
 def rounding(backbone: Backbone) -> str | None:
