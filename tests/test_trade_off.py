@@ -31,6 +31,20 @@ def test_every_run_is_a_point_and_is_held_against_the_frozen_models_heads() -> N
     assert section.charts[0].svg.count("<svg") == 1 and "4 questions" in section.charts[0].svg
 
 
+def test_the_gain_is_over_the_questions_that_both_answered() -> None:
+    base, moved = source("frozen", None, 10), source("near", 0.03, 12)
+    kept = moved.methods["medusa"]["answers"]
+    kept[:] = kept[:0:-1]  # all but the first, in another order
+    section = trade_off([base, moved])
+    assert section is not None
+    ratio, *interval = section.tables[0].rows[1][3].replace("(", "").replace(")", "").split()
+    assert float(ratio) == pytest.approx((30 + 13 + 14 + 15) / (30 + 11 + 12 + 13), abs=0.01)
+    assert float(interval[0]) <= float(ratio) <= float(interval[2])
+    kept[:] = [{**one, "question": "other"} for one in kept]
+    section = trade_off([base, moved])
+    assert section is not None and section.tables[0].rows[1][3] == "-"
+
+
 def test_without_a_model_that_moved_there_is_no_curve() -> None:
     assert trade_off([source("one", None, 10), source("two", None, 12)]) is None
     assert trade_off([source("one", 0.1, 10)]) is None

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from medusa_cli.benchmarks.charts import scatter
 from medusa_cli.benchmarks.intervals import bootstrap, ratio_of_rates
 from medusa_cli.benchmarks.pieces import Chart, SavedBench, Section, Table, shown
@@ -45,13 +47,14 @@ def _moved(source: SavedBench) -> float | None:
 
 
 def _gain(source: SavedBench, base: SavedBench | None) -> str:
-    """How many times the tokens a step of another run's, with its interval where both answered the same questions."""
+    """How many times the tokens a step of another run's, over the questions that both answered, with its interval."""
     if base is None or source is base:
         return "-"
-    ours, theirs = source.drafted[0], base.drafted[0]
-    ratio = source.acceptance(ours).value / base.acceptance(theirs).value
-    pairs = [(a, b) for a, b in zip(source.answers(ours), base.answers(theirs), strict=False)
-             if a["question"] == b["question"] and a.get("steps") and b.get("steps")]  # fmt: skip
+    theirs = {one["question"]: one for one in base.answers(base.drafted[0]) if one.get("steps")}
+    ours = [one for one in source.answers(source.drafted[0]) if one.get("steps") and one["question"] in theirs]
+    pairs = [(one, theirs[one["question"]]) for one in ours]
+    if not pairs:
+        return "-"
     sums = [[a["accepted"] + a["steps"], a["steps"], b["accepted"] + b["steps"], b["steps"]] for a, b in pairs]
-    interval = bootstrap(sums, ratio_of_rates) if len(pairs) == len(source.answers(ours)) else None
+    ratio, interval = float(ratio_of_rates(np.sum(sums, axis=0))), bootstrap(sums, ratio_of_rates)
     return f"{ratio:.2f}" if interval is None else f"{ratio:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
