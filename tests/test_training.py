@@ -21,6 +21,7 @@ from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
 from medusa_cli.commands.groups import Where
 from medusa_cli.commands.live import command_on
+from medusa_cli.decoding import generate
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.base import Losses
 from medusa_cli.drafters.losses import linear_loss
@@ -36,6 +37,7 @@ from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.parsing import Record, read_records
 from medusa_cli.training.schedule import learning_rate
 from medusa_cli.training.task import Frozen, head_rate
+from medusa_cli.tree import Tree
 from tests import passes
 from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
 
@@ -594,6 +596,22 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
     other = ["--from", str(run.path), "drafter.num_heads=3"]
     done = medusa(*train_words(second, model_folder, *words, *other))
     assert done.exit_code == 0 and "holds none of this kind and shape" in done.stderr, done.output
+
+
+def test_heads_that_read_more_layers_start_from_those_that_do_not(run: Run, model_folder: str, tmp_path: Path) -> None:
+    assert medusa(*train_words(run, model_folder, "drafter=hydra")).exit_code == 0
+    second, backbone = Run(tmp_path / "second"), engines.load_backbone(model_folder, dtype="fp32")
+    words = ["drafter=hydra", "drafter.taps=[1]", "--from", str(run.path), "train.lr=0"]
+    done = medusa(*train_words(second, model_folder, *words))
+    assert done.exit_code == 0 and f"the heads start from {run.drafter_dir}" in done.stderr, done.output
+    first, again = (load_drafter(one.drafter_dir, backbone) for one in (run, second))
+    assert again.taps == (0, -1)
+    tree, prompt = Tree.dense([3, 2]), [5, 9, 20, 11]
+    ours, theirs = (list(generate(backbone, one, tree, prompt, max_new_tokens=20)) for one in (first, again))
+    assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
+    third, data = Run(tmp_path / "third"), ["--data", str(run.data_path)]
+    back = medusa(*train_words(third, model_folder, "drafter=hydra", "--from", str(second.path), *data))
+    assert back.exit_code == 0 and "holds none of this kind and shape" in back.stderr, back.output
 
 
 @pytest.mark.parametrize(

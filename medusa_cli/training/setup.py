@@ -1,5 +1,6 @@
 """What trainings on whole conversations start from: these, and for stage 2 a backbone that learns, stage-1 heads."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def whole_conversations(
 def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool = False) -> bool:
     """Copy the run's drafter into a fresh one of the same shape; False where there is no such drafter.
 
-    Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to.
+    Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to. A fresh one that reads states of
+    more layers beside the final ones starts from heads that do not: its map of those adds nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False
@@ -114,14 +116,21 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
         found = type(drafter).load(run.drafter_dir, backbone)
     except UserError:
         return False
-    if found.config != drafter.config:
+    if found.config != drafter.config and found.config != _without_taps(drafter.config):
         return False
     if adapted:
         if run.adapter is None or adapter.digest(run.adapter) != made["adapter"]:
             return False
         adapter.take_up(backbone.model, run.adapter)
     with torch.no_grad():
+        given = found.named_weights()
         for name, weight in drafter.named_weights().items():
-            weight.copy_(found.named_weights()[name])
+            if name in given:
+                weight.copy_(given[name])
     drafter.draft_ids.copy_(found.draft_ids)
     return True
+
+
+def _without_taps(config: Any) -> Any:
+    """A drafter's config as if it read the final states alone."""
+    return replace(config, taps=()) if getattr(config, "taps", ()) else config
