@@ -283,6 +283,14 @@ def test_resume_goes_on_and_begins_nothing(words: list[str], tmp_path: Path) -> 
     assert json.loads(runner.invoke(app, [*words, "--resume"]).stdout)["conversations"] == 6
 
 
+def test_a_run_goes_on_with_its_own_model(words: list[str]) -> None:
+    runner, at = CliRunner(), words.index("--model")
+    assert runner.invoke(app, [*words, "--max-samples", "2"]).exit_code == 0
+    again = runner.invoke(app, [*words[:at], *words[at + 2 :]])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["conversations"] == 6 and f"{words[at + 1]} answers" in again.stderr
+
+
 def test_ultrachat_is_a_name_for_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -286,6 +286,28 @@ def test_a_curve_that_is_flat_or_too_short_asks_for_nothing_it_cannot_know(case:
     assert found.verdict == "unknown" and "3 validations" in found.seen
 
 
+def test_what_helps_by_distilling_is_not_refused_by_what_is_there(case: Case, tmp_path: Path) -> None:
+    """By the settings of what is there in the same run; with others, or where it is unfit, in a run beside it."""
+    assert case.distill(max_samples=9) == "medusa distill --run mine --max-samples 9"
+    told = {"max_new_tokens": 64, "max_turns": 2, "temperature": 0.0, "random_seed": 3, "self_talk": True}
+    write_json(case.run.path / "distill.json", {"seed": "my seeds.json", "settings": told})
+    words = "--seed 'my seeds.json' --max-new-tokens 64 --random-seed 3 --self-talk"
+    assert case.distill(max_samples=9) == f"medusa distill --run mine {words} --max-samples 9"
+    other = words.replace("--random", "--temperature 0.7 --random")
+    assert case.distill(anew=True, temperature="0.7") == f"medusa distill --run mine-anew --model m {other}"
+    case.run.template_path.write_text("{{ messages }}")
+    write_json(case.run.path / "distill.json", {"seed": "s", "settings": {"rounding": "int8", "chat_template": "5eed"}})
+    assert case.distill() == "medusa distill --run mine --seed s --engine int8"
+    template = f"--chat-template {case.run.template_path}"
+    assert case.distill(anew=True) == f"medusa distill --run mine-anew --model m {template} --seed s --engine int8"
+    write_json(case.run.path / "distill.json", {"settings": {"rounding": "4bit"}})
+    assert case.distill() == "medusa distill --run mine --load-in-4bit"
+    (case.run.path / "distill.json").write_text("{")
+    assert case.distill() == "medusa distill --run mine"
+    case.called = None
+    assert case.distill(anew=True) == "medusa distill --run mine"
+
+
 def came(steps: int, accepted: int) -> list[Stats]:
     return [Stats(steps=steps, accepted=accepted + number % 2) for number in range(6)]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_cli import console, extras, options
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.commands.asking import Servers, Wanted
 from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
@@ -90,7 +89,6 @@ def distill(
     world = World.join(place.device, backend="gloo")
     if not world.first:
         world.wait()  # until the first has fetched what all read
-    name = model or plan.model or DEFAULT_MODEL
     seeds, report = read_seeds(wanted.seed)
     chosen = order(seeds, settings, count)
     target = Run.open(run, create=not resume)
@@ -98,6 +96,7 @@ def distill(
         raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
     if world.first:  # the others write parts of their own
         asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
+    name = model or (target.model if recipe is None else None) or plan.model
     template = target.template_with(plan.chat_template)
     console.info(
         f"{place.of(name)} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into "

@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import os
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +18,12 @@ from medusa_cli.decoding import Stats
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import load_backbone
+from medusa_cli.engines.kernels import BITS
 from medusa_cli.engines.load import BackboneOptions
 from medusa_cli.errors import UserError, in_flags
 from medusa_cli.runs.accuracies import Heads, read_calibration
-from medusa_cli.runs.made import Made, describe_drafter
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.made import Distillation, Made, describe_distillation, describe_drafter
+from medusa_cli.runs.recipe import DistillRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.runs.usable import Malformed, ReadReport
 from medusa_cli.training.data import held_out_ids
@@ -65,6 +67,28 @@ class Case:
     def command(self, name: str, *words: str, **settings: Any) -> str:
         """A command on this run, or, for what ships, on a run of the user's own to come."""
         return typed(name, *words, run=self.called or "mine", **settings)
+
+    def distill(self, anew: bool = False, **settings: Any) -> str:
+        """The command that goes on with the run's distillation; anew: that makes another one, in a run beside it.
+
+        Both by the run's own settings where no others are given: those of one file agree.
+        """
+        try:
+            made = describe_distillation(self.run.data_path.parent)
+        except UserError:  # it is damaged: what it said is lost
+            made = Distillation()
+        usual = {key: getattr(DistillRecipe(), key, None) for key in ("seed", *made.settings)}
+        words: dict[str, Any] = {"seed": made.seed, **made.settings} | settings
+        words = {key: one for key, one in words.items() if one and one != usual.get(key)}
+        words.pop("chat_template", None)  # a digest; the run keeps the text
+        rounding = words.pop("rounding", None)
+        if rounding is not None:
+            words |= {"engine": rounding} if rounding in BITS else {f"load_in_{rounding}": True}
+        if not anew or self.called is None:
+            return self.command("distill", **words)
+        template = {"chat_template": self.run.template_path} if self.run.template_path.is_file() else {}
+        run = f"{self.called.rstrip(os.sep)}-anew"
+        return typed("distill", run=run, model=self.model, **template, **words)
 
     @property
     def tree_command(self) -> str:
@@ -141,7 +165,7 @@ class Case:
         if not path.is_file():
             raise UserError(self._none("conversations", path), self.command("distill"))
         assert self.backbone is not None  # its errors are its own
-        return self.read(self._sampled, self.command("distill"))
+        return self.read(self._sampled, self.distill(anew=True))
 
     def _sampled(self) -> tuple[list[Dialogue], list[Dialogue]]:
         path, share = self.run.data_path, self._fraction
@@ -164,7 +188,7 @@ class Case:
         found = [self._conversation(raw) for _, _, raw in sorted(some, key=lambda one: one[:2], reverse=True)]
         kept = [one for one in found if one is not None]
         if not kept:
-            raise UserError(f"{path} holds no usable conversation", self.command("distill"))
+            raise UserError(f"{path} holds no usable conversation", self.distill(anew=True))
         return kept, [one for one in map(self._conversation, others) if one is not None]
 
     def _none(self, what: str, path: Path) -> str:

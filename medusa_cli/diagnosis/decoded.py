@@ -38,7 +38,7 @@ def acceptance(case: Case) -> Finding:
     said = f"{shown}, where calibration and the tree of {case.tree.size} nodes promise {expected:.2f}"
     short = (expected - high) / max(expected - 1, 1e-9)  # of what drafts should add, beyond the interval
     verdict = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "ok"
-    own = case.command("distill", seed="PROMPTS.json")  # prompts as they will be asked
+    own = case.distill(anew=True, seed="PROMPTS.json")  # prompts as they will be asked
     remedy = own if case.called is None else case.command("calibrate")
     return Finding(name, verdict, said, remedy, figures)
 
@@ -53,7 +53,7 @@ def temperature(case: Case) -> Finding:
     said = f"{sampled:.2f} tokens a step at temperature {heat:g}, {greedy:.2f} greedily"
     verdict = graded(lost, 0.2, 0.5) if greedy - sampled > SLIGHT else "ok"
     figures = {"temperature": heat, "sampled": sampled, "greedy": greedy, "share_lost": lost}
-    remedy = case.command("distill", temperature=f"{heat:g}")
+    remedy = case.distill(anew=True, temperature=f"{heat:g}")
     return Finding(name, verdict, said, remedy, figures)
 
 
@@ -100,7 +100,7 @@ def decoded(case: Case, heat: float) -> list[Stats]:
         found = [Stats.of(steps) for steps in each]
         case.answered[heat] = [one for one in found if one.steps]
         if not case.answered[heat]:
-            raise UserError("every answer ended with its first token", case.command("distill"))
+            raise UserError("every answer ended with its first token", case.distill())
     return case.answered[heat]
 
 
@@ -119,7 +119,7 @@ def prompts(case: Case) -> list[list[int]]:
     fitting = (tokens for tokens in map(case.backbone.encode_chat, said) if len(tokens) <= most)
     found = [tokens for tokens, _ in zip(fitting, range(case.prompts), strict=False)]
     if not found:
-        raise UserError("no prompt of the data is short enough to decode here", case.command("distill"))
+        raise UserError("no prompt of the data is short enough to decode here", case.distill())
     return found
 
 

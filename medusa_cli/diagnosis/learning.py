@@ -132,7 +132,7 @@ def _again(case: Case, *settings: str) -> str:
 def _more(case: Case) -> str:
     """The command that makes twice the conversations."""
     count = sum(1 for _ in case.run.data_path.open("rb")) if case.run.data_path.is_file() else 0
-    return case.command("distill", max_samples=2 * count) if count else case.command("distill")
+    return case.distill(max_samples=2 * count) if count else case.distill()
 
 
 def _shares(values: Sequence[float]) -> str:

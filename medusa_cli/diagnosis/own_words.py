@@ -30,7 +30,7 @@ def template(case: Case) -> Finding:
         if any(one.messages is not None for one in case.conversations):
             return Finding(name, "ok", "the data has messages alone: today's template lays them out")
         said = "the data has token ids and no messages: they cannot be laid out again"
-        return Finding(name, "unknown", said, case.command("distill"))
+        return Finding(name, "unknown", said, case.distill(anew=True))
     other = [one for one in stored if not _laid_out_alike(case.backbone, one)]
     said = f"{len(other)} of {len(stored)} conversations have other tokens around their answers than the template gives"
     figures = {"conversations": len(stored), "other": len(other)}
@@ -40,8 +40,8 @@ def template(case: Case) -> Finding:
     known = (load_recipe(path).chat_template if path.is_file() else None) or case.run.chat_template
     if known != case.run.chat_template:
         said = f"the recipe's chat template is not the run's {case.run.template_path.name}; {said}"
-        return Finding(name, "bad", said, case.command("distill"), figures)
-    return Finding(name, graded(len(other) / len(stored), 0.02, 0.2), said, case.command("distill"), figures)
+        return Finding(name, "bad", said, case.distill(anew=True), figures)
+    return Finding(name, graded(len(other) / len(stored), 0.02, 0.2), said, case.distill(anew=True), figures)
 
 
 def _laid_out_alike(backbone: Backbone, one: Dialogue) -> bool:
@@ -74,13 +74,13 @@ def mask(case: Case) -> Finding:
     name = "answer mask"
     known = [one for one in case.conversations if one.messages is not None]
     if not known:
-        return Finding(name, "unknown", "the data has no messages to hold the spans against", case.command("distill"))
+        return Finding(name, "unknown", "the data has no messages to hold the spans against", case.distill(anew=True))
     wrong = [one.record.id for one in known if not _covers(case.backbone, one)]
     figures = {"conversations": len(known), "wrong": len(wrong)}
     if not wrong:
         return Finding(name, "ok", f"spans are the answers in all {len(known)} conversations looked at", "", figures)
     said = f"in {len(wrong)} of {len(known)} conversations, such as {wrong[0]!r}, what is learnt is not the answers"
-    return Finding(name, graded(len(wrong) / len(known), 0.0, 0.05), said, case.command("distill"), figures)
+    return Finding(name, graded(len(wrong) / len(known), 0.0, 0.05), said, case.distill(anew=True), figures)
 
 
 def _covers(backbone: Backbone, one: Dialogue) -> bool:
@@ -121,7 +121,7 @@ def own_words(case: Case) -> Finding:
     found = [one for talk in case.conversations[:READ] for one in read(case.backbone, talk.record)]
     tokens = sum(one.tokens for one in found)
     if not tokens:
-        return Finding(name, "unknown", "no answer of the data fits into the model's context", case.command("distill"))
+        return Finding(name, "unknown", "no answer of the data fits into the model's context", case.distill(anew=True))
     share = sum(one.tokens for one in found if one.excess > FOREIGN) / tokens
     logprob, own = -sum(one.nats for one in found) / tokens, -sum(one.entropy for one in found) / tokens
     first = sum(one.first for one in found) / tokens
@@ -131,7 +131,7 @@ def own_words(case: Case) -> Finding:
     )
     figures = {"share": share, "logprob": logprob, "expected_logprob": own, "greedy_agreement": first,
                "answers": len(found), "tokens": tokens}  # fmt: skip
-    remedy = case.command("distill")
+    remedy = case.distill(anew=True)
     return Finding(name, graded(share, 0.1, 0.5), said, remedy, figures)
 
 

@@ -67,6 +67,20 @@ class Described:
         return self.medusa_num_heads if self.num_heads is None else self.num_heads
 
 
+@dataclass(frozen=True)
+class Distillation:
+    """How a run's conversations were distilled, as its distill.json says: all of one file by the same settings."""
+
+    seed: str | None = None
+    settings: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+def describe_distillation(folder: Path) -> Distillation:
+    """What the conversations in a run's folder were distilled by; nothing where that is not said."""
+    path = folder / "distill.json"
+    return read_as(path, Distillation, "the distillation's header") if path.is_file() else Distillation()
+
+
 def describe_drafter(folder: Path) -> Described:
     """What the config of the drafter in a folder says; UserError where there is none or it cannot be used."""
     return read_as(Path(folder) / "config.json", Described, WHAT)

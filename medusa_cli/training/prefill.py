@@ -14,7 +14,7 @@ from medusa_cli.backbone.identity import rounding_of
 from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
-from medusa_cli.runs.reading import read_object
+from medusa_cli.runs.made import describe_distillation
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.states import read_rows, seal
 from medusa_cli.training.begun import begun, join, part_of
@@ -55,7 +55,7 @@ def load_dataset(
     stored = path.parent / run.states_path.name
     # States kept while distilling are those of the model without an adapter, rounded as it was then.
     known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
-    known = known and _rounding_of_data(path.parent) == rounding(backbone)
+    known = known and describe_distillation(path.parent).settings.get("rounding") == rounding(backbone)
     if known and all(record.first_row is not None and record.whole >= prompts for record in records):
         rows = max((record.first_row or 0) + record.rows for record in records)
         states = _stored(stored, rows, backbone.hidden_size, backbone)
@@ -137,13 +137,6 @@ def rounding(backbone: Backbone) -> str | None:
     """How a backbone's weights are rounded, by its engine ("int8") or at load ("4bit"); None where they are not."""
     kernel = backbone.engine.kernel.name
     return kernel if kernel in BITS else rounding_of(backbone.model)
-
-
-def _rounding_of_data(folder: Path) -> str | None:
-    """How the weights were rounded of the model that answered the conversations in a run's folder."""
-    header = folder / "distill.json"
-    settings = read_object(header, "the distillation's header").get("settings") if header.is_file() else None
-    return settings.get("rounding") if isinstance(settings, dict) else None
 
 
 def _prefill(
