@@ -224,6 +224,30 @@ def test_other_settings_do_not_mix_into_a_file(tmp_path: Path) -> None:
         RecordWriter(run, backbone.hidden_size, {"seed": "x", "settings": {"temperature": 1}})
 
 
+def test_what_was_dropped_is_asked_again_by_other_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, dropped = Run.open(str(tmp_path / "r"), create=True), tmp_path / "r" / "distill-dropped.jsonl"
+
+    def opened(temperature: float) -> RecordWriter:
+        return RecordWriter(run, 4, {"seed": "x", "settings": {"temperature": temperature}}, least=9)
+
+    first = opened(0.0)
+    first.drop("a", 3)
+    first.close()
+    dropped.write_bytes(dropped.read_bytes() + b'{"id": "torn')
+    again = opened(0.0)
+    with monkeypatch.context() as frugal:
+        frugal.setattr(Path, "read_bytes", lambda path: pytest.fail("the whole file is read for a line"))
+        for name in ("b", "c"):
+            again.drop(name, 4)
+    again.close()
+    same = opened(0.0)
+    assert same.answered == {"a", "b", "c"}
+    same.close()
+    other = opened(0.7)
+    assert other.answered == set() and not dropped.exists()
+    other.close()
+
+
 def test_kill_minus_nine_loses_and_doubles_nothing(tmp_path: Path) -> None:
     backbone = tiny_backbone("llama")
     model = tmp_path / "model"

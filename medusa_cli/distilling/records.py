@@ -34,8 +34,15 @@ class RecordWriter:
         self._dropped_path = self.path.with_name(DROPPED)
         rows = self._recover()
         header_path = header_of(run)
-        if self.done and header_path.exists():
-            _check_header(read_object(header_path, "the distillation's header"), header, self.path)
+        if (self.done or self._dropped_path.exists()) and header_path.exists():
+            changed = _changed(read_object(header_path, "the distillation's header"), header)
+            if changed and self.done:
+                raise UserError(
+                    f"{self.path} was distilled with {changed}",
+                    "repeat the earlier settings to resume it, or choose another @run",
+                )
+            if changed:  # what was dropped would be answered otherwise now
+                self._dropped_path.unlink(missing_ok=True)
         write_json(header_path, header)
         self.states = StateStore(run.states_path, hidden_size)
         if self.states.rows < rows:
@@ -47,6 +54,8 @@ class RecordWriter:
         self.stream = self.path.open("a", encoding="utf-8")
         left = [convert(one, Dropped, f"{self._dropped_path}") for one in whole_lines(self._dropped_path)]
         self.dropped = {one.id: one.tokens for one in left}
+        if self._dropped_path.exists():
+            _end_line(self._dropped_path)
 
     @property
     def answered(self) -> set[str]:
@@ -73,11 +82,8 @@ class RecordWriter:
                     "mend or delete that line, or choose another @run",
                 ) from reason
             whole += len(text)
-        with self.path.open("r+b") as out:
-            out.truncate(whole)
-            out.seek(max(0, whole - 1))
-            if out.read(1) not in b"\n":  # all but its line break was written
-                out.write(b"\n")
+        os.truncate(self.path, whole)
+        _end_line(self.path)
         return rows
 
     def _count(self, line: Line, rows: int) -> int:
@@ -111,7 +117,6 @@ class RecordWriter:
         """Note a conversation that is not kept, so that it is not asked again."""
         self.dropped[id] = tokens
         with self._dropped_path.open("a", encoding="utf-8") as out:
-            out.write("\n" if out.tell() and not self._dropped_path.read_bytes().endswith(b"\n") else "")
             out.write(json.dumps({"id": id, "tokens": tokens}) + "\n")
 
     def sync(self) -> None:
@@ -139,11 +144,17 @@ def header_of(run: Run) -> Path:
     return run.path / "distill.json"
 
 
-def _check_header(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
-    """Refuse to mix conversations made from another seed or with other settings into one file."""
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What conversations of one file must share and differs, in words; "" where nothing does."""
     for key in ("seed", "settings"):
         if old.get(key) != new.get(key):
-            raise UserError(
-                f"{path} was distilled with {key} {json.dumps(old.get(key))}, not {json.dumps(new.get(key))}",
-                "repeat the earlier settings to resume it, or choose another @run",
-            )
+            return f"{key} {json.dumps(old.get(key))}, not {json.dumps(new.get(key))}"
+    return ""
+
+
+def _end_line(path: Path) -> None:
+    """Give the last line of a file the break that a crash may have kept from it."""
+    with path.open("r+b") as out:
+        out.seek(max(0, out.seek(0, 2) - 1))
+        if out.read(1) not in b"\n":
+            out.write(b"\n")
