@@ -8,10 +8,16 @@ from pathlib import Path
 
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
+from medusa_cli.decoding import Likelihood, Reply, Request
+from medusa_cli.serving.scheduler import Ticket
+from medusa_cli.serving.wording import Wording
 from tests.runs import save_model, save_run
 from tests.serving import MODEL, Served, serving
+from tests.tiny import tiny_backbone
 
 IDS = [5, 9, 20, 11, 7]
 
@@ -46,7 +52,8 @@ def test_32_clients_at_once_get_what_each_gets_alone(server: Served, medusa: Med
         found = list(pool.map(ask, prompts))
     for prompt, (tokens, text, reason) in zip(prompts, found, strict=True):
         alone = medusa.generate(prompt, max_new_tokens=40)
-        assert tokens == [medusa.backbone.tokenizer.decode([token]) for token in alone.tokens]
+        words = [medusa.backbone.tokenizer.decode([token]) for token in alone.tokens]
+        assert tokens == [words[0], *(f" {word}" for word in words[1:])]
         assert (text, reason) == (alone.text, alone.finish_reason)
     assert server.number("medusa_requests_running") == server.number("medusa_requests_waiting") == 0
 
@@ -78,6 +85,30 @@ def test_log_probabilities_of_chats_are_the_backbones(server: Served, medusa: Me
     for one in said:
         assert one.top_logprobs[0].token == one.token and bytes(one.bytes).decode() == one.token
         assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+
+
+def test_tokens_of_a_llama_are_read_in_their_places() -> None:
+    inner = Tokenizer(models.BPE({"<unk>": 0, "▁so": 1, "▁it": 2, "s": 3, "<0xC3>": 4, "<0xA9>": 5, "<0x73>": 6}, []))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backbone = tiny_backbone()
+    backbone.tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    likely = [Likelihood(token, -1.0, ((token, -1.0), (3, -2.0), (6, -3.0))) for token in (1, 2, 3, 4, 5, 2)]
+
+    def told(*chunks: list[Likelihood], chat: bool) -> list[dict]:
+        wording = Wording(backbone, "m", chat=chat)
+        ticket = Ticket(Request((1,), 8, top=3), Reply(backbone), lambda event: None)
+        return [wording.chunk(ticket, [], chunk, False)["choices"][0]["logprobs"] for chunk in chunks]
+
+    words = ["so", " it", "s", "\ufffd", "\ufffd", " it"]
+    (whole,), parts = told(likely, chat=False), told(likely[:2], likely[2:], chat=False)
+    assert whole["tokens"] == words and parts[0]["tokens"] + parts[1]["tokens"] == words
+    assert whole["text_offset"] == [0, 2, 5, 6, 7, 8] == parts[0]["text_offset"] + parts[1]["text_offset"]
+    assert whole["top_logprobs"][1] == {" it": -1.0, "s": -2.0}  # "s" and its byte read alike
+    (chat,) = told(likely, chat=True)
+    assert [one["token"] for one in chat["content"]] == words
+    assert [one["top_logprobs"][0]["token"] for one in chat["content"]] == words
 
 
 def test_a_seed_draws_the_same_again_whoever_else_is_there(server: Served, medusa: Medusa) -> None:

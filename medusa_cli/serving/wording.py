@@ -12,6 +12,8 @@ from medusa_cli.serving.scheduler import Ticket
 
 # What OpenAI says for a token that cannot be: JSON knows no infinity.
 NEVER = -9999.0
+# Bytes that a character has at most.
+MOST_BYTES = 4
 
 
 class Wording:
@@ -25,6 +27,7 @@ class Wording:
             "model": model,
         }
         self._written = 0
+        self._before: list[int] = []  # the answer's last tokens, from a whole character on
 
     def whole(self, ticket: Ticket) -> dict[str, Any]:
         """The answer at once."""
@@ -72,23 +75,28 @@ class Wording:
 
     def _content(self, likely: Sequence[Likelihood]) -> dict[str, Any]:
         """Log probabilities as chats have them."""
-        rows = [
-            {**self._entry(one.token, one.logprob), "top_logprobs": [self._entry(*other) for other in one.top]}
-            for one in likely
-        ]
+        rows = []
+        for one in likely:
+            top = [self._entry(*other) for other in one.top]
+            rows.append({**self._entry(one.token, one.logprob), "top_logprobs": top})
+            self._pass(one.token)
         return {"content": rows, "refusal": None}
 
     def _columns(self, likely: Sequence[Likelihood]) -> dict[str, Any]:
         """Log probabilities as completions have them."""
-        words = [self._word(one.token) for one in likely]
-        offsets = []
-        for word in words:
+        words, offsets, others = list[str](), list[int](), list[dict[str, float]]()
+        for one in likely:
+            words.append(self._word(one.token))
             offsets.append(self._written)
-            self._written += len(word)
+            others.append({})
+            for token, value in one.top:  # falling: of those that read alike the likeliest stands
+                others[-1].setdefault(self._word(token), max(value, NEVER))
+            self._written += len(words[-1])
+            self._pass(one.token)
         return {
             "tokens": words,
             "token_logprobs": [max(one.logprob, NEVER) for one in likely],
-            "top_logprobs": [{self._word(token): max(value, NEVER) for token, value in one.top} for one in likely],
+            "top_logprobs": others,
             "text_offset": offsets,
         }
 
@@ -98,7 +106,15 @@ class Wording:
         return {"token": word, "logprob": max(logprob, NEVER), "bytes": None if HALF in word else list(word.encode())}
 
     def _word(self, token: int) -> str:
-        return str(self._backbone.tokenizer.decode([token]))
+        """A token's text in its place: decoders of the Llama kind strip the blank of one that they decode alone."""
+        decode = self._backbone.tokenizer.decode
+        before, both = str(decode(self._before)), str(decode([*self._before, token]))
+        return both[len(before) :] if both.startswith(before) and not before.endswith(HALF) else str(decode([token]))
+
+    def _pass(self, token: int) -> None:
+        """Go on behind a token."""
+        part = str(self._backbone.tokenizer.decode([token])).endswith(HALF)
+        self._before = [*self._before[-MOST_BYTES:], token] if part else [token]
 
 
 def usage(ticket: Ticket) -> dict[str, Any]:
