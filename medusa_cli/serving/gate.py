@@ -58,7 +58,7 @@ class Gate:
             return
         if self._limits.api_key:
             said = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(said.encode(), f"Bearer {self._limits.api_key}".encode()):
+            if not hmac.compare_digest(said.encode("latin-1"), f"Bearer {self._limits.api_key}".encode()):
                 raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
         if scope["method"] == "POST" and self._closing():
             raise Refusal(503, "the server is about to stop", code="closing", retry_s=10)
