@@ -187,6 +187,37 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Served, field: str, 
 
 
 @pytest.mark.parametrize(
+    ("path", "more", "param", "said"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a valid string"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "should be 'text'",
+        ),
+        ("chat", {"stop": ["w1", ""]}, "stop.1", "at least 1 character"),
+        ("chat", {"max_completion_tokens": 401}, "max_completion_tokens", "401 is more than the 400"),
+        ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, None, "max_completion_tokens differ"),
+        ("", {"prompt": ""}, "prompt", "at least 1 character"),
+        ("", {"prompt": [5, -1]}, "prompt.1", "greater than or equal to 0"),
+        ("", {"prompt": []}, "prompt", "at least 1 item"),
+    ],
+)
+def test_a_refusal_is_about_the_form_that_was_sent(
+    server: Served, path: str, more: dict, param: str | None, said: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "w1"}]} if path else {"prompt": IDS}
+    status, _, found = server.post({"model": MODEL, **asked, **more}, f"/v1/{path}/completions".replace("//", "/"))
+    assert status == 400 and found["error"]["param"] == param and said in found["error"]["message"], found
+
+
+def test_a_limit_said_twice_alike_is_one(server: Served) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "w1"}], "max_tokens": 3}
+    assert server.post({**body, "max_completion_tokens": 3}, "/v1/chat/completions")[0] == 200
+
+
+@pytest.mark.parametrize(
     ("body", "status"),
     [
         ("{", 400),
@@ -208,6 +239,16 @@ def test_a_body_without_its_header_is_told_which(server: Served) -> None:
     status, _, text = server.ask("POST", "/v1/completions", body, {"Content-Type": "application/x-www-form-urlencoded"})
     assert status == 400 and "Content-Type: application/json" in text
     assert "no JSON object" in server.post("[]")[2]["error"]["message"]
+
+
+def test_events_are_in_ascii_as_clients_end_lines_at_many_characters(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wording, "closing", lambda *_: {"text": "a\u2028b\u0085c"})
+    body = {"model": MODEL, "prompt": IDS, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    with serving(medusa) as server:
+        lines = server.ask("POST", "/v1/completions", body)[2].splitlines()
+    assert json.loads(lines[-4].removeprefix("data: ")) == {"text": "a\u2028b\u0085c"}
 
 
 def test_metrics_count_what_was_answered(medusa: Medusa) -> None:

@@ -50,6 +50,14 @@ def test_sizes_are_limited(medusa: Medusa) -> None:
             assert door.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_a_completion_that_names_no_limit_has_the_servers_where_that_is_less(medusa: Medusa) -> None:
+    with serving(medusa, max_new_tokens=8) as server:
+        status, _, found = server.post({"model": MODEL, "prompt": IDS})
+        assert status == 200 and found["usage"]["completion_tokens"] <= 8
+        status, _, found = server.post({"model": MODEL, "prompt": IDS, "max_tokens": 16})
+        assert status == 400 and "max_tokens 16 is more than the 8" in found["error"]["message"]
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(medusa: Medusa) -> None:
     with serving(medusa, body_s=0.2) as server, socket.create_connection(("127.0.0.1", server.port)) as door:
         door.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -72,6 +80,8 @@ def test_the_key_is_asked_for(medusa: Medusa) -> None:
                 and found["error"]["code"] == "invalid_api_key"
                 and "bearer" in headers["www-authenticate"].lower()
             )
+        right = "Bearer söcret".encode().decode("latin-1")  # headers go as bytes, these in UTF-8
+        assert server.post(body, Authorization=right)[0] == 200
         assert server.ask("GET", "/v1/models")[0] == 401
         assert server.ask("GET", "/health")[0] == server.ask("GET", "/")[0] == 200
     with serving(medusa, api_key="secret") as server:

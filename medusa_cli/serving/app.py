@@ -134,15 +134,15 @@ class Desk:
         """What is asked of the decoder, within the server's limits."""
         limits = self._limits
         limit = body.limit or limits.max_new_tokens
-        if limit > limits.max_new_tokens:
-            said = f"max_tokens {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
-            raise Refusal(400, said, param="max_tokens", code="invalid_value")
+        if limit > limits.max_new_tokens and body.limiting is not None:
+            said = f"{body.limiting} {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
+            raise Refusal(400, said, param=body.limiting, code="invalid_value")
         try:
             async with self._encoding:
                 asked = await run_in_threadpool(
                     self._medusa.request,
                     prompt,
-                    max_new_tokens=limit,
+                    max_new_tokens=min(limit, limits.max_new_tokens),
                     temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else body.top_p,
                     top_k=body.top_k or 0,
@@ -214,7 +214,8 @@ async def _stream(
 
 
 def _line(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    # In ASCII: many clients take U+2028 and its like, which JSON may hold, for the end of a line.
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def _failure(reason: Exception) -> Refusal:

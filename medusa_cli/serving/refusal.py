@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from medusa_cli.errors import UserError, worded
+from medusa_cli.serving.schema import LIST, TEXT
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -78,7 +79,7 @@ def _field(setting: str) -> str:
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """The first of pydantic's errors in words that name the parameter."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part not in ("body", TEXT, LIST)]
     param = ".".join(place) or None
     kind, said = str(first["type"]), str(first["msg"])
     if kind == "json_invalid":

@@ -2,11 +2,18 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 # OpenAI takes four; there is no reason to.
 MOST_STOPS = 16
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+# What may be a text or a list is held against the form that it has; refusals leave out these names of the forms.
+TEXT, LIST = "<text>", "<list>"
+
+
+def form_of(value: Any) -> str:
+    """Which of the two a value is."""
+    return LIST if isinstance(value, list) else TEXT
 
 
 class Strict(BaseModel):
@@ -37,12 +44,23 @@ class Common(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 is no cut; not in OpenAI's API")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag(LIST)],
+            Discriminator(form_of),
+        ]
+        | None
+    ) = None
     user: str | None = Field(None, description="taken and not used")
     n: Literal[1] = 1
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def limiting(self) -> str | None:
+        """The field by which the tokens of the answer were limited, if any."""
+        return next((name for name in ("max_tokens", "max_completion_tokens") if name in self.model_fields_set), None)
 
     @property
     def stops(self) -> list[str]:
@@ -60,7 +78,7 @@ class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], Discriminator(form_of)]
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -94,6 +112,8 @@ class ChatRequest(Common):
     def _agree(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; leave one of them out")
         return self
 
     @property
@@ -108,7 +128,11 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """The body of /v1/completions: a text, or token ids, to continue."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1), Tag(TEXT)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(LIST)],
+        Discriminator(form_of),
+    ]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] = False
