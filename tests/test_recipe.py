@@ -71,6 +71,8 @@ def test_defaults_and_overrides() -> None:
     )
     assert (recipe.train.lr, recipe.drafter.num_heads, recipe.drafter.name) == (1e-4, 4, "medusa")
     assert recipe.train.max_tokens is None
+    large = 2**53 + 1  # more than a float tells apart
+    assert load_recipe(None, [f"train.seed={large}"]).train.seed == large
     assert recipe.distill.seed == "a: b"  # text stays text, whatever YAML would make of it
 
 
@@ -106,6 +108,8 @@ def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
         ("train.epochs=true", "train.epochs=True"),
         ("train.epochs=0", "train.epochs=0 is too small"),
         ("train.decay=2", "train.decay=2.0 is too large"),
+        ("train.beta1=1", "train.beta1=1.0 is too large; use less than 1"),
+        ("train.beta2=1", "train.beta2=1.0 is too large; use less than 1"),
         ("drafter.vocabulary=big", "use one of auto, draft, own, shared"),
         ("train.epochs", "write key=value"),
         ("train.epochs=null", "train.epochs=None"),

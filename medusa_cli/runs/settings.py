@@ -18,9 +18,16 @@ Fields = dict[str, tuple[Any, Any]]
 MANY = 10_000_000
 
 
-def setting(default: Any, *, least: float | None = None, most: float | None = None, among: Sequence[str] = ()) -> Any:
-    """A field with a default and the values it accepts: at least, at most, or one of a few words."""
-    return field(default=default, metadata={"least": least, "most": most, "among": tuple(among)})
+def setting(
+    default: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    among: Sequence[str] = (),
+) -> Any:
+    """A field with a default and the values it accepts: at least, at most, below, or one of a few words."""
+    return field(default=default, metadata={"least": least, "most": most, "below": below, "among": tuple(among)})
 
 
 @cache
@@ -92,7 +99,7 @@ def checked(key: str, value: Any, kind: Any, limits: Any) -> Any:
             raise fault from None
         if not math.isfinite(number) or (kind is int and number != int(number)):
             raise fault
-        value = kind(number)
+        value = value if type(value) is kind else kind(number)  # a whole number above 2**53 is no float
     return _within(key, value, limits)
 
 
@@ -102,6 +109,9 @@ def _within(key: str, value: Any, limits: Any) -> Any:
         raise UsageError(f"{key}={value} is too small", f"use {least:g} or more")
     if most is not None and value > most:
         raise UsageError(f"{key}={value} is too large", f"use {most:g} or less")
+    below = limits.get("below")
+    if below is not None and value >= below:
+        raise UsageError(f"{key}={value} is too large", f"use less than {below:g}")
     if among and value not in among:
         raise UsageError(f"{key}={shown(value)} is unknown", f"use one of {', '.join(among)}")
     return value
