@@ -24,6 +24,8 @@ from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
 from medusa_cli.training.conversations import Conversations, bucketed
 from medusa_cli.training.data import held_out_ids
 from medusa_cli.training.joint import Joint
+from medusa_cli.training.leaving import _tuned_run
+from medusa_cli.training.log import read_log
 from medusa_cli.training.parsing import Record
 from medusa_cli.training.schedule import lambda_0
 from medusa_cli.training.setup import joint_backbone
@@ -318,9 +320,10 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     other = Path(run, "mine.json")
     other.write_text(json.dumps([*lines, "nothing", {"id": "odd", "messages": said}], ensure_ascii=False))
     words = ["--stage", "2", "--tuning", "full", "train.objective=ce", "train.validation_fraction=0.4"]
-    done = train(place, *words, "--data", str(other), "--json")
+    done = train(place, *words, "--data", str(other))
     assert done.exit_code == 0, done.output
-    validation = json.loads(done.stdout)["validation"]
+    assert f"Curves: {run}/train.png" in done.stdout.replace("\n", "") and Path(run, "train.png").is_file()
+    validation = [line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"][-1]
     copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
     assert copied == [*lines, {"id": "odd", "messages": said}]
     beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
@@ -337,11 +340,27 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     assert said.exit_code == 0, said.output
 
 
+def test_a_tuned_model_takes_an_earlier_ones_place_only_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, run = tiny_backbone(), Run.open(f"{tmp_path}/run", create=True)
+    tuned, _ = _tuned_run(backbone, run)
+    before = {path: path.read_bytes() for path in tuned.path.rglob("*") if path.is_file()}
+    backbone.embedding.weight.data += 1
+    monkeypatch.setattr(backbone.tokenizer, "save_pretrained", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _tuned_run(backbone, run)
+    assert {path: path.read_bytes() for path in tuned.path.rglob("*") if path.is_file()} == before
+
+
 def test_what_cannot_be_trained_jointly_is_refused(place: tuple[str, str]) -> None:
     done = train(place, "--stage", "2", "--tuning", "full")
     assert done.exit_code == 2 and "train.objective=kl needs an adapter" in done.stderr
     done = train(place, "--stage", "2", "--lora", "--qlora")
     assert done.exit_code == 2 and "exclude each other" in done.stderr
+    for flag in (["--qlora"], ["--lora"], ["--tuning", "full"], ["--schedule", "sine"]):
+        done = train(place, *flag)
+        assert done.exit_code == 2 and f"{' '.join(flag)} says nothing to train.stage=1" in done.stderr, done.output
     done = train(place, "--stage", "3")
     assert done.exit_code == 2 and "train.stage=3 is too large" in done.stderr
     done = train(place, "--stage", "2", "--schedule", "cosine")

@@ -105,6 +105,25 @@ def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run:
     assert not earlier_path(checkpoint_path(run)).exists()
 
 
+def test_a_start_by_mistake_costs_neither_the_log_nor_the_recipe(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    assert draft(run, model).exit_code == 0
+    names = ("checkpoint.pt", "train.jsonl", "recipe.yaml")
+    before = {name: (run.path / name).read_bytes() for name in names}
+    with monkeypatch.context() as broken:
+        broken.setattr(TrainLog, "write", lambda log, event: 1 / 0)
+        for words in (["train.seed=1"], ["train.seed=2"]):
+            assert draft(run, model, *words).exit_code != 0
+    for name in names:
+        assert earlier_path(run.path / name).read_bytes() == before[name]
+        earlier_path(run.path / name).replace(run.path / name)
+    assert draft(run, model, "--resume").exit_code == 0
+    assert draft(run, model).exit_code == 0
+    assert not list(run.path.glob("*.earlier.*"))
+
+
 def test_a_validation_alone_leaves_the_checkpoint(run: Run) -> None:
     list(trainer(run, tiny_backbone()).events())
     trainer(run, tiny_backbone()).validate(0)

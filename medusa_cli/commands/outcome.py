@@ -67,7 +67,7 @@ def finish(
         f"{target.drafter_dir}: {trainer.drafter.num_heads} heads, {trainer.steps:,} steps"
         + (f" at {rate:,.0f} tokens/s" if rate else "")
         + _gain(summary)
-        + f". Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {run}"
+        + f". Curves: {trainer.run.path / 'train.png'}. Next: medusa calibrate --run {run}"
     )
 
 

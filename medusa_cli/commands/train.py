@@ -105,6 +105,10 @@ def train(
     from medusa_cli.training.build import check_drafter, drafter_class, runs_model
 
     check_drafter(plan)
+    ways_of_2 = {"--schedule": schedule, "--tuning": tuning, "--lora": lora, "--qlora": qlora}
+    idle = next((flag if one is True else f"{flag} {one}" for flag, one in ways_of_2.items() if one), None)
+    if plan.train.stage == 1 and idle is not None:
+        raise UsageError(f"{idle} says nothing to train.stage=1, heads alone", "leave it out, or give --stage 2")
     bound, kind = plan.train.max_tokens, drafter_class(plan.drafter.name)
     whole = plan.train.stage == 2 or runs_model(kind, plan.train)
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
@@ -119,6 +123,7 @@ def train(
     from medusa_cli.commands.stages import frozen, joint
     from medusa_cli.training import Trainer, World
     from medusa_cli.training.allocator import keep_freed_memory
+    from medusa_cli.training.checkpoints import set_aside
     from medusa_cli.training.setup import check_shard
 
     keep_freed_memory()
@@ -131,6 +136,8 @@ def train(
     with stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         if world.first:
+            if not resume:
+                set_aside(target)
             write_atomic(target.recipe_path, plan.to_yaml())
         items = "conversations" if whole else "answers"
         console.info(

@@ -15,6 +15,7 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.runs.files import replacing, replacing_folder
 from medusa_cli.runs.recipe import Recipe, differences, from_dict
 from medusa_cli.runs.run import Run, check_backbone
+from medusa_cli.training.log import NAME
 
 # What a resumed training may set anew: when something is looked at and where weights lie, not what is learnt.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")
@@ -47,26 +48,35 @@ def checkpoint_path(run: Run) -> Path:
 
 
 def earlier_path(path: Path) -> Path:
-    """Where the checkpoint of an earlier training lies until a new one in the same run has its own."""
-    return path.with_name("checkpoint.earlier.pt")
+    """Where a file of an earlier training lies until a new one in the same run has a checkpoint of its own."""
+    return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
-def set_aside(path: Path) -> None:
-    """Rename a checkpoint that a new training finds: a resumed training must not take it for the new one's.
+def _of_training(run: Run) -> tuple[Path, ...]:
+    """What a training is gone on with, the checkpoint last: while that is in its place, the others are yet to move."""
+    return run.recipe_path, run.path / NAME, checkpoint_path(run)
 
-    It is not deleted before the new one has saved its first: a start by mistake, or one that fails at once, costs
-    nothing that renaming it back would not mend.
+
+def set_aside(run: Run) -> None:
+    """Rename what a new training finds of an earlier one: a resumed training must not take it for the new one's.
+
+    It is not deleted before the new one has saved its first checkpoint: a start by mistake, or one that fails at once,
+    costs nothing that renaming it back would not mend.
     """
-    if path.is_file():
-        path.replace(earlier_path(path))
+    if checkpoint_path(run).is_file():
+        for path in _of_training(run):
+            if path.is_file():
+                path.replace(earlier_path(path))
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
+def save(run: Run, checkpoint: Checkpoint) -> None:
     """Write under a temporary name, then rename, and drop what was set aside; UserError where the disk refuses."""
+    path = checkpoint_path(run)
     try:
         with replacing(path) as part:
             torch.save(vars(checkpoint), part)
-        earlier_path(path).unlink(missing_ok=True)
+        for left in _of_training(run):
+            earlier_path(left).unlink(missing_ok=True)
     except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
             f"the checkpoint {path} could not be written: {first_line(reason)}",
@@ -78,7 +88,7 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint; UserError if there is none or it is no checkpoint."""
     if not path.is_file():
         earlier = earlier_path(path)
-        aside = f", or rename {earlier}, which an earlier training left" if earlier.is_file() else ""
+        aside = f", or rename {earlier} and what else an earlier training left as .earlier" if earlier.is_file() else ""
         raise UserError(f"@resume: {path} does not exist", f"train without @resume{aside}")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)

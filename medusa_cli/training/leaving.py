@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import identity_of, weights_of
-from medusa_cli.runs.files import replacing, write_json
+from medusa_cli.runs.files import replacing, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.runs.usable import ReadReport
 from medusa_cli.training.checkpoints import save_drafter
@@ -56,8 +56,9 @@ def _tuned_run(backbone: Backbone, target: Run) -> tuple[Run, dict[str, Any]]:
     tuned = Run.open(str(target.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
     backbone.model.set_attn_implementation("sdpa")
-    backbone.model.save_pretrained(folder)
-    backbone.tokenizer.save_pretrained(folder)
+    with replacing_folder(folder) as part:
+        backbone.model.save_pretrained(part)
+        backbone.tokenizer.save_pretrained(part)
     identity = identity_of(backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None)
     write_json(tuned.path / "run.json", provenance(identity))
     log.info(f"the tuned model is in {folder}, its run is {tuned.path}")

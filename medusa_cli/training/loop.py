@@ -86,7 +86,7 @@ class Trainer:
         train = self.recipe.train
         done = self.positions_done
         if self.world.first and not self._resumed:
-            checkpoints.set_aside(checkpoints.checkpoint_path(self.run))
+            checkpoints.set_aside(self.run)
         if self.validation and train.stage == 2 and self.step == 0:  # what the heads came with
             yield self.validate(done)
         while self.step < self.steps:
@@ -180,7 +180,7 @@ class Trainer:
         if not self.world.first:
             return
         checkpoints.save(
-            checkpoints.checkpoint_path(self.run),
+            self.run,
             checkpoints.Checkpoint(
                 drafter=self._drafter_state(),
                 optimizer=self.optimizer.state_dict(),
