@@ -8,6 +8,7 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 
 from medusa_cli.api import Medusa  # noqa: E402
+from medusa_cli.serving.app import PAGE  # noqa: E402
 from tests.runs import save_model, save_run  # noqa: E402
 from tests.serving import serving  # noqa: E402
 
@@ -46,4 +47,42 @@ def test_the_page_chats(tmp_path: Path) -> None:
         assert "tokens/s" in page.text_content("#speed") and "tokens a step" in page.text_content("#speed")
         assert page.text_content("#model") == "tiny"
         assert not faults
+        browser.close()
+
+
+# A server that answers with "w1 " and then nothing more, or, told to be slow, not at all.
+STUB = """
+window.sent = []; window.slow = false;
+window.fetch = (path, { body, signal }) => new Promise((done, fail) => {
+  signal?.addEventListener("abort", () => fail(new DOMException("", "AbortError")));
+  if (window.slow) return;
+  if (path === "/v1/models") return done(new Response('{"data": [{"id": "m"}]}'));
+  window.sent.push(JSON.parse(body).messages);
+  done(new Response(new ReadableStream({ start(line) {
+    line.enqueue(new TextEncoder().encode('data: {"medusa": {"pieces": [["w1 ", false]]}}\\n\\n'));
+    signal.addEventListener("abort", () => line.error(new DOMException("", "AbortError")));
+  } })));
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_an_answer_that_was_cleared_is_no_part_of_the_next_conversation(tmp_path: Path) -> None:
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(10_000)
+        page.set_content(PAGE.read_text().replace('"use strict";', '"use strict";' + STUB))
+        for question in ("first", "second"):
+            page.fill("#text", question)
+            page.click("#send")
+            page.locator(".assistant", has_text="w1").wait_for()
+            page.click("#clear")
+        assert page.evaluate("window.sent") == [[{"role": "user", "content": one}] for one in ("first", "second")]
+        page.evaluate("window.slow = true")
+        page.fill("#text", "third")
+        page.click("#send")
+        page.locator("#send", has_text="Stop").click()  # before there is a word of the server
+        page.locator("#send", has_text="Send").wait_for()
+        assert page.locator(".error").count() == 0
         browser.close()
