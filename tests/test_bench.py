@@ -159,6 +159,17 @@ def test_a_penalty_that_the_model_comes_with_is_no_methods(place: Path, tmp_path
     assert json.loads(shown.stdout)["methods"]["hf"]["identical"] == 2
 
 
+def test_a_model_named_by_a_dot_has_its_folders_name(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(place / "model", tmp_path / "mine"))
+    heads = ["--drafter", str(place / "mine/drafter"), "--tree", str(place / "mine/tree.json"), "--dtype", "fp32"]
+    words = ["--questions", str(place / "q.jsonl"), "--limit", "1", "--max-new-tokens", "2", "--methods", "ar,medusa"]
+    shown = medusa("bench", "--model", ".", *heads, *words)
+    assert shown.exit_code == 0, shown.stderr
+    assert [path.name for path in Path("runs").iterdir()] == ["mine"]
+
+
 def test_a_question_longer_than_the_context_is_named_before_anything_is_measured() -> None:
     backbone, ran = tiny_backbone(positions=24), list[int]()
     ran_by = lambda prompts, count, watch: ran.append(count) or [Continuation([9] * count, 1.0, None)] * len(prompts)  # noqa: E731

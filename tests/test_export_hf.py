@@ -483,7 +483,12 @@ def test_the_tree_has_the_nodes_asked_for_or_those_that_pay(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(("hf", "few"), "is no number"), (("hf", "9" * 5000), "is no number"), (("eagle3", "5"), "says nothing to")],
+    [
+        (("hf", "few"), "is no number"),
+        (("hf", "0"), "is no number"),
+        (("hf", "9" * 5000), "is no number"),
+        (("eagle3", "5"), "says nothing to"),
+    ],
 )
 def test_a_budget_that_cannot_be_is_a_mistake_of_usage(tmp_path: Path, words: tuple[str, str], said: str) -> None:
     to, budget = words

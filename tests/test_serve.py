@@ -8,11 +8,16 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from medusa_cli.api import Medusa
 from medusa_cli.cli import app
+from medusa_cli.errors import UserError
+from medusa_cli.serving import server
+from medusa_cli.serving.limits import Limits
 from tests.runs import save_model, save_run
 
 
@@ -79,3 +84,19 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = CliRunner().invoke(app, ["serve", "--port", "0"])
     assert done.exit_code == 1 and "medusa-cli[serve]" in done.stderr
+
+
+def test_a_model_named_by_a_dot_is_served_under_its_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[str]()
+
+    def prepared(medusa: Medusa, limits: Limits) -> None:
+        found.append(limits.name)
+        raise UserError("enough", "no more")
+
+    monkeypatch.setattr(server, "prepare", prepared)
+    save_model(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    CliRunner().invoke(app, ["serve", "--model", ".", "--baseline", "--port", "0", "--dtype", "fp32"])
+    assert found == ["mine"]

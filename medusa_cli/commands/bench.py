@@ -123,7 +123,7 @@ def bench(
     choice = drafting.choose(need_drafter=alone)
     check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
     questions, count = which.chosen()
-    folder = (choice.run or Run(RUNS / Path(choice.model).name)).bench_dir
+    folder = (choice.run or Run(RUNS / Path(choice.model).resolve().name)).bench_dir
     where = follow_choice(choice, place)
     what = Bench(
         choice,

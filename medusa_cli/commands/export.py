@@ -49,7 +49,7 @@ def export(
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget says nothing to --to {to}", "leave it out")
-    if budget not in (None, "auto", "run") and not re.fullmatch("[0-9]{1,5}", budget):
+    if budget not in (None, "auto", "run") and not re.fullmatch("0*[1-9][0-9]{0,4}", budget):
         raise UsageError(f"--budget {shown(budget)} is no number of nodes", "use auto, run, or how many")
     from medusa_cli.exporting import export_as
     from medusa_cli.exporting.source import find_source

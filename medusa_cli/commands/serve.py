@@ -62,7 +62,7 @@ def serve(
     choice = drafting.or_plain(baseline)
     made = load(choice, follow_choice(choice, place))
     limits = Limits(
-        name=name or (Path(choice.model).name if Path(choice.model).is_dir() else choice.model),
+        name=name or (Path(choice.model).resolve().name if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,
         slots=batch_size,
         waiting=queue,

@@ -53,7 +53,7 @@ class Source:
         """The newest report of `medusa bench` on this very drafter, as Markdown; None where there is none."""
         stamp, folder, shipped = stamp_of(self.run.drafter_dir), self.run.bench_dir, Run.pretrained(self.model)
         if shipped is not None and shipped.path == self.run.path:  # what ships is measured in a run of the model's name
-            folder = Run(RUNS / Path(self.model).name).bench_dir
+            folder = Run(RUNS / Path(self.model).resolve().name).bench_dir
         for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
             drafting = read_object(path, "the report").get("drafting") or {}
             if path.with_suffix(".md").is_file() and stamp in [one.get(STAMP) for one in drafting.values()]:
