@@ -189,6 +189,7 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
         "draft_vocab_size": 24,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
         "max_position_embeddings": 512,
     }
     assert {key: config[key] for key in wanted} == wanted
@@ -208,6 +209,9 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(tmp_path: Path, model: str) ->
     back = import_eagle3(load_file(tmp_path / "out" / "model.safetensors"), config, Base(model, "llama", H, V, 5), {})
     assert same(back.tensors, source.tensors)
     assert back.config == {key: source.config[key] for key in back.config}
+    del config["eagle_aux_hidden_state_layer_ids"]  # and by what SGLang reads
+    back = import_eagle3(load_file(tmp_path / "out" / "model.safetensors"), config, Base(model, "llama", H, V, 5), {})
+    assert back.config["taps"] == source.config["taps"]
 
 
 @pytest.mark.parametrize(

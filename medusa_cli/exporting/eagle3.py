@@ -18,6 +18,7 @@ from medusa_cli.runs.files import write_json
 
 KIND = "eagle"
 WEIGHTS = "model.safetensors"
+IDS = "eagle_aux_hidden_state_layer_ids"
 # How deep to draft where a checkpoint does not say how deep it was trained: SpecForge's default.
 LEVELS = 7
 # Variants of the layer that this project's has not: configs that switch one on are refused.
@@ -43,7 +44,7 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> E
     # Of a whole vocabulary engines want no maps.
     whole = config["draft_vocab_size"] == config["vocab_size"]
     tensors = {name: one for name, one in source.tensors.items() if not (whole and name in maps)}
-    taps = len(config["eagle_aux_hidden_state_layer_ids"])
+    taps = len(config[IDS])
     notes = [] if taps == 3 else [f"it reads {taps} layers, and llama.cpp takes exactly 3"]
     model = assets.model_dir(source.model)
     if source.adapter is not None:
@@ -98,7 +99,9 @@ def _config(source: Source) -> dict[str, Any]:
         "bos_token_id": base.bos_token_id,
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
-        "eagle_aux_hidden_state_layer_ids": list(own["taps"]),
+        IDS: list(own["taps"]),
+        # Nested, where SGLang reads them, the same layers are named by what they give, not by what the next one takes.
+        "eagle_config": {IDS: [tap - 1 for tap in own["taps"]], "use_aux_hidden_state": True},
         "num_aux_hidden_states": len(own["taps"]),
     }
 
@@ -196,6 +199,8 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """A config without speculators' and EAGLE's nesting."""
     inner = [config.get(key) for key in ("transformer_layer_config", "eagle_config")]
     plain = dict(config)
+    if isinstance(inner[1], dict) and isinstance(ids := inner[1].get(IDS), list):
+        inner[1] = {**inner[1], IDS: [one + 1 if type(one) is int else one for one in ids]}
     for one in inner:
         if isinstance(one, dict):
             # Of both, speculators' own `num_hidden_layers` and widths are those of the layer.
@@ -206,7 +211,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 def _taps(plain: dict[str, Any], base: Base) -> list[int]:
     """After how many of the model's layers states are read; UserError for ones that it has not."""
     depth = base.layers
-    taps = plain.get("eagle_aux_hidden_state_layer_ids") or [2, depth // 2, depth - 3]
+    taps = plain.get(IDS) or [2, depth // 2, depth - 3]
     if not isinstance(taps, list) or not all(type(one) is int and 1 <= one < depth for one in taps):
         raise UserError(
             f"the drafter reads the layers {taps}, the model has {depth}", "give the @model it was made for"
