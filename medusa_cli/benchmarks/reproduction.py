@@ -45,7 +45,7 @@ class Stage:
             write_atomic(self.makes, done.stdout)
 
 
-class Record:
+class Ledger:
     """The words under which each step of a run was done: one whose words are others by now is done again."""
 
     def __init__(self, run: Path) -> None:

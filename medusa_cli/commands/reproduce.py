@@ -31,7 +31,7 @@ def reproduce(
     goes on.
     """
     from medusa_cli.benchmarks.papers import held, markdown
-    from medusa_cli.benchmarks.reproduction import RECIPES, Record, steps
+    from medusa_cli.benchmarks.reproduction import RECIPES, Ledger, steps
     from medusa_cli.runs.files import write_atomic, write_json
     from medusa_cli.runs.reading import read_json
     from medusa_cli.runs.run import provenance
@@ -42,13 +42,13 @@ def reproduce(
             f"there is no folder {RECIPES}/ here", "run it in a clone of the project: it trains by the recipes there"
         )
     target = Run.open(run, create=True)
-    todo, record = steps(target.path, model, questions, max_new_tokens), Record(target.path)
+    todo, ledger = steps(target.path, model, questions, max_new_tokens), Ledger(target.path)
     for number, step in enumerate(todo, 1):
-        if not record.holds(step):
+        if not ledger.holds(step):
             console.info(f"step {number} of {len(todo)}: medusa {' '.join(step.words)}")
             began = time.monotonic()
             step.run(said.quiet)
-            record.add(step)
+            ledger.add(step)
             console.info(f"{step.name}: {time.monotonic() - began:.0f} s")
     evidence = {step.name: read_json(step.makes, f"the figures of {step.name}") for step in todo if step.kept}
     rows = held(evidence)
