@@ -170,7 +170,7 @@ def test_a_language_that_only_the_token_before_tells_is_learnt_and_calibrated(tm
         recipe = load_recipe(None, [*SETTINGS, "train.epochs=12", "drafter=medusa", *words])
         dataset = load_dataset(run, backbone, fraction=0.2)
         torch.manual_seed(0)
-        drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+        drafter = build_drafter(backbone, recipe.drafter, dataset)
         list(Trainer(backbone, drafter, dataset, recipe, run).events())
         right[bool(words)] = calibrate(backbone, drafter, dataset, top=4).accuracies
     assert right[True][0][0] > right[False][0][0] - 0.02

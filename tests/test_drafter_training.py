@@ -35,7 +35,7 @@ def trainer(run: Run, *words: str, resume: bool = False, stop=lambda: False) -> 
     prompts = drafter_class(recipe.drafter.name).sees_prompt(recipe.drafter)
     dataset = load_dataset(run, backbone, fraction=fraction, taps=taps, prompts=prompts)
     torch.manual_seed(0)
-    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
 
 

@@ -137,7 +137,7 @@ def trainer(run: Run, *words: str, resume: bool = False, stop=lambda: False) -> 
     backbone = backbone_of()
     dataset = whole_conversations(run, backbone, recipe, None, recipe.train.validation_fraction)
     torch.manual_seed(0)
-    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
 
 

@@ -306,7 +306,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
         "drafter.prefix_layers=1" if name == "hydra" else "",
     ]
     recipe = load_recipe(None, [*SETTINGS, *(word for word in words if word)])
-    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    drafter = build_drafter(backbone, recipe.drafter, dataset)
     task = Joint(backbone, drafter, dataset, recipe.train)
     batch = task._batch(dataset.train)
     answers = batch_of(backbone, dataset.train, taps=drafter.taps)
@@ -328,7 +328,7 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
     fresh = whole_conversations(run, backbone, recipe, None, 0.2)
     torch.manual_seed(0)
-    drafter, _ = build_drafter(backbone, recipe.drafter, fresh)
+    drafter = build_drafter(backbone, recipe.drafter, fresh)
     made = Trainer(backbone, drafter, fresh, recipe, run).task.losses(fresh.train, 0.0)
     assert not (run.path / "cache").exists()
     kept = load_dataset(run, backbone, fraction=0.2, taps=taps, prompts=kind.sees_prompt(recipe.drafter))

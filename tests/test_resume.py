@@ -1,5 +1,6 @@
 """Going on with a training: its own draft vocabulary, its own random states, and no other training's checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load
 from medusa_cli.training.log import TrainLog
 from tests.runs import save_model
 from tests.test_training import Crash, conversation, crash_at, trainer, write_lines
-from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
+from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -56,6 +57,10 @@ def test_the_draft_vocabulary_is_the_givers_after_a_resume_too(
     assert load(checkpoint_path(second)).step == 1
     done = draft(second, model, *words, "--resume")
     assert done.exit_code == 0, done.output
+    answers = [conversation(n)["messages"][1]["content"] for n in range(25, 45)]
+    said = json.loads((second.drafter_dir / "config.json").read_text())["provenance"]["draft_coverage"]
+    learnt = [token for one in answers for token in [*tiny_tokenizer().encode(one), END_ID]]
+    assert said == pytest.approx(sum(one in given for one in learnt) / len(learnt), abs=0.05)
     assert MedusaHeads.load(second.drafter_dir, tiny_backbone()).draft_ids.tolist() == given
     fresh = draft(Run(tmp_path / "fresh"), model, "--data", str(other))
     assert fresh.exit_code == 0

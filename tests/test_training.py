@@ -31,7 +31,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.states import StateStore
 from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
 from medusa_cli.training.allocator import keep_freed_memory
-from medusa_cli.training.data import Example, frequent_tokens, held_out_ids, pack, plan
+from medusa_cli.training.data import Example, coverage, frequent_tokens, held_out_ids, pack, plan
 from medusa_cli.training.events import Averages, BatchLoss
 from medusa_cli.training.log import TrainLog, read_log
 from medusa_cli.training.parsing import Record, read_records
@@ -96,7 +96,7 @@ def run(tmp_path: Path) -> Run:
 def trainer(run: Run, backbone: Backbone, *more: str, resume: bool = False, stop=lambda: False) -> Trainer:
     recipe = recipe_with(*more)
     dataset = load_dataset(run, backbone, fraction=recipe.train.validation_fraction)
-    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
 
 
@@ -355,9 +355,10 @@ def test_the_plan_is_the_same_for_a_seed_and_bounded() -> None:
 
 
 def test_frequent_tokens_break_ties_by_id() -> None:
-    ids, coverage = frequent_tokens([torch.tensor([7, 7, 7, 3, 3, 9, 5])], 3, 12)
+    answers = [torch.tensor([7, 7, 7, 3, 3, 9, 5])]
+    ids = frequent_tokens(answers, 3, 12)
     assert ids.tolist() == [7, 3, 5]
-    assert coverage == pytest.approx(6 / 7)
+    assert coverage(ids, answers) == pytest.approx(6 / 7) and coverage(torch.arange(64), answers) == 1
 
 
 def test_the_rate_warms_up_and_falls_to_its_floor() -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from medusa_cli.drafters.heads import HeadDrafter
     from medusa_cli.training import Conversations, Dataset, World
 
-    # The backbone, what is learnt from, the drafter, and the share of the answers that its vocabulary covers.
-    Loaded = tuple[Backbone, Dataset | Conversations, HeadDrafter, float]
+    # The backbone, what is learnt from, and the drafter.
+    Loaded = tuple[Backbone, Dataset | Conversations, HeadDrafter]
 
 
 def frozen(
@@ -52,14 +52,14 @@ def frozen(
         target, backbone, kind, taps, plan, prompts=prompts, data=data, fraction=fraction, together=world, sharded=shard
     )
     torch.manual_seed(plan.train.seed)
-    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    drafter = build_drafter(backbone, plan.drafter, dataset)
     if start is not None and not resume:
         if trained_heads(start, backbone, drafter):
             console.info(f"the heads start from {start.drafter_dir}")
             warn_of(start.drafter_dir, backbone.identity.get("rounding"))
         else:
             console.info(f"the heads start fresh: {start.path} holds none of this kind and shape")
-    return backbone, dataset, drafter, coverage
+    return backbone, dataset, drafter
 
 
 def joint(
@@ -79,9 +79,9 @@ def joint(
     backbone = _loaded(lambda: joint_backbone(plan, place.network), target, world, plan.train.shard)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
-    drafter, coverage = build_drafter(backbone, plan.drafter, dataset)
+    drafter = build_drafter(backbone, plan.drafter, dataset)
     if resume:
-        return backbone, dataset, drafter, coverage
+        return backbone, dataset, drafter
     giver = start or target
     if trained_heads(giver, backbone, drafter):
         console.info(f"the heads start from {giver.drafter_dir}")
@@ -96,7 +96,7 @@ def joint(
         )
     else:
         console.info("the heads start fresh: the run holds no stage-1 heads of this shape")
-    return backbone, dataset, drafter, coverage
+    return backbone, dataset, drafter
 
 
 def _loaded(load: "Callable[[], Backbone]", target: Run, world: "World", shard: bool) -> "Backbone":

@@ -124,6 +124,7 @@ def train(
     from medusa_cli.training import Trainer, World
     from medusa_cli.training.allocator import keep_freed_memory
     from medusa_cli.training.checkpoints import set_aside
+    from medusa_cli.training.data import coverage
     from medusa_cli.training.setup import check_shard
 
     keep_freed_memory()
@@ -132,9 +133,10 @@ def train(
     place = replace(place, device=world.device(place.device))
     check_shard(plan.train, place.network, world)
     learn = frozen if plan.train.stage == 1 else joint
-    backbone, dataset, drafter, coverage = learn(target, plan, data, place, world, resume, start)
+    backbone, dataset, drafter = learn(target, plan, data, place, world, resume, start)
     with stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
+        covered = coverage(drafter.draft_ids, dataset.answer_tokens())  # its vocabulary may be another data set's
         if world.first:
             if not resume:
                 set_aside(target)
@@ -143,7 +145,7 @@ def train(
         console.info(
             f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held "
             f"out; {trainer.positions:,} tokens in {trainer.steps:,} steps"
-            + (f"; the draft vocabulary covers {coverage:.2%} of the answers" if coverage < 1 else "")
+            + (f"; the draft vocabulary covers {covered:.2%} of the answers" if covered < 1 else "")
         )
         name_idle(plan.train, world)
         summary = run_training(trainer, target) if world.first else follow(trainer)
@@ -155,4 +157,4 @@ def train(
         again = command_on({"--run": run, **sources}, asked_for)
         console.warn(f"stopped at step {trainer.step} of {trainer.steps}; go on with: {again}")
         raise typer.Exit(INTERRUPTED)
-    finish(trainer, target, source, coverage, summary, said.json, run)
+    finish(trainer, target, source, covered, summary, said.json, run)

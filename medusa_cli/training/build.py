@@ -88,10 +88,8 @@ def vocabulary_of(recipe: DrafterRecipe, backbone: Backbone, kind: type[HeadDraf
     return "draft" if recipe.draft_vocab_size < backbone.vocab_size else whole
 
 
-def build_drafter(
-    backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset | Conversations
-) -> tuple[HeadDrafter, float]:
-    """An untrained drafter and the share of training tokens its vocabulary holds (1.0 for all of it)."""
+def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset | Conversations) -> HeadDrafter:
+    """An untrained drafter, its draft vocabulary, where it is to have one, that of the data set's answers."""
     kind = drafter_class(recipe.name)
     for other in DRAFTERS.values():
         for key in set(other.settings) - set(kind.settings):
@@ -102,15 +100,14 @@ def build_drafter(
                 )
     vocabulary = vocabulary_of(recipe, backbone, kind)
     draft_ids: Tensor | None = None
-    coverage = 1.0
     if vocabulary == "draft":
         if recipe.draft_vocab_size > backbone.vocab_size:
             raise UsageError(
                 f"drafter.draft_vocab_size={recipe.draft_vocab_size} is larger than the model's vocabulary",
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
-        draft_ids, coverage = frequent_tokens(dataset.answer_tokens(), recipe.draft_vocab_size, backbone.vocab_size)
-    drafter = kind.create(
+        draft_ids = frequent_tokens(dataset.answer_tokens(), recipe.draft_vocab_size, backbone.vocab_size)
+    return kind.create(
         backbone,
         num_heads=recipe.num_heads,
         num_layers=recipe.num_layers,
@@ -120,4 +117,3 @@ def build_drafter(
         rank=recipe.rank,
         **{key: getattr(recipe, key) for key in kind.settings},
     )
-    return drafter, coverage

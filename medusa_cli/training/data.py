@@ -196,8 +196,13 @@ def plan(
     return batches
 
 
-def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent answer tokens [size] (ties by id) and the share of all that they cover."""
+def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> Tensor:
+    """The `size` most frequent answer tokens [size], ties by id."""
     counts = torch.bincount(torch.cat(list(answers)), minlength=vocab_size)
-    order = counts.argsort(descending=True, stable=True)[:size]
-    return order, float(counts[order].sum() / counts.sum())
+    return counts.argsort(descending=True, stable=True)[:size]
+
+
+def coverage(ids: Tensor, answers: Sequence[Tensor]) -> float:
+    """The share of answer tokens that a vocabulary of some ids holds."""
+    counts = torch.bincount(torch.cat(list(answers)), minlength=int(ids.max()) + 1)
+    return float(counts[ids.cpu()].sum() / counts.sum())

@@ -51,7 +51,7 @@ def evaluate(run: Run, data: Path, place: NetworkOptions, max_samples: int | Non
     kept = found.train[:max_samples]
     # Nothing is trained, but a trainer asks for something to train on.
     dataset = replace(found, train=kept, held_out=kept)
-    drafter, _ = build_drafter(backbone, recipe.drafter, dataset)
+    drafter = build_drafter(backbone, recipe.drafter, dataset)
     if not trained_heads(run, backbone, drafter, adapted=joint):
         raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
     trainer = Trainer(backbone, drafter, dataset, recipe, run)

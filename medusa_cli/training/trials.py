@@ -71,7 +71,7 @@ def try_layers(
         own = dataclasses.replace(recipe.drafter, name="firp", num_heads=len(layers), layers=layers, masked=masked)
         plan = dataclasses.replace(recipe, drafter=own)
         torch.manual_seed(plan.train.seed)
-        drafter, _ = build_drafter(backbone, own, dataset)
+        drafter = build_drafter(backbone, own, dataset)
         with tempfile.TemporaryDirectory() as folder:
             for event in Trainer(backbone, drafter, dataset, plan, Run(Path(folder))).events():
                 if isinstance(event, Stepped):
