@@ -71,6 +71,15 @@ def test_the_rank_that_is_right_is_counted_within_each_answer_alone() -> None:
     assert (found.positions, found.answers) == (8, 2)
 
 
+def test_conversations_whose_prompts_are_seen_are_not_cut() -> None:
+    tokens = torch.randint(0, 64, (700,))
+    long = Example("long", tokens, 0, torch.zeros(700, dtype=torch.long))
+    short = Example("short", tokens[:3], 700, torch.zeros(3, dtype=torch.long))
+    dataset = Dataset([], [long, short], torch.zeros(703, 32).bfloat16(), ReadReport(), "")
+    found = calibrate(tiny_backbone(), Oracle((0, 0)), dataset, top=1)  # type: ignore[arg-type]
+    assert found.counted == [699 + 2, 698 + 1]
+
+
 class Unsure(Oracle):
     """Logits that are too sure by a factor: the tokens are drawn from their softmax at the temperature `heat`."""
 

@@ -98,7 +98,9 @@ def _batches(
         for items in bucketed(chosen, TOKENS, random.Random(0)):
             yield whole_batch(backbone, drafter, items)
         return
-    for piece in pack(chosen, POSITIONS):
+    # A piece of a conversation whose prompt is seen would be measured without what came before it.
+    whole = [one.positions for one in chosen if one.parts is not None]
+    for piece in pack(chosen, max([POSITIONS, *whole])):
         yield dataset.batch(piece, backbone.device, backbone.dtype)
 
 
