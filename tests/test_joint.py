@@ -327,6 +327,8 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
     assert copied == [*lines, {"id": "odd", "messages": said}]
     beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
+    digest = json.loads(Path(run, "tuned", "drafter", "config.json").read_text())["provenance"]["data"]["digest"]
+    assert beside["data"] == digest, "what it was trained on is told by the drafter beside the tuned model"
     assert beside["kl"] is None and beside["agreement"] is None, "the original is gone: nothing to be held against"
     done = CliRunner().invoke(app, ["compare", run, "--data", f"{run}/distill.jsonl"])
     assert done.exit_code == 1 and "was trained in full" in done.stderr, done.output

@@ -88,9 +88,10 @@ def _row(name: str) -> Document:
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
     last, train = checks[-1], load_recipe(run.recipe_path).train
-    there = (run.drafter_dir / "config.json").is_file()
-    made = describe_drafter(run.drafter_dir).provenance if there else Made()
     joint = train.stage == 2
+    home = Run(run.path / "tuned") if joint and train.tuning == "full" else run  # a tuned model has a run of its own
+    there = (home.drafter_dir / "config.json").is_file()
+    made = describe_drafter(home.drafter_dir).provenance if there else Made()
     return {
         "run": run.name,
         "stage": train.stage,
