@@ -44,6 +44,12 @@ def test_every_answer_equals_decoding_that_conversation_alone() -> None:
         assert torch.allclose(sample.states.float(), out.hidden[:-1], rtol=2**-8, atol=1e-4)  # bf16
 
 
+def test_answer_tokens_are_counted_from_the_first_on() -> None:
+    told: list[int] = []
+    samples = list(distill(tiny_backbone("llama"), SEEDS, settings(), on_tokens=told.append))
+    assert sum(told) == sum(end - start for sample in samples for start, end in sample.spans)
+
+
 def test_the_tokens_are_the_chat_template_of_the_messages() -> None:
     backbone = tiny_backbone("llama")
     for sample in distill(backbone, SEEDS[:3], settings()):
@@ -328,6 +334,15 @@ def test_ultrachat_is_a_name_for_its_hub_dataset(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("medusa_cli.distilling.seeds._hub_rows", rows)
     found, _ = read_seeds("ultrachat")
     assert asked == ["HuggingFaceH4/ultrachat_200k"] and found[0].turns == ("hello",)
+
+
+def test_a_model_that_has_no_room_for_any_prompt_is_named(words: list[str], tmp_path: Path) -> None:
+    model = save_model(tmp_path / "short", positions=12)
+    run = ["--run", str(tmp_path / "other"), "--model", model, "--max-new-tokens", "11"]
+    done = CliRunner().invoke(app, [one for one in words if one != "--json"] + run)
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 1 and "6 prompts were skipped: longer than the model's 12 positions leave room for" in said
+    assert "distill.jsonl holds no conversation" in said and "medusa train" not in done.stdout
 
 
 def test_the_kernel_is_chosen_for_so_many_rows(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from medusa_cli.backbone import memory
 from medusa_cli.backbone.memory import free_memory
 from medusa_cli.cli import app
+from medusa_cli.distilling.distilled import Distilled
 from medusa_cli.distilling.room import fitting
 from tests.runs import save_model
 
@@ -55,7 +56,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def distill(backbone: Any, seeds: Any, settings: Any, **watch: Any) -> Any:
         found.append(settings.batch_size)
-        return iter(())
+        return iter([Distilled("a", [], [1, 2], [(1, 2)], torch.empty(0, 0))])
 
     slot = (2 * 2 * 2 * 8 + 32) * 4 * 64  # of the tiny model in fp32, its states included
     monkeypatch.setattr("medusa_cli.distilling.distill", distill)

@@ -32,7 +32,10 @@ def talkative() -> Backbone:
 def made() -> tuple[Backbone, list[Distilled]]:
     backbone = talkative()
     settings = Settings(max_new_tokens=24, batch_size=3, capacity=400, max_turns=3, self_talk=True)
-    return backbone, list(distill(backbone, SEEDS, settings))
+    told: list[int] = []
+    samples = list(distill(backbone, SEEDS, settings, on_tokens=told.append))
+    assert sum(told) == sum(end - start for one in samples for start, end in one.spans), "questions are no answers"
+    return backbone, samples
 
 
 def test_the_model_writes_the_users_turns(made: tuple[Backbone, list[Distilled]]) -> None:

@@ -48,19 +48,15 @@ def from_here(
     """Write the model's answers as they come; the seeds that were too long."""
     from medusa_cli.distilling import distill
 
-    skipped: list[Seed] = []
-
     def refused(seed: "Seed", reason: str) -> None:
         failures.add(seed.id, reason)
         meter.bar.advance(1)
 
-    answers = distill(
-        backbone, list(todo), settings, on_tokens=meter.tokens, on_skip=skipped.append, on_refusal=refused
-    )
+    answers = distill(backbone, list(todo), settings, on_tokens=meter.tokens, on_skip=meter.skip, on_refusal=refused)
     for sample in answers:
         writer.write(sample)
         meter.bar.advance(1)
-    return skipped
+    return meter.skipped
 
 
 def from_server(
@@ -75,9 +71,8 @@ def from_server(
     """Write what the servers answer as it comes; the seeds that were too long."""
     from medusa_cli.distilling.endpoint import Failed, distill_endpoint
 
-    skipped: list[Seed] = []
     answers = distill_endpoint(
-        server, todo, settings, concurrency=concurrency, on_tokens=meter.tokens, on_skip=skipped.append
+        server, todo, settings, concurrency=concurrency, on_tokens=meter.tokens, on_skip=meter.skip
     )
     for sample in answers:
         meter.bar.advance(1)
@@ -85,7 +80,7 @@ def from_server(
             failures.add(sample.id, sample.reason)
         else:
             writer.write(sample)
-    return skipped
+    return meter.skipped
 
 
 class Files:
@@ -125,15 +120,20 @@ class Files:
 
 
 class Meter:
-    """Counts answer tokens and shows their rate in the bar's text."""
+    """Counts answer tokens, shows their rate in the bar's text, and keeps the seeds that were too long."""
 
     def __init__(self, bar: console.Bar) -> None:
         self._start, self.bar, self.count = time.perf_counter(), bar, 0
+        self.skipped: list[Seed] = []
 
     @property
     def rate(self) -> float:
         """Answer tokens a second so far."""
         return self.count / max(time.perf_counter() - self._start, 1e-9)
+
+    def skip(self, seed: "Seed") -> None:
+        self.skipped.append(seed)
+        self.bar.advance(1)
 
     def tokens(self, count: int) -> None:
         self.count += count

@@ -142,4 +142,5 @@ def distill(
     if whole is None:  # the first process speaks for all
         return
     outcome = Outcome(len(chosen) - len(kept), *(sum(column) for column in zip(*totals, strict=True)))
-    outcome.show(whole, target, run, least=min_answer_tokens, context=wanted.context, json=said.json)
+    room = (wanted.context, speaker.max_positions)
+    outcome.show(whole, target, run, least=min_answer_tokens, room=room, json=said.json)

@@ -28,8 +28,8 @@ def distill(
 ) -> Iterator[Distilled]:
     """Let the backbone answer every seed's turns one after another, yielding conversations as they finish.
 
-    on_tokens is told how many answer tokens each step made; on_skip which seeds are too long for a slot; on_refusal
-    which ones the chat template does not take, and why.
+    on_tokens is told how many answer tokens each prompt and each step made; on_skip which seeds are too long for a
+    slot; on_refusal which ones the chat template does not take, and why.
     """
     waiting = iter(seeds)
     decoder = Decoder(backbone, slots=settings.batch_size)
@@ -39,7 +39,9 @@ def distill(
             # A conversation may end with an answer's very first token, so several seeds may have their turn here.
             while (talk := talks[index]) is None or talk.turn.done:
                 if talk is not None:
-                    if not talk.next_turn():
+                    if talk.next_turn():
+                        on_tokens(talk.answered)
+                    else:
                         yield talk.finished()
                         talks[index] = None
                     continue
@@ -50,6 +52,7 @@ def distill(
                 try:
                     if talk.begin():
                         talks[index] = talk
+                        on_tokens(talk.answered)
                     else:
                         on_skip(seed)
                 except Malformed as reason:
@@ -62,7 +65,7 @@ def distill(
         for (turn, step), state in zip(steps, states, strict=True):
             running[turn].tokens += step.tokens
             running[turn].states[turn.confirmed.start] = state
-        on_tokens(len(steps))
+        on_tokens(sum(len(step.tokens) for turn, step in steps if running[turn].answered))
 
 
 class _Conversation:
@@ -101,6 +104,11 @@ class _Conversation:
         if self._asked >= min(self.settings.max_turns, len(self.seed.turns)):
             return False
         return self._put(self.seed.turns[self._asked])
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer under way; none while the model writes the user's turn."""
+        return len(self.tokens) - self._answer_start if self._asking_from is None else 0
 
     def finished(self) -> Distilled:
         return Distilled(self.seed.id, self.messages, self.tokens, self.spans, self.states[: len(self.tokens) - 1])
