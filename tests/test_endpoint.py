@@ -14,11 +14,12 @@ from typer.testing import CliRunner, Result
 
 from medusa_cli import console
 from medusa_cli.cli import app
-from medusa_cli.commands.answering import Meter, from_server
+from medusa_cli.commands.answering import Meter, from_here, from_server
 from medusa_cli.commands.endpoint_load import endpoint_load
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.endpoint import Endpoint, Failed, _retry_after, distill_endpoint, with_tokens
 from medusa_cli.distilling.failures import Failures
+from medusa_cli.distilling.records import RecordWriter
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.tokenizer import Tokenizer
 from medusa_cli.engines import load_backbone
@@ -124,6 +125,40 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Ser
     sent = server.requests[0]
     assert set(sent) == {"model", "messages", "max_tokens", "temperature", "stream", "authorization"}
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("served", 16, False)
+
+
+def test_draws_depend_on_the_random_seed_and_the_conversation(server: Server, model: str) -> None:
+    def sent(random_seed: int, temperature: float) -> dict[str, int]:
+        server.requests.clear()
+        endpoint = Endpoint([server.url], "served", Tokenizer(model))
+        asked = Settings(max_new_tokens=16, random_seed=random_seed, temperature=temperature)
+        assert len(list(distill_endpoint(endpoint, SEEDS[:3], asked))) == 3
+        return {one["messages"][0]["content"]: one.get("seed") for one in server.requests}
+
+    first = sent(1, 0.7)
+    assert first == sent(1, 0.7) and len(set(first.values())) == 3 and all(0 <= one < 2**31 for one in first.values())
+    assert not set(first.values()) & set(sent(2, 0.7).values())
+    assert set(sent(1, 0.0).values()) == {None}
+
+
+def test_the_bar_fills_where_prompts_are_too_long(server: Server, model: str, tmp_path: Path) -> None:
+    class Bar:
+        done = 0
+
+        def advance(self, count: int) -> None:
+            self.done += count
+
+        def describe(self, text: str) -> None: ...
+
+    seeds, settings = [Seed("long", ("w10 " * 90,)), SEEDS[0]], Settings(max_new_tokens=16, capacity=64)
+    for number, bar in enumerate((Bar(), Bar())):
+        run = Run.open(f"{tmp_path}/{number}", create=True)
+        files = (RecordWriter(run, 32, {}), Failures(run), Meter(bar))
+        if number:
+            skipped = from_server(Endpoint([server.url], "served", Tokenizer(model)), seeds, settings, 1, *files)
+        else:
+            skipped = from_here(load_backbone(model, dtype="fp32"), seeds, settings, *files)
+        assert [seed.id for seed in skipped] == ["long"] and bar.done == 2
 
 
 def test_a_seeds_system_prompt_opens_the_conversation(server: Server, model: str) -> None:

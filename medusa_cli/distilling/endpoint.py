@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -114,14 +115,18 @@ class Endpoint:
     def stop(self) -> None:
         self._stopped.set()
 
-    def answer(self, messages: list[dict[str, str]], settings: Settings) -> tuple[str, bool]:
-        """The text that follows, and whether the model ended it itself; UserError once all attempts have failed."""
+    def answer(self, messages: list[dict[str, str]], settings: Settings, seed: int | None = None) -> tuple[str, bool]:
+        """The text that follows, and whether the model ended it itself; UserError once all attempts have failed.
+
+        seed: what draws depend on, where the server heeds it.
+        """
         body = {
             "model": self.model,
             "messages": messages,
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "stream": False,
+            **({} if seed is None else {"seed": seed}),
         }
         reason = "stopped"
         for attempt in range(self.attempts):
@@ -250,12 +255,19 @@ def _converse(endpoint: Endpoint, seed: Seed, settings: Settings) -> Distilled |
                     return seed
                 messages.pop()
                 break
-            text, whole = endpoint.answer(messages, settings)
+            text, whole = endpoint.answer(messages, settings, _draws(seed, settings))
             messages.append({"role": "assistant", "content": text})
             ended.append(whole)
         return with_tokens(endpoint.speaker, seed.id, messages, ended)
     except (UserError, Malformed) as reason:
         return Failed(seed.id, str(reason))
+
+
+def _draws(seed: Seed, settings: Settings) -> int | None:
+    """What the draws of a conversation depend on, small enough for any server; None where nothing is drawn."""
+    if settings.temperature == 0:
+        return None
+    return zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
 
 
 def _fits(speaker: Tokenizer, messages: list[dict[str, str]], settings: Settings) -> bool:
