@@ -11,7 +11,7 @@ import torch
 
 from medusa_cli.errors import UsageError
 from medusa_cli.training import World
-from medusa_cli.training.begun import join, part_of
+from medusa_cli.training.begun import begun, join, part_of
 from tests import forked
 from tests.runs import save_model
 from tests.test_joint import records
@@ -88,6 +88,18 @@ def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> Non
     assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
     join(whole, 3)  # by one who had waited for another
     assert whole.read_bytes() == b"of the first and the third"
+
+
+def test_a_join_that_was_killed_leaves_a_part_that_is_cut(tmp_path: Path) -> None:
+    """Whatever a part holds, what counts is its whole conversations: of five rows here, those of 2 and 1 rows."""
+    part = part_of(tmp_path / "cache" / "states-x.bin", 0, 2)
+    for held, whole in ((0, 0), (1, 0), (2, 1), (3, 2), (5, 2)):
+        part.parent.mkdir(exist_ok=True)
+        part.write_bytes(torch.arange(4 * held).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
+        with begun(part, 4, [2, 1]) as (store, there):
+            assert (there, store.rows) == (whole, [0, 2, 3][whole])
+            store.append(torch.zeros(1, 4))
+        assert part.stat().st_size == 8 * ([0, 2, 3][whole] + 1)
 
 
 @pytest.mark.parametrize("count", range(8))
