@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from medusa_cli import cli
+from medusa_cli.benchmarks import reproduction
 from medusa_cli.benchmarks.papers import CLAIMS, Claim, held, markdown
 from medusa_cli.benchmarks.reproduction import CONVERSATIONS, steps
 
@@ -107,39 +109,71 @@ def test_every_step_is_a_command_that_is_accepted() -> None:
         group.commands[step.words[0]].make_context(step.words[0], list(step.words[1:]))
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, ran = tmp_path / "papers", list[list[str]]()
+class Program:
+    """Stands in for the program that each step is: every one leaves its file, a training its checkpoint as well."""
 
-    def pretend(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        step = next(step for step in todo if step.words == words[3 : 3 + len(step.words)])
-        ran.append(words[3:])
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.todo, self.ran, self.fails = steps(run, "smollm2-135m", 8, 64), list[tuple[str, bool]](), ""
+        self._words = ["reproduce", "--run", str(run), "--output", str(run.parent / "out")]
+        monkeypatch.setattr(subprocess, "run", self._step)
+        monkeypatch.setattr(reproduction, "steps", lambda *asked: self.todo)
+
+    def reproduce(self, fails: str = "") -> list[tuple[str, bool]]:
+        """Run it all, or up to the step that fails; the steps that ran, and whether they were to resume."""
+        self.ran, self.fails = [], fails
+        done = CliRunner().invoke(cli.app, self._words)
+        assert done.exit_code == bool(fails), done.output
+        assert not fails or f"the step {fails} failed" in done.stderr
+        return self.ran
+
+    def change(self, name: str, word: str) -> int:
+        """Ask a step for something else; its place."""
+        place = next(i for i, step in enumerate(self.todo) if step.name == name)
+        self.todo[place] = replace(self.todo[place], words=[*self.todo[place].words, word])
+        return place
+
+    def _step(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        step = next(step for step in self.todo if step.words == words[3 : 3 + len(step.words)])
+        self.ran.append((step.name, words[-1] == "--resume"))
         step.makes.parent.mkdir(parents=True, exist_ok=True)
-        if not step.kept:
+        if words[3] == "train":
+            (step.makes.parent.parent / "checkpoint.pt").write_text("")
+        if not step.kept and step.name != self.fails:
             step.makes.write_text("{}\n" * CONVERSATIONS)
-        return subprocess.CompletedProcess(words, 1 if step.name == stop else 0, json.dumps(EVIDENCE.get(step.name)))
+        return subprocess.CompletedProcess(words, int(step.name == self.fails), json.dumps(EVIDENCE.get(step.name)))
 
-    monkeypatch.setattr(subprocess, "run", pretend)
-    todo, stop = steps(run, "smollm2-135m", 8, 64), "warm"
-    words = ["reproduce", "--run", str(run), "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.app, words)
-    assert done.exit_code == 1 and "the step warm failed" in done.stderr and len(ran) == 16
-    (run / "amphista" / "checkpoint.pt").write_text("")
-    (run / "amphista" / "drafter" / "config.json").unlink()
-    stop, ran = "", []
-    done = CliRunner().invoke(cli.app, words)
-    assert done.exit_code == 0, done.output
-    assert len(ran) == len(todo) - 14 and ran[0][-1] == "--resume"
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "papers"
+    program = Program(run, monkeypatch)
+    every = [(step.name, False) for step in program.todo]
+    assert program.reproduce(fails="train amphista") == every[:4]
+    assert program.reproduce(fails="warm") == [("train amphista", True), *every[4:16]]
+    assert program.reproduce() == every[15:]
     rows = json.loads((tmp_path / "out" / "reproduction.json").read_text())["claims"]
-    ran = []
-    assert CliRunner().invoke(cli.app, words).exit_code == 0 and not ran
-    todo = steps(run, "smollm2-135m", 4, 64)
-    assert CliRunner().invoke(cli.app, [*words, "--questions", "4"]).exit_code == 0
-    assert ran and all(one[0] == "bench" and one[one.index("--limit") + 1] == "4" for one in ran)
-    (run / "papers" / "steps.json").unlink()  # of whose figures nobody knows what was asked
-    ran = []
-    assert CliRunner().invoke(cli.app, [*words, "--questions", "4"]).exit_code == 0
-    assert len(ran) == sum(step.kept for step in todo)
     assert len(rows) == len(CLAIMS) and "| FIRP, Table 3 |" in (tmp_path / "out" / "reproduction.md").read_text()
+    assert program.reproduce() == []
+    program.change("64 nodes", "--quiet")  # figures, which no other step reads
+    assert program.reproduce() == [("64 nodes", False)]
+    place = program.change("train amphista", "train.soft=0.9")  # the steps after it read what it makes
+    assert program.reproduce(fails="train hydra++") == every[place : place + 3]
+    assert program.reproduce() == [("train hydra++", True), *every[place + 3 :]]
+    assert program.reproduce() == []
+
+
+def test_a_run_from_before_the_record_keeps_all_but_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "papers"
+    program = Program(run, monkeypatch)
+    program.reproduce()
+    figures = [(step.name, False) for step in program.todo if step.kept]
+    (run / "papers" / "steps.json").unlink()
+    (run / "checkpoint.pt").write_text("")  # of a training that is no step
+    assert program.reproduce() == figures
+    (run / "papers" / "steps.json").unlink()
+    (run / "direct" / "drafter" / "config.json").unlink()  # of a training that was killed
+    assert program.reproduce()[0] == ("train direct", True)
 
 
 def test_without_the_recipes_it_says_where_to_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from medusa_cli.runs.reading import read_object
 FOLDER = "papers"
 CONVERSATIONS = 600
 RECIPES = Path("recipes")
+# What the record of a step under way says its words by.
+BEGUN = "begun"
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,13 @@ class Stage:
         with self.makes.open("rb") as lines:
             return sum(1 for _ in lines) >= CONVERSATIONS
 
-    def run(self, quiet: bool) -> None:
-        """Run it in a process of its own, which gives all its memory back; UserError where it fails."""
+    def run(self, quiet: bool, again: bool) -> None:
+        """Run it in a process of its own, which gives all its memory back; UserError where it fails.
+
+        again: the same words began it before, so that a training goes on from its checkpoint.
+        """
         words = [*self.words, *(["--quiet"] if quiet else [])]
-        if (self.makes.parent.parent / "checkpoint.pt").is_file():
+        if again and self.words[0] == "train" and (self.makes.parent.parent / "checkpoint.pt").is_file():
             words.append("--resume")
         done = subprocess.run([sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -46,22 +52,38 @@ class Stage:
 
 
 class Ledger:
-    """The words under which each step of a run was done: one whose words are others by now is done again."""
+    """The words under which each step of a run began or was done: one whose words are others by now is done again."""
 
-    def __init__(self, run: Path) -> None:
-        self.path = run / FOLDER / "steps.json"
+    def __init__(self, run: Path, todo: Sequence[Stage]) -> None:
+        self.path, self._todo = run / FOLDER / "steps.json", todo
 
     def holds(self, step: Stage) -> bool:
-        """Whether a step is done as it is asked for; of one from before there was a record, a training alone."""
-        known = self._words().get(step.name)
-        return step.done and (not step.kept if known is None else known == step.words)
+        """Whether a step is done as it is asked for."""
+        return step.done and self._known().get(step.name) == step.words
 
-    def add(self, step: Stage) -> None:
+    def begin(self, step: Stage) -> bool:
+        """Keep the words of a step that begins, and forget the steps after it; whether the same words began it before.
+
+        Those after it may read what it makes, all but figures: they are done again though their own words are the same.
+        """
+        known = self._known()
+        again = known.get(step.name) in (step.words, {BEGUN: step.words})
+        if not step.kept:
+            later = [one.name for one in self._todo[self._todo.index(step) :]]
+            known = {name: words for name, words in known.items() if name not in later}
+        write_json(self.path, {**known, step.name: {BEGUN: step.words}})
+        return again
+
+    def end(self, step: Stage) -> None:
         """Keep the words of a step that is done."""
-        write_json(self.path, {**self._words(), step.name: step.words})
+        write_json(self.path, {**self._known(), step.name: step.words})
 
-    def _words(self) -> dict[str, Any]:
-        return read_object(self.path, "the record of the steps") if self.path.is_file() else {}
+    def _known(self) -> dict[str, Any]:
+        """The words of a step that is done, and in BEGUN those of one under way, by its name."""
+        if self.path.is_file():
+            return read_object(self.path, "the record of the steps")
+        # A run from before there was a record: what took hours is kept, of its figures nobody knows what was asked.
+        return {step.name: step.words for step in self._todo if not step.kept}
 
 
 def steps(run: Path, model: str, questions: int, tokens: int) -> list[Stage]:

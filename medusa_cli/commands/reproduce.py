@@ -27,8 +27,7 @@ def reproduce(
 ) -> None:
     """Run the shape of every headline of the papers and say of each whether it is reproduced.
 
-    What is in the run already (data, drafters, figures) is taken as it is where the same was asked for: kill it and it
-    goes on.
+    What the run holds already is kept where the same was asked for, so that a killed run goes on.
     """
     from medusa_cli.benchmarks.papers import held, markdown
     from medusa_cli.benchmarks.reproduction import RECIPES, Ledger, steps
@@ -42,13 +41,14 @@ def reproduce(
             f"there is no folder {RECIPES}/ here", "run it in a clone of the project: it trains by the recipes there"
         )
     target = Run.open(run, create=True)
-    todo, ledger = steps(target.path, model, questions, max_new_tokens), Ledger(target.path)
+    todo = steps(target.path, model, questions, max_new_tokens)
+    ledger = Ledger(target.path, todo)
     for number, step in enumerate(todo, 1):
         if not ledger.holds(step):
             console.info(f"step {number} of {len(todo)}: medusa {' '.join(step.words)}")
             began = time.monotonic()
-            step.run(said.quiet)
-            ledger.add(step)
+            step.run(said.quiet, ledger.begin(step))
+            ledger.end(step)
             console.info(f"{step.name}: {time.monotonic() - began:.0f} s")
     evidence = {step.name: read_json(step.makes, f"the figures of {step.name}") for step in todo if step.kept}
     rows = held(evidence)
