@@ -1,6 +1,7 @@
 """Going on with a training: its own draft vocabulary, its own random states, and no other training's checkpoint."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.backbone.dialogue import encode
 from medusa_cli.cli import app
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import Run
+from medusa_cli.states import StateStore
 from medusa_cli.training import Stepped
 from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load
 from medusa_cli.training.log import TrainLog
@@ -29,10 +32,10 @@ def run(tmp_path: Path) -> Run:
     return found
 
 
-def draft(run: Run, model: str, *words: str) -> Any:
+def draft(run: Run, model: str, *words: str, dtype: str = "fp32") -> Any:
     settings = ["drafter.vocabulary=draft", "drafter.draft_vocab_size=12", "drafter.num_heads=2", "train.epochs=1"]
     settings += ["train.batch_tokens=64", "train.checkpoint_every=1", "train.lr=1e-2"]
-    place = ["--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
+    place = ["--run", str(run.path), "--model", model, "--dtype", dtype, "--quiet"]
     return CliRunner().invoke(app, ["train", *settings, *place, *words])
 
 
@@ -95,6 +98,52 @@ def test_states_made_in_other_numbers_are_not_gone_on_with(run: Run) -> None:
     attach(wide)
     with pytest.raises(UsageError, match="with dtype bf16 before the checkpoint, .* with fp32; give dtype bf16"):
         trainer(run, wide, resume=True)
+
+
+def stopped(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training with the backbone in the fp32 of its files and train.dtype=bf16, killed after its first checkpoint."""
+
+    def crash(self: TrainLog, event: Any) -> None:
+        if isinstance(event, Stepped) and event.step == 2:
+            raise Crash
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TrainLog, "write", crash)
+        assert draft(run, model, dtype="auto").exit_code != 0
+    found = load(checkpoint_path(run))
+    assert (found.step, found.recipe["train"]["dtype"]) == (1, "bf16")
+
+
+def test_the_number_type_that_a_refused_resume_names_is_taken(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    stopped(run, model, monkeypatch)
+    refused = draft(run, model, "--resume", dtype="bf16")
+    assert refused.exit_code == 2 and "give --dtype fp32" in refused.stderr, refused.output
+    changed = draft(run, model, str(run.recipe_path), "train.dtype=fp32", "--resume")
+    assert changed.exit_code == 2 and "train.dtype changed since the checkpoint" in changed.stderr
+    done = draft(run, model, "--resume", dtype="fp32")
+    assert done.exit_code == 0, done.output
+    assert "dtype: bf16" in run.recipe_path.read_text()
+
+
+def test_states_kept_by_distilling_are_gone_on_with_by_a_backbone_of_any_type(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, row, lines = save_model(tmp_path / "model"), 0, []
+    for number in range(20):
+        tokens, spans = encode(tiny_backbone(), conversation(number)["messages"])
+        rows = sum(end - start for start, end in spans)
+        lines.append({"id": f"c{number}", "tokens": tokens, "spans": spans, "state_rows": [row, rows]})
+        row += rows
+    write_lines(run.distill_path, lines)
+    with closing(StateStore(run.states_path, tiny_backbone().hidden_size)) as store:
+        store.append(torch.randn(row, store.hidden_size))
+    stopped(run, model, monkeypatch)
+    done = draft(run, model, "--resume", dtype="bf16")
+    assert done.exit_code == 0, done.output
+    assert not (run.path / "cache").exists()
 
 
 def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run: Run) -> None:

@@ -79,7 +79,7 @@ def train(
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.files import write_atomic
     from medusa_cli.runs.lock import sole_writer
-    from medusa_cli.runs.recipe import plan_of
+    from medusa_cli.runs.recipe import plan_of, recipe_file
     from medusa_cli.runs.run import Run
 
     rank = int(os.environ.get("RANK", "0"))
@@ -92,7 +92,9 @@ def train(
     target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
-    if place.dtype in ("bf16", "fp32"):
+    # A run gone on with by its own recipe computes as that says: --dtype is then the backbone's alone.
+    own = resume and recipe_file(target, recipe or [], resume) == target.recipe_path
+    if place.dtype in ("bf16", "fp32") and not own:
         given["train.dtype"] = place.dtype
     if rank == 0:  # it alone writes
         asked.with_resource(sole_writer(target.path, "medusa train", console.warn))

@@ -246,16 +246,25 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
+def recipe_file(target: Run, words: Sequence[str], resume: bool) -> Path | None:
+    """The recipe file among KEY=VALUE words; where none is named, a resumed run's own if it has one."""
+    files = [word for word in words if _is_file(word)]
+    if len(files) > 1:
+        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
+    return Path(files[0]) if files else target.recipe_path if resume and target.recipe_path.is_file() else None
+
+
+def _is_file(word: str) -> bool:
+    return "=" not in word or word.endswith((".yaml", ".yml"))
+
+
 def plan_of(target: Run, words: Sequence[str], given: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:
     """The recipe in force: the file (a resumed run's own if none is named), KEY=VALUE words, then what is given.
 
     Where none of them names a model or a chat template, it is that of the run `origin`.
     """
-    files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
-    if len(files) > 1:
-        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
-    path = Path(files[0]) if files else target.recipe_path if resume and target.recipe_path.is_file() else None
-    settings = [word for word in words if word not in files]
+    path = recipe_file(target, words, resume)
+    settings = [word for word in words if not _is_file(word)]
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
     named_model = path is not None or any(one.startswith("model=") for one in settings + more)
     if not named_model and origin.model is not None:

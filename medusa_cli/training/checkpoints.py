@@ -32,14 +32,19 @@ class Checkpoint:
     backbone: dict[str, Any]
     data: str  # digest of the data set
     backbone_weights: dict[str, Any] = field(default_factory=dict)  # those that stage 2 trains
-    arithmetic: dict[str, str | None] = field(default_factory=dict)  # of the backbone; earlier versions did not say
+    arithmetic: dict[str, str | None] = field(default_factory=dict)  # of the states; earlier versions did not say
 
 
-def arithmetic_of(backbone: Backbone) -> dict[str, str | None]:
-    """In which numbers a backbone makes its states: their type, and the engine that rounds its weights, if one does."""
+def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
+    """In which numbers states are made: by which engine that rounds weights, if one does, and in which type.
+
+    kept: by distilling, for weights rounded alike, so that the type of this backbone says nothing of them.
+    """
     kernel = backbone.engine.kernel.name
-    dtype = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
-    return {"dtype": dtype, "engine": kernel if kernel in BITS else None}
+    made = {"engine": kernel if kernel in BITS else None}  # first: such an engine brings its own type
+    if not kept:
+        made["dtype"] = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
+    return made
 
 
 def checkpoint_path(run: Run) -> Path:
@@ -98,9 +103,10 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
 
-def check(checkpoint: Checkpoint, backbone: Backbone, data: str, recipe: Recipe) -> None:
-    """Raise UserError where a checkpoint was made with another backbone, recipe or data."""
-    identity = backbone.identity
+def check(
+    checkpoint: Checkpoint, identity: dict[str, Any], made: dict[str, str | None], data: str, recipe: Recipe
+) -> None:
+    """Raise UserError where a checkpoint was made with another backbone, states of other numbers, recipe or data."""
     changed = differences(from_dict(checkpoint.recipe, "the checkpoint"), recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:
@@ -115,13 +121,12 @@ def check(checkpoint: Checkpoint, backbone: Backbone, data: str, recipe: Recipe)
             f"@resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
             f"give @load_in_{before}" if before else f"leave @load_in_{now} out",
         )
-    made = arithmetic_of(backbone)
-    for key in ("engine", "dtype"):  # an engine of rounded weights brings its own type
-        known = checkpoint.arithmetic.get(key, made[key])
-        if known != made[key]:
+    for key, now_made in made.items():
+        known = checkpoint.arithmetic.get(key, now_made)
+        if known != now_made:
             raise UsageError(
                 f"@resume: the model's states were made with @{key} {known or 'auto'} before the checkpoint, and would "
-                f"be made with {made[key] or 'whole weights'}",
+                f"be made with {now_made or 'whole weights'}",
                 f"give @{key} {known or 'auto'}",
             )
     if checkpoint.data != data:

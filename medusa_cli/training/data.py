@@ -60,6 +60,7 @@ class Dataset:
     states: Tensor
     report: ReadReport
     digest: str  # names this data: the same conversations in the same order
+    kept: bool = False  # the states are those of distilling: whatever backbone is loaded, they stay the same
 
     def answer_tokens(self) -> list[Tensor]:
         """The tokens of every answer to train on."""

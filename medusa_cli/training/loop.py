@@ -57,6 +57,8 @@ class Trainer:
         else:
             self.task = (Joint if train.stage == 2 else Traced)(backbone, drafter, dataset, train)
         self.digest, self.conversations = dataset.digest, dataset.report.read
+        kept = isinstance(dataset, Dataset) and dataset.kept
+        self.arithmetic = checkpoints.arithmetic_of(backbone, kept)
         groups = self.task.groups()
         self.parameters = [p for group in groups for p in group.parameters]
         self.world.spread(self.parameters)
@@ -189,7 +191,7 @@ class Trainer:
                 backbone=self.backbone.identity,
                 data=self.digest,
                 backbone_weights=self.task.state(),
-                arithmetic=checkpoints.arithmetic_of(self.backbone),
+                arithmetic=self.arithmetic,
             ),
         )
 
@@ -200,7 +202,7 @@ class Trainer:
     def _restore(self) -> None:
         path = checkpoints.checkpoint_path(self.run)
         checkpoint = checkpoints.load(path)
-        checkpoints.check(checkpoint, self.backbone, self.digest, self.recipe)
+        checkpoints.check(checkpoint, self.backbone.identity, self.arithmetic, self.digest, self.recipe)
         try:
             self._take_up(checkpoint)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:

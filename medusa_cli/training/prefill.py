@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def load_dataset(
         rows = max((record.first_row or 0) + record.rows for record in records)
         states = _stored(stored, rows, backbone.hidden_size, backbone)
         _check_seals(records, states, stored)
-        return split(records, states, report, held, digest, prompts)
+        return replace(split(records, states, report, held, digest, prompts), kept=True)
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None, whole=prompts) for one in records]
     cached = _cached(run, backbone, records, taps)
