@@ -428,6 +428,31 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     assert refused.exit_code == 2 and "none of --methods ar,medusa,hydra takes it" in refused.stderr
 
 
+def test_beside_named_drafters_lookups_are_theirs_alone(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.assembly.looked_up", lambda *args: pytest.fail("lookups alone were prepared"))
+    outer = save_run(tmp_path / "mine", str(place / "model"))
+    save_run(tmp_path / "mine" / "second", str(place / "model"))
+    words = ["--run", str(outer.path), "--methods", "second", "--tree", "static", "--lookup", "--limit", "1", "--json"]
+    shown = bench(place, *words)
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout)["drafting"]["second"]["lookup"]
+
+
+def test_where_nothing_can_be_looked_up_that_is_said_before_the_baseline(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args, **rest):
+        raise UsageError("nothing is looked up here", "leave it out")
+
+    monkeypatch.setattr("medusa_cli.benchmarks.bench.looked_up", refused)
+    monkeypatch.setattr("medusa_cli.benchmarks.bench.resolve_device", lambda device: "cuda:0")
+    monkeypatch.setattr("medusa_cli.benchmarks.bench.measure_baseline", lambda *args: pytest.fail("it was measured"))
+    shown = bench(place, "--methods", "hf,lookup")
+    assert shown.exit_code == 2 and "nothing is looked up here" in shown.stderr
+
+
 def test_dynamic_trees_are_over_the_drafter_that_medusa_stands_for(place: Path, tmp_path: Path) -> None:
     model = str(place / "model")
     outer = save_run(tmp_path / "mine", model, kind=HydraHeads)

@@ -61,10 +61,15 @@ def measure_baseline(
     kept = remember(network, results) if "hf" in names and place["engine"] in BITS else None
     dtype = network.dtype
     del network, assistant, methods
-    gc.collect()  # before the next one comes
+    let_go()
+    return Baseline(results, dtype, kept)
+
+
+def let_go() -> None:
+    """Give back the memory of a model that nothing names any more, before the next one comes."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Baseline(results, dtype, kept)
 
 
 def _plain(choice: Choice, place: Mapping[str, Any]) -> Backbone:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from medusa_cli.assembly import Assembled, describe, growth_of, looked_up, with_lookup
 from medusa_cli.assets import gguf_path
 from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks.baseline import Baseline, is_plain, measure_baseline
+from medusa_cli.backbone.network import resolve_device
+from medusa_cli.benchmarks.baseline import Baseline, is_plain, let_go, measure_baseline
 from medusa_cli.benchmarks.drift import drift
 from medusa_cli.benchmarks.measure import Result, measure
 from medusa_cli.benchmarks.methods import Method, build_methods
@@ -71,6 +74,8 @@ class Bench:
     def run(self, load: Callable[[Choice], Assembled], watch: Watch, more: More = lambda *_: {}) -> dict[str, Any]:
         """The document of the bench, with what `more` finds in the results; the model is loaded once at a time."""
         others = [name for name in self.names if is_plain(name)]
+        if others and "lookup" in self.names:
+            self._check_lookups(load)
         base = self._baseline(others, watch) if others else None
         made = load(self.choice)
         backbone = made.backbone
@@ -98,6 +103,13 @@ class Bench:
             **summarise(results, compared=self.rule.greedy),
             **more(backbone, results),
         }
+
+    def _check_lookups(self, load: Callable[[Choice], Assembled]) -> None:
+        """UsageError where nothing can be looked up: before minutes go into a baseline."""
+        # Elsewhere no steps are captured; here only a loaded model tells.
+        if torch.device(resolve_device(self.place["device"])).type == "cuda":
+            looked_up(load(self.choice).backbone)
+            let_go()
 
     def _baseline(self, names: Sequence[str], watch: Watch) -> Baseline:
         def measured(backbone: Backbone, ways: Mapping[str, Method]) -> list[Result]:

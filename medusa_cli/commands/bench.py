@@ -120,7 +120,8 @@ def bench(
     alone = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
     if drafting.drafter is not None and not alone:
         raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
-    choice = drafting.choose(need_drafter=alone)
+    # Beside named drafters the model is loaded without any: each of them takes --lookup itself.
+    choice = (drafting if alone else replace(drafting, lookup=False)).choose(need_drafter=alone)
     check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
     questions, count = which.chosen()
     folder = (choice.run or Run(RUNS / Path(choice.model).resolve().name)).bench_dir
