@@ -190,6 +190,15 @@ def test_states_are_computed_of_what_is_measured_alone(run: Run, model_folder: s
     assert few.stat().st_size == 3 * 10 * 32 * 2  # answers of ten tokens
 
 
+def test_where_nothing_is_held_out_no_states_are_asked_for(run: Run, model_folder: str) -> None:
+    write_lines(run.distill_path, [conversation(0)])  # of one conversation none is held out
+    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
+    shutil.rmtree(run.path / "cache")
+    done = medusa("calibrate", "--run", str(run.path), "--dtype", "fp32", "--quiet")
+    assert done.exit_code == 1 and "no conversation is held out for calibration" in done.stderr, done.output
+    assert not (run.path / "cache").exists()
+
+
 def test_the_runs_own_calibration_is_written_for_its_own_drafter_and_held_out_part_alone(
     run: Run, model_folder: str, tmp_path: Path
 ) -> None:

@@ -68,6 +68,8 @@ def load_dataset(
     if needed is not None and not cached.is_file():
         chosen = set(needed([one.id for one in usable], held))
         records = [one for one in records if one.id in chosen]
+        if not records:
+            return split(records, torch.empty(0, backbone.hidden_size * len(taps)), report, held, digest, prompts)
         cached = _cached(run, backbone, records, taps)
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
