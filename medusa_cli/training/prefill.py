@@ -73,15 +73,7 @@ def load_dataset(
         cached = _cached(run, backbone, records, taps)
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
-        shared = together.size > 1 and not sharded
-        rank, size = (together.rank, together.size) if shared else (0, 1)
-        mine = together.stretch(records) if shared else records
-        target = part_of(cached, rank, size) if shared or together.first else None
-        _prefill(backbone, mine, taps, target, together if sharded else World(), on_total, on_progress)
-        together.wait()
-        if together.first:
-            join(cached, size)
-        together.wait()
+        _compute(cached, backbone, records, taps, together, sharded, on_total, on_progress)
     width = backbone.hidden_size * len(taps)
     states = _stored(cached, sum(one.rows for one in records), width, backbone, exact=True)
     return split(records, states, report, held, digest, prompts)
@@ -140,6 +132,28 @@ def rounding(backbone: Backbone) -> str | None:
     """How a backbone's weights are rounded, by its engine ("int8") or at load ("4bit"); None where they are not."""
     kernel = backbone.engine.kernel.name
     return kernel if kernel in BITS else rounding_of(backbone.model)
+
+
+def _compute(
+    path: Path,
+    backbone: Backbone,
+    records: Sequence[Record],
+    taps: Sequence[int],
+    together: World,
+    sharded: bool,
+    on_total: Callable[[int], None],
+    on_progress: Callable[[int], None],
+) -> None:
+    """Make the file of some conversations' states: each process a part, or the first one all of a sharded backbone's."""
+    shared = together.size > 1 and not sharded
+    rank, size = (together.rank, together.size) if shared else (0, 1)
+    mine = together.stretch(records) if shared else records
+    part = part_of(path, rank, size) if shared or together.first else None
+    _prefill(backbone, mine, taps, part, together if sharded else World(), on_total, on_progress)
+    together.wait()
+    if together.first:
+        join(path, size)
+    together.wait()
 
 
 def _prefill(
