@@ -159,15 +159,17 @@ def test_a_penalty_that_the_model_comes_with_is_no_methods(place: Path, tmp_path
     assert json.loads(shown.stdout)["methods"]["hf"]["identical"] == 2
 
 
-def test_a_model_named_by_a_dot_has_its_folders_name(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("named", "kept"), [(".", "x1"), ("../mine", "mine")])
+def test_a_bench_is_kept_under_the_models_folder_or_a_link_to_it(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, kept: str
 ) -> None:
-    monkeypatch.chdir(shutil.copytree(place / "model", tmp_path / "mine"))
+    monkeypatch.chdir(shutil.copytree(place / "model", tmp_path / "x1"))
+    (tmp_path / "mine").symlink_to(tmp_path / "x1")
     heads = ["--drafter", str(place / "mine/drafter"), "--tree", str(place / "mine/tree.json"), "--dtype", "fp32"]
     words = ["--questions", str(place / "q.jsonl"), "--limit", "1", "--max-new-tokens", "2", "--methods", "ar,medusa"]
-    shown = medusa("bench", "--model", ".", *heads, *words)
+    shown = medusa("bench", "--model", named, *heads, *words)
     assert shown.exit_code == 0, shown.stderr
-    assert [path.name for path in Path("runs").iterdir()] == ["mine"]
+    assert [path.name for path in Path("runs").iterdir()] == [kept]
 
 
 def test_a_question_longer_than_the_context_is_named_before_anything_is_measured() -> None:

@@ -18,7 +18,7 @@ from medusa_cli.exporting.imported import Base
 from medusa_cli.exporting.incoming import import_drafter
 from medusa_cli.exporting.medusa import export_medusa
 from medusa_cli.exporting.source import Source, find_source
-from medusa_cli.runs.accuracies import stamp_of
+from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.run import Run, provenance
 from tests.checkpoints import EAGLE, H, V, eagle3
 from tests.runs import save_model, save_run
@@ -244,6 +244,19 @@ def test_a_trained_eagle_drafter_is_exported_from_its_run(tmp_path: Path, model:
     export_eagle3(find_source(f"{run.path}/"), tmp_path / "out")
     back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model).run
     assert same(load_file(back.drafter_dir / "model.safetensors"), load_file(run.drafter_dir / "model.safetensors"))
+
+
+def test_the_report_on_a_linked_model_is_sought_where_bench_leaves_it(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    linked = tmp_path / "mine"
+    linked.symlink_to(save_run(tmp_path / "x1", model).path)
+    report = tmp_path / "runs" / "mine" / "bench" / "2026-01.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp_of(linked / "drafter")}}}))
+    report.with_suffix(".md").write_text("the table")
+    assert Source(Run(linked), str(linked), {}, {}).bench == "the table"
 
 
 def test_a_write_that_fails_leaves_the_earlier_export(tmp_path: Path, model: str, monkeypatch) -> None:

@@ -86,8 +86,9 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 1 and "medusa-cli[serve]" in done.stderr
 
 
-def test_a_model_named_by_a_dot_is_served_under_its_folders_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("named", "served"), [(".", "x1"), ("../mine", "mine")])
+def test_a_model_is_served_under_its_folders_name_or_that_of_a_link_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, served: str
 ) -> None:
     found = list[str]()
 
@@ -96,7 +97,8 @@ def test_a_model_named_by_a_dot_is_served_under_its_folders_name(
         raise UserError("enough", "no more")
 
     monkeypatch.setattr(server, "prepare", prepared)
-    save_model(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path / "mine")
-    CliRunner().invoke(app, ["serve", "--model", ".", "--baseline", "--port", "0", "--dtype", "fp32"])
-    assert found == ["mine"]
+    save_model(tmp_path / "x1")
+    (tmp_path / "mine").symlink_to(tmp_path / "x1")
+    monkeypatch.chdir(tmp_path / "x1")
+    CliRunner().invoke(app, ["serve", "--model", named, "--baseline", "--port", "0", "--dtype", "fp32"])
+    assert found == [served]

@@ -12,7 +12,7 @@ from medusa_cli.commands.asking import Questions
 from medusa_cli.commands.groups import Drafting, Rules, Said, Where
 from medusa_cli.commands.loading import follow_choice, load
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.run import RUNS, Run
+from medusa_cli.runs.run import RUNS, Run, called
 
 MAX_NEW_TOKENS = 256
 # What --steps listens to; it asks no questions and runs no drafter.
@@ -124,7 +124,7 @@ def bench(
     choice = (drafting if alone else replace(drafting, lookup=False)).choose(need_drafter=alone)
     check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
     questions, count = which.chosen()
-    folder = (choice.run or Run(RUNS / Path(choice.model).resolve().name)).bench_dir
+    folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
     where = follow_choice(choice, place)
     what = Bench(
         choice,

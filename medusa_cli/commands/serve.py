@@ -56,13 +56,14 @@ def serve(
         ) from None
     from medusa_cli.api import Medusa
     from medusa_cli.commands.loading import follow_choice, load
+    from medusa_cli.runs.run import called
     from medusa_cli.serving.limits import Limits
 
     door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
     choice = drafting.or_plain(baseline)
     made = load(choice, follow_choice(choice, place))
     limits = Limits(
-        name=name or (Path(choice.model).resolve().name if Path(choice.model).is_dir() else choice.model),
+        name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,
         slots=batch_size,
         waiting=queue,

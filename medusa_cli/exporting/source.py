@@ -11,7 +11,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.exporting.tensors import read_tensors
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.reading import read_object
-from medusa_cli.runs.run import RUNS, Run
+from medusa_cli.runs.run import RUNS, Run, called
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Source:
         """The newest report of `medusa bench` on this very drafter, as Markdown; None where there is none."""
         stamp, folder, shipped = stamp_of(self.run.drafter_dir), self.run.bench_dir, Run.pretrained(self.model)
         if shipped is not None and shipped.path == self.run.path:  # what ships is measured in a run of the model's name
-            folder = Run(RUNS / Path(self.model).resolve().name).bench_dir
+            folder = Run(RUNS / called(self.model)).bench_dir
         for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
             drafting = read_object(path, "the report").get("drafting") or {}
             if path.with_suffix(".md").is_file() and stamp in [one.get(STAMP) for one in drafting.values()]:

@@ -140,6 +140,11 @@ class Run:
             write_json(marker, provenance({**known, **learnt}))
 
 
+def called(model: str) -> str:
+    """The name of a model by its id or folder; a link goes by its own name, "." by that of the folder it is."""
+    return Path(os.path.abspath(model)).name
+
+
 def rounding_in(folder: Path) -> str | None:
     """How the backbone's weights were rounded when the drafter in a folder was trained; None: whole, or not known."""
     path = folder / "config.json"
