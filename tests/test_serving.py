@@ -111,6 +111,16 @@ def test_tokens_of_a_llama_are_read_in_their_places() -> None:
     assert [one["top_logprobs"][0]["token"] for one in chat["content"]] == words
 
 
+def test_a_token_of_the_log_probabilities_is_decoded_once_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, decoded = tiny_backbone(), list[list[int]]()
+    decode = backbone.tokenizer.decode
+    monkeypatch.setattr(backbone.tokenizer, "decode", lambda tokens: decoded.append(tokens) or decode(tokens))
+    likely = [Likelihood(9, -1.0, tuple((token, -1.0) for token in range(9, 29))) for _ in range(10)]
+    ticket = Ticket(Request((1,), 8, top=20), Reply(backbone), lambda event: None)
+    Wording(backbone, "m", chat=True).chunk(ticket, [], likely, False)
+    assert len(decoded) <= 10 * (1 + 20 + 2)  # two more to go on behind it
+
+
 def test_a_seed_draws_the_same_again_whoever_else_is_there(server: Served, medusa: Medusa) -> None:
     client = server.openai()
     rules = {"model": MODEL, "prompt": IDS, "max_tokens": 30, "temperature": 1.5}

@@ -28,6 +28,7 @@ class Wording:
         }
         self._written = 0
         self._before: list[int] = []  # the answer's last tokens, from a whole character on
+        self._read = ""  # their text
 
     def whole(self, ticket: Ticket) -> dict[str, Any]:
         """The answer at once."""
@@ -107,14 +108,20 @@ class Wording:
 
     def _word(self, token: int) -> str:
         """A token's text in its place: decoders of the Llama kind strip the blank of one that they decode alone."""
-        decode = self._backbone.tokenizer.decode
-        before, both = str(decode(self._before)), str(decode([*self._before, token]))
-        return both[len(before) :] if both.startswith(before) and not before.endswith(HALF) else str(decode([token]))
+        if not self._read.endswith(HALF):
+            both = self._decoded([*self._before, token])
+            if both.startswith(self._read):
+                return both[len(self._read) :]
+        return self._decoded([token])
 
     def _pass(self, token: int) -> None:
         """Go on behind a token."""
-        part = str(self._backbone.tokenizer.decode([token])).endswith(HALF)
+        part = self._decoded([token]).endswith(HALF)
         self._before = [*self._before[-MOST_BYTES:], token] if part else [token]
+        self._read = self._decoded(self._before)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._backbone.tokenizer.decode(tokens))
 
 
 def usage(ticket: Ticket) -> dict[str, Any]:
