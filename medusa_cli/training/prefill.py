@@ -144,7 +144,7 @@ def _compute(
     on_total: Callable[[int], None],
     on_progress: Callable[[int], None],
 ) -> None:
-    """Make the file of some conversations' states: each process a part, or, of a sharded backbone, the first one all."""
+    """Make the file of conversations' states: each process a part, or, of a sharded backbone, the first one all."""
     shared = together.size > 1 and not sharded
     rank, size = (together.rank, together.size) if shared else (0, 1)
     mine = together.stretch(records) if shared else records
