@@ -59,7 +59,7 @@ class StateStore:
     @property
     def rows(self) -> int:
         """How many whole rows the file holds."""
-        return self.path.stat().st_size // self._row_bytes
+        return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:
         """Write rows [n, H] at the end and flush them; return the number of the first."""

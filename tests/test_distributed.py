@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,44 @@ def test_a_join_that_was_killed_leaves_a_part_that_is_cut(tmp_path: Path) -> Non
         part.parent.mkdir(exist_ok=True)
         part.write_bytes(torch.arange(4 * held).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
         with begun(part, 4, [2, 1]) as (store, there):
-            assert (there, store.rows) == (whole, [0, 2, 3][whole])
+            assert store is not None and (there, store.rows) == (whole, [0, 2, 3][whole])
             store.append(torch.zeros(1, 4))
         assert part.stat().st_size == 8 * ([0, 2, 3][whole] + 1)
+
+
+def while_waiting(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Let something happen between the opening of a part and the lock on it."""
+    waited = [happens]
+    monkeypatch.setattr("fcntl.flock", lambda file, how: waited.pop()() if waited else None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_waited_for_another_to_make_the_whole_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    whole, rows = tmp_path / "states-x.bin", [bytes([rank + 1]) * 3 * 8 for rank in range(size)]
+
+    def joined() -> None:
+        for rank, data in enumerate(rows):
+            part_of(whole, rank, size).write_bytes(data)
+        join(whole, size)
+
+    while_waiting(monkeypatch, joined)
+    with begun(part_of(whole, 0, size), 4, [2, 1]) as (store, there):
+        assert (store, there) == (None, 2)
+    join(whole, size)
+    assert whole.read_bytes() == b"".join(rows) and list(tmp_path.iterdir()) == [whole]
+
+
+def test_who_waited_for_a_part_that_is_gone_writes_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = part_of(tmp_path / "states-x.bin")
+    while_waiting(monkeypatch, part.unlink)
+    with begun(part, 4, [2, 1]) as (store, there):
+        assert store is not None and there == 0
+        store.append(torch.zeros(3, 4))
+    assert part.read_bytes() == bytes(24)
 
 
 @pytest.mark.parametrize("count", range(8))

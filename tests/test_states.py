@@ -40,6 +40,14 @@ def test_a_torn_row_is_dropped_on_truncate(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_file_that_is_renamed_meanwhile_keeps_its_rows(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "states.bin", 4)
+    store.append(torch.ones(3, 4))
+    (tmp_path / "states.bin").rename(tmp_path / "other.bin")
+    assert store.rows == 3
+    store.close()
+
+
 def test_reading_past_the_end_is_refused(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "states.bin", 4)
     store.append(torch.ones(3, 4))

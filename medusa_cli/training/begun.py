@@ -5,10 +5,11 @@ import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
+from medusa_cli.runs.reading import check_regular
 from medusa_cli.states import StateStore
 
 
@@ -17,25 +18,51 @@ def part_of(path: Path, rank: int = 0, size: int = 1) -> Path:
     return path.with_name(f"{path.name}.part-{rank}-of-{size}")
 
 
+def _whole_of(part: Path) -> Path:
+    """The file of states that a part becomes one of."""
+    return part.with_suffix("")
+
+
 @contextmanager
-def begun(part: Path, width: int, rows: Sequence[int]) -> Iterator[tuple[StateStore, int]]:
+def begun(part: Path, width: int, rows: Sequence[int]) -> Iterator[tuple[StateStore | None, int]]:
     """A part to append to, for conversations of so many rows each, and how many of these it holds already.
 
-    What a killed prefill wrote of one more is dropped. Another process that writes the same part is waited for.
+    What a killed prefill wrote of one more is dropped. Another process that writes the same part is waited for: where
+    it has made the whole of it, there is nothing left to append, and no part.
     """
     part.parent.mkdir(parents=True, exist_ok=True)
-    store = StateStore(part, width)
-    try:
-        with part.open("rb") as held:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(held, fcntl.LOCK_EX)
+    with _locked(part):
+        if _whole_of(part).is_file():
+            part.unlink()
+            yield None, len(rows)
+            return
+        with closing(StateStore(part, width)) as store:
             ends = [0, *accumulate(rows)]
             there = bisect_right(ends, store.rows) - 1
             store.truncate(ends[there])
             yield store, there
             store.sync()
-    finally:
-        store.close()
+
+
+@contextmanager
+def _locked(part: Path) -> Iterator[None]:
+    """Be the only one to hold the part that lies there, made empty where there is none."""
+    check_regular(part)
+    while True:
+        with part.open("ab") as held:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if _lies_at(part, held.fileno()):  # else whoever was waited for has moved or removed it
+                yield
+                return
+
+
+def _lies_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one of a name still."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def join(path: Path, size: int) -> None:
