@@ -92,7 +92,8 @@ def measure(
         asked = side_by_side
         for turn in range(max(len(one.question.turns) for one in side_by_side)):
             found = [(one, one.ask(backbone, turn)) for one in asked if turn < len(one.question.turns)]
-            asked, prompts = _fitting(backbone, found, turn)
+            fitting = _fitting(backbone, found, turn, warned=bool(known))  # earlier methods had the same prompts
+            asked, prompts = [one for one, _ in fitting], [prompt for _, prompt in fitting]
             if not asked:
                 break
             for name in names[shift:] + names[:shift]:
@@ -140,17 +141,19 @@ def _check_room(backbone: Backbone, questions: Sequence[Question]) -> None:
 
 
 def _fitting(
-    backbone: Backbone, found: Sequence[tuple[_Asked, list[int]]], turn: int
-) -> tuple[list[_Asked], list[list[int]]]:
-    """The questions whose prompts of a turn have room in the context, and these prompts; warns of the others."""
+    backbone: Backbone, found: Sequence[tuple[_Asked, list[int]]], turn: int, warned: bool
+) -> list[tuple[_Asked, list[int]]]:
+    """The questions and their prompts of a turn that have room in the context; warns of the others unless `warned`."""
+    fitting = list[tuple[_Asked, list[int]]]()
     for one, prompt in found:
-        if len(prompt) >= backbone.max_positions:
+        if len(prompt) < backbone.max_positions:
+            fitting.append((one, prompt))
+        elif not warned:
             log.warning(
                 f"turn {turn + 1} of question {one.question.id!r} has {len(prompt):,} tokens with its history, "
                 f"{backbone.id!r} a context of {backbone.max_positions:,}: it is left out"
             )
-    fitting = [(one, prompt) for one, prompt in found if len(prompt) < backbone.max_positions]
-    return [one for one, _ in fitting], [prompt for _, prompt in fitting]
+    return fitting
 
 
 def diverges(
