@@ -96,7 +96,7 @@ def lines(
         places_x = sorted({one.x for points in found.values() for one in points})
         if log:
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")  # its own writes powers in mathtext, which no text is read as
+            axes.xaxis.set_major_formatter("{x:g}")  # its own writes powers in mathtext, which `ink` switches off
             axes.minorticks_off()
         if (log or whole) and len(places_x) <= 10:
             axes.set_xticks(places_x, [f"{x:g}" for x in places_x])

@@ -146,7 +146,7 @@ CLAIMS = (
     Claim("Medusa, Figure 4b", "coding gains more than the mean", 3.29 / 2.83, _category("coding")),
     Claim(
         "Medusa, Figure 6a",
-        "64 sparse nodes accept more than a dense tree of at most 64 (there of more)",
+        "64 sparse nodes accept more than a dense tree of no more nodes (in the paper, of more nodes)",
         None,
         _sparse_over_dense,
     ),
