@@ -151,12 +151,20 @@ def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run:
     last = load(checkpoint_path(run)).step
     assert last > 4
     crash_at(trainer(run, tiny_backbone()).events(), 2)  # before its first checkpoint, at step 4
-    with pytest.raises(UserError, match=r"checkpoint.pt does not exist.*rename .*checkpoint.earlier.pt"):
+    with pytest.raises(UserError, match=r"checkpoint.pt does not exist.*take .*checkpoint.earlier.pt and the"):
         trainer(run, tiny_backbone(), resume=True)
     assert load(earlier_path(checkpoint_path(run))).step == last  # nothing is lost by a start that fails
     crash_at(trainer(run, tiny_backbone()).events(), 5)
     assert trainer(run, tiny_backbone(), resume=True).step == 4
     assert not earlier_path(checkpoint_path(run)).exists()
+
+
+def test_a_recipe_that_was_written_before_a_trainers_start_stays(run: Run) -> None:
+    crash_at(trainer(run, tiny_backbone()).events(), 5)
+    again = trainer(run, tiny_backbone())
+    run.recipe_path.write_text(again.recipe.to_yaml())
+    crash_at(again.events(), 2)
+    assert run.recipe_path.is_file() and earlier_path(checkpoint_path(run)).is_file()
 
 
 def test_a_start_by_mistake_costs_neither_the_log_nor_the_recipe(

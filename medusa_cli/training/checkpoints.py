@@ -63,15 +63,24 @@ def _of_training(run: Run) -> tuple[Path, ...]:
 
 
 def set_aside(run: Run) -> None:
-    """Rename what a new training finds of an earlier one: a resumed training must not take it for the new one's.
+    """Rename what a new training finds of an earlier one, for who is then to write the recipe and the log anew.
 
     It is not deleted before the new one has saved its first checkpoint: a start by mistake, or one that fails at once,
     costs nothing that renaming it back would not mend.
     """
     if checkpoint_path(run).is_file():
         for path in _of_training(run):
-            if path.is_file():
-                path.replace(earlier_path(path))
+            _rename(path)
+
+
+def set_checkpoint_aside(run: Run) -> None:
+    """As `set_aside`, the checkpoint alone: a resumed training must not take it for the new one's."""
+    _rename(checkpoint_path(run))
+
+
+def _rename(path: Path) -> None:
+    if path.is_file():
+        path.replace(earlier_path(path))
 
 
 def save(run: Run, checkpoint: Checkpoint) -> None:
@@ -93,7 +102,8 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint; UserError if there is none or it is no checkpoint."""
     if not path.is_file():
         earlier = earlier_path(path)
-        aside = f", or rename {earlier} and what else an earlier training left as .earlier" if earlier.is_file() else ""
+        again = f", or take {earlier} and the other `.earlier` files beside it back by renaming them"
+        aside = again if earlier.is_file() else ""
         raise UserError(f"@resume: {path} does not exist", f"train without @resume{aside}")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -88,7 +88,7 @@ class Trainer:
         train = self.recipe.train
         done = self.positions_done
         if self.world.first and not self._resumed:
-            checkpoints.set_aside(self.run)
+            checkpoints.set_checkpoint_aside(self.run)
         if self.validation and train.stage == 2 and self.step == 0:  # what the heads came with
             yield self.validate(done)
         while self.step < self.steps:
