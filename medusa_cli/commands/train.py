@@ -76,7 +76,6 @@ def train(
     is installed its scalars in RUN/tensorboard. Typed bare it takes about ten minutes on two cores; Ctrl-C leaves a
     checkpoint for --resume.
     """
-    from medusa_cli.errors import UsageError
     from medusa_cli.runs.files import write_atomic
     from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.recipe import plan_of, recipe_file
@@ -85,13 +84,11 @@ def train(
     rank = int(os.environ.get("RANK", "0"))
     said.configure(first=rank == 0)  # one process of several speaks
     extras.need("train", "`medusa train`")
-    ways = [way for way, given in (("lora", lora), ("qlora", qlora), (tuning, tuning is not None)) if given]
-    if len(ways) > 1:
-        raise UsageError("--lora, --qlora and --tuning exclude each other", "give one of them")
     start = Run.open(origin, named="@from") if origin is not None else None
     target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
-    given |= {"train.schedule": schedule, "train.tuning": ways[0] if ways else None, "train.shard": shard}
+    way = tuning if tuning is not None else "lora" if lora else "qlora" if qlora else None
+    given |= {"train.schedule": schedule, "train.tuning": way, "train.shard": shard}
     # A run gone on with by its own recipe computes as that says: --dtype is then the backbone's alone.
     own = resume and recipe_file(target, recipe or [], resume) == target.recipe_path
     if place.dtype in ("bf16", "fp32") and not own:
@@ -104,13 +101,10 @@ def train(
     if data is None and start is not None:
         data = start.data_path
     source = data or target.data_path
-    from medusa_cli.training.build import check_drafter, drafter_class, runs_model
+    from medusa_cli.training.build import check_drafter, check_flags_of_2, drafter_class, runs_model
 
     check_drafter(plan)
-    ways_of_2 = {"--schedule": schedule, "--tuning": tuning, "--lora": lora, "--qlora": qlora}
-    idle = next((flag if one is True else f"{flag} {one}" for flag, one in ways_of_2.items() if one), None)
-    if plan.train.stage == 1 and idle is not None:
-        raise UsageError(f"{idle} says nothing to train.stage=1, heads alone", "leave it out, or give --stage 2")
+    check_flags_of_2(plan.train, schedule=schedule, tuning=tuning, lora=lora, qlora=qlora)
     bound, kind = plan.train.max_tokens, drafter_class(plan.drafter.name)
     whole = plan.train.stage == 2 or runs_model(kind, plan.train)
     minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))

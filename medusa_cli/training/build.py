@@ -66,6 +66,17 @@ def check_drafter(recipe: Recipe) -> None:
         )
 
 
+def check_flags_of_2(train: TrainRecipe, **flags: str | bool | None) -> None:
+    """UsageError where flags that are stage 2's are given to stage 1, or name more than one way of tuning."""
+    given = {flag: one for flag, one in flags.items() if one}
+    if len(given.keys() & {"lora", "qlora", "tuning"}) > 1:
+        raise UsageError("@lora, @qlora and @tuning exclude each other", "give one of them")
+    if given and train.stage == 1:
+        flag, one = next(iter(given.items()))
+        said = f"@{flag}" if one is True else f"@{flag} {one}"
+        raise UsageError(f"{said} says nothing to train.stage=1, heads alone", "leave it out, or give @stage 2")
+
+
 def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     """The layers whose states a drafter is to read; UsageError for ones that this model has not."""
     kind = drafter_class(recipe.name)
