@@ -116,11 +116,10 @@ def bench(
     check_judge(judge, judge_model)
     names = parse_methods(methods)
     competitors = find_competitors(names, drafting.model, drafting.run, drafting.tree, drafting.lookup)
-    # Where runs of their own hold the drafters, "medusa-dynamic" is over that of "medusa".
+    # Where runs of their own hold the drafters, each takes --lookup, and "medusa-dynamic" is over that of "medusa".
     alone = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
     if drafting.drafter is not None and not alone:
         raise UsageError(f"--drafter {drafting.drafter}: none of --methods {methods} takes it", "leave one of them out")
-    # Beside named drafters the model is loaded without any: each of them takes --lookup itself.
     choice = (drafting if alone else replace(drafting, lookup=False)).choose(need_drafter=alone)
     check_methods(names, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
     questions, count = which.chosen()
