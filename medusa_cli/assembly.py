@@ -148,7 +148,7 @@ def with_lookup(
     if not choice.lookup:
         return shape
     if not looks_up(drafter, captured_over(backbone.engine, shape)):
-        if not choice.auto:  # asked for by name
+        if choice.lookup_named:
             log.warning("nothing is looked up in the text beside a %s drafter here: @lookup is left out", drafter.name)
         return shape
     known = choice.calibration is not None and choice.calibration.is_file() and isinstance(shape, Tree)

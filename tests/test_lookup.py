@@ -2,31 +2,19 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli.cli import app
-from medusa_cli.decoding import Decoder, Lookup, Pace, Sampling, Stats, Step, answer, generate, generate_batch
+from medusa_cli.decoding import Lookup, Pace, Sampling, Step
 from medusa_cli.decoding.lookup import graft
 from medusa_cli.decoding.luck import Luck
 from medusa_cli.decoding.pace import Size
 from medusa_cli.decoding.past import ANOTHER, KNOWN, LONGEST, MOST, PLACES, WAYS, Echo, Past
 from medusa_cli.drafters.base import Draft
-from medusa_cli.engines import load_backbone
-from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.search import node_values, search
-from tests.runs import save_model, save_run
-from tests.test_firp import firp
-from tests.test_generate import PROMPT, SPARSE, Oracle, plain
-from tests.test_hydra import hydra
-from tests.test_reuse import MAKE
-from tests.tiny import FAMILIES, tiny_backbone
 
 # Text that repeats itself, which tiny models of random weights rarely write by themselves.
 ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4
@@ -213,139 +201,3 @@ def test_what_has_failed_for_long_is_drafted_again_once_it_comes_true() -> None:
 
     assert drafted(False) and not [drafted(False) for _ in range(60)][-1]
     assert [drafted(True) for _ in range(60)][-1]
-
-
-def shapes() -> dict[str, Lookup]:
-    tree = search(ACCURACIES, 8)
-    return {
-        "tree": Lookup(tree, ACCURACIES),
-        "unmeasured": Lookup(tree),
-        "growth": Lookup(Growth(8, 3)),
-        "pace": Lookup(Pace([Size(tree, 2.0)], CHEAP)),
-        "dear": Lookup(Pace([Size(tree, 2.0)], DEAR)),
-        "alone": Lookup(Pace([], CHEAP)),
-    }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", shapes())
-def test_greedy_is_token_identical(family: str, kind: str) -> None:
-    backbone, shape = tiny_backbone(family), shapes()[kind]
-    drafter = None if kind == "alone" else hydra(backbone)
-    rules = {"max_new_tokens": 80, "stop_ids": ()}
-    expected = [t for s in generate(backbone, None, None, ROUND, **rules) for t in s.tokens]
-    steps = list(generate(backbone, drafter, shape, ROUND, **rules))
-    assert [t for s in steps for t in s.tokens] == expected
-    if kind != "dear":
-        assert any(step.looked_up for step in steps)
-    if kind in ("tree", "growth"):
-        assert all(step.nodes <= 8 for step in steps)
-
-
-def test_texts_that_repeat_themselves_are_decoded_in_fewer_steps() -> None:
-    backbone = tiny_backbone("llama")
-    expected = plain(backbone, 100)
-    # The answer is in the prompt already: what an extraction or an edit is like.
-    prompt = [*PROMPT, *expected, 3, *PROMPT]
-    rules = {"max_new_tokens": 60, "stop_ids": ()}
-    plainly = [t for s in generate(backbone, None, None, prompt, **rules) for t in s.tokens]
-    prompt += plainly[:30] + prompt
-    found = {}
-    for name, shape in (("alone", shapes()["alone"]), ("plain", None)):
-        steps = list(generate(backbone, None, shape, prompt, **rules))
-        found[name] = [t for s in steps for t in s.tokens], Stats.of(steps)
-    assert found["alone"][0] == found["plain"][0]
-    assert found["alone"][1].steps <= found["plain"][1].steps
-
-
-def test_an_oracle_that_is_never_asked_hears_of_all_when_it_is() -> None:
-    """Steps of looked-up tokens alone leave the drafter out; what they settled comes to it together (Oracle checks)."""
-    backbone = tiny_backbone("llama")
-    expected = plain(backbone, 120)
-    oracle = Oracle(expected, 0.5)
-    shape = Lookup(Pace([Size(Tree.chain(2), 1.6)], Costs({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})))
-    steps = list(generate(backbone, oracle, shape, PROMPT, max_new_tokens=120, stop_ids=()))
-    assert [t for s in steps for t in s.tokens] == expected
-    assert oracle.drafts < len(steps) - 1 or not any(step.looked_up for step in steps)
-
-
-@pytest.mark.parametrize("sampling", [Sampling("exact", 0.8, seed=3), Sampling("exact", 1.3, 0.9, seed=5)])
-def test_samples_are_those_of_plain_decoding(sampling: Sampling) -> None:
-    backbone = tiny_backbone("llama")
-    rules = {"max_new_tokens": 60, "stop_ids": (), "sampling": sampling}
-    expected = [t for s in generate(backbone, None, None, ROUND, **rules) for t in s.tokens]
-    for kind in ("tree", "growth", "pace"):
-        steps = generate(backbone, hydra(backbone), shapes()[kind], ROUND, **rules)
-        assert [t for s in steps for t in s.tokens] == expected
-
-
-@pytest.mark.parametrize("kind", ["tree", "growth", "pace", "alone"])
-def test_side_by_side_each_gets_what_it_gets_alone(kind: str) -> None:
-    backbone = tiny_backbone("llama")
-    prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
-    rules = {"max_new_tokens": 40, "stop_ids": ()}
-    drafter = None if kind == "alone" else hydra(backbone)
-    answers: list[list[int]] = [[] for _ in prompts]
-    for number, step in generate_batch(backbone, drafter, shapes()[kind], prompts, batch_size=3, **rules):
-        answers[number] += step.tokens
-    for prompt, found in zip(prompts, answers, strict=True):
-        assert found == [t for s in generate(backbone, None, None, prompt, **rules) for t in s.tokens]
-
-
-def test_it_stays_within_the_context() -> None:
-    backbone = tiny_backbone("llama")
-    prompt = (ROUND * 40)[: backbone.max_positions - 9]
-    for kind, shape in shapes().items():
-        drafter = None if kind == "alone" else hydra(backbone)
-        steps = list(answer(Decoder(backbone, drafter, shape), prompt, max_new_tokens=50, stop_ids=()))
-        assert sum(len(step.tokens) for step in steps) == 9, kind
-
-
-def test_captured_steps_and_rows_that_ride_do_without() -> None:
-    backbone = tiny_backbone("llama")
-    shape = shapes()["tree"]
-    assert Decoder(backbone, hydra(backbone), shape, captured=True).lookup is None
-    assert Decoder(backbone, hydra(backbone), shape, captured=False).lookup is shape
-    assert Decoder(backbone, firp(backbone, layers=[1, 1, 1]), shape, captured=False).lookup is None
-
-
-@pytest.mark.parametrize("asked", ["--tree=static:4", "--tree=auto"])
-def test_a_drafter_whose_rows_ride_is_greeted_without_lookups(tmp_path: Path, asked: str) -> None:
-    model = save_model(tmp_path / "model", layers=4)
-    run = save_run(tmp_path / "run", model, heads=3, calibrated=True)
-    backbone = load_backbone(model, dtype="fp32")
-    firp(backbone, layers=[1, 1, 2]).save(run.drafter_dir, provenance(backbone.identity))
-    result = CliRunner().invoke(
-        app, ["chat", "--run", f"{run.path}/", asked, "--lookup", "--prompt", "w5 w9", "--max-new-tokens", "4"]
-    )
-    assert result.exit_code == 0, result.output
-    assert "firp drafter" in result.stderr and "what the text repeats" not in result.stderr
-    assert ("--lookup is left out" in result.stderr) == (asked != "--tree=auto")
-
-
-@pytest.mark.parametrize("name", [name for name in MAKE if name not in ("plain", "firp")])
-def test_a_drafter_that_was_not_asked_for_some_steps_drafts_what_it_would_have(name: str) -> None:
-    backbone = tiny_backbone("llama", layers=6)
-
-    def drafted(shapes: list[Tree]) -> dict[int, list[int]]:
-        """What is drafted after so many tokens of one text, where each step is over the next of the shapes."""
-        drafter, found = MAKE[name](backbone), dict[int, list[int]]()
-        draft = drafter.draft
-
-        def kept(*given: Any) -> list[Draft]:
-            (made,) = draft(*given)
-            found[given[2][0].start + len(given[2][0].tokens)] = made.tokens.tolist()
-            return [made]
-
-        drafter.draft = kept
-        decoder = Decoder(backbone, drafter)
-        decoder.admit(ROUND, max_new_tokens=60, stop_ids=())
-        for number in range(40):
-            decoder.draft_over(shapes[number % len(shapes)])
-            decoder.step()
-        return found
-
-    always, rarely = drafted([SPARSE.cut(3)]), drafted([Tree.root_only(), Tree.root_only(), SPARSE.cut(3)])
-    both = always.keys() & rarely.keys()
-    assert len(both) > 5 and len(always) > len(rarely)
-    assert {place: rarely[place] for place in both} == {place: always[place] for place in both}

@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.decoding import Decoder, generate
-from medusa_cli.drafters import DRAFTERS, Drafter
+from medusa_cli.drafters import DRAFTERS, Drafter, heads
 from medusa_cli.engines import tracing
 from medusa_cli.tree import Growth, Tree
 from tests.tiny import tiny_backbone
@@ -55,13 +55,31 @@ def drafts_of(kind: str, shape: Tree | Growth) -> list[Any]:
     return found
 
 
-def test_a_cache_that_grows_is_traced_once_where_rows_choose_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = tiny_backbone("llama", layers=4)
-    drafter = made(backbone, "hydra++ that sees the prompt")
-    monkeypatch.setattr(type(drafter.kernel), "exact", False)
-    for _ in range(4):
-        list(generate(backbone, drafter, SHAPES["chain"], [5, 9, 23], max_new_tokens=60, stop_ids=()))
-    assert len(drafter._repeated) < 30
+def test_where_rows_choose_the_product_what_is_traced_has_one_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a cache that grows brings no computation of its own for each of its lengths."""
+    backbone, asked, given = tiny_backbone("llama", layers=4), [0], dict[int, set[int]]()
+    call = heads.Repeated.__call__
+
+    def called(self: heads.Repeated, *inputs: Any) -> torch.Tensor:
+        asked[0] = id(self)
+        return call(self, *inputs)
+
+    monkeypatch.setattr(tracing, "trace", lambda *given: None)
+    monkeypatch.setattr(heads.Repeated, "__call__", called)
+    score = heads.HeadDrafter.score
+
+    def scored(self: Any, backbone: Backbone, head: int, states: torch.Tensor) -> torch.Tensor:
+        given.setdefault(asked[0], set()).add(states.shape[:-1].numel())
+        return score(self, backbone, head, states)
+
+    monkeypatch.setattr(heads.HeadDrafter, "score", scored)
+    for kind in ("hydra++ that sees the prompt", "hydra", "eagle"):
+        drafter = made(backbone, kind)
+        monkeypatch.setattr(type(drafter.kernel), "exact", False)
+        for shape in (*SHAPES.values(), Tree.dense([4, 4, 4])):
+            list(generate(backbone, drafter, shape, [5, 9, 23], max_new_tokens=16, stop_ids=()))
+        assert len(drafter._repeated) < 60
+    assert given and all(len(rows) == 1 for rows in given.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

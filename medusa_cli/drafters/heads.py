@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
 
         Forks share it, so nothing of a sequence's own may be in it but what the inputs bring.
         """
-        # Rough kernels choose by the rows, which the first input has; others, as a cache's, grow with every step.
+        # Rough kernels choose by the rows, which are the first input's; others, as a cache's, grow with every step.
         rows = None if self.kernel.exact else inputs[0].shape
         if (what, rows) not in self._repeated:
             never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"

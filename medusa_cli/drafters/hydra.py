@@ -129,15 +129,15 @@ class HydraHeads(HeadDrafter):
         for head, level in enumerate(levels(tree, backbone.device)):
             width = min(4 ** math.ceil(math.log(level.width, 4)), len(self.draft_ids))  # few widths, so few traces
             guess = partial(self._guesses, backbone, head, width)
-            best = self.repeated(("guesses", head, width), guess, states, tokens[:, level.paths])
+            best = self.repeated(("guesses", head, width), guess, tokens[:, level.paths], states)
             tokens[:, level.nodes] = best[:, level.rows, level.ranks]
         return tokens
 
-    def _guesses(self, backbone: Backbone, head: int, width: int, states: Tensor, said: Tensor) -> Tensor:
+    def _guesses(self, backbone: Backbone, head: int, width: int, said: Tensor, states: Tensor) -> Tensor:
         """A head's best tokens [B, n, width] after paths of tokens [B, n, head + 1] from states [B, H]."""
-        return self.draft_ids[self._scores(backbone, head, states, said).topk(width, dim=-1).indices]
+        return self.draft_ids[self._scores(backbone, head, said, states).topk(width, dim=-1).indices]
 
-    def _scores(self, backbone: Backbone, head: int, states: Tensor, said: Tensor) -> Tensor:
+    def _scores(self, backbone: Backbone, head: int, said: Tensor, states: Tensor) -> Tensor:
         """A head's scores [B, n, M] after paths of tokens [B, n, head + 1] from states [B, H]."""
         embedded = self.embed(backbone, said).flatten(2)
         paths = torch.cat([states[:, None].expand(-1, said.shape[1], -1), embedded], dim=-1)
@@ -147,7 +147,7 @@ class HydraHeads(HeadDrafter):
         growing, nodes, said = Growing(growth, root), [0], [[root]]
         for head in range(growth.max_depth):
             paths = torch.tensor([said], device=state.device)
-            scores = self.repeated(("scores", head), partial(self._scores, backbone, head), state, paths)
+            scores = self.repeated(("scores", head), partial(self._scores, backbone, head), paths, state)
             path = dict(zip(nodes, said, strict=True))
             nodes = growing.extend(nodes, *self.confidences(head, scores[0], growth))
             if not nodes:

@@ -20,7 +20,7 @@ class Choice:
     for every step, 0 for as many as the static tree has, None for the static one. static: the nodes of a tree searched
     from the calibration, None for the one in the file. adapter: what joint training added to the model. calibration:
     where the heads' accuracies and temperatures are, if anywhere. lookup: whether the text itself suggests drafts, too,
-    or alone where there is no drafter.
+    or alone where there is no drafter; lookup_named: that was said, and does not merely go with auto.
     """
 
     model: str
@@ -33,6 +33,7 @@ class Choice:
     static: int | None = None
     auto: bool = False
     lookup: bool = False
+    lookup_named: bool = False
 
 
 def choose(
@@ -81,7 +82,8 @@ def choose(
         remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
         raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
     adapter = target.adapter if target and drafter is None else None
-    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto, auto if lookup is None else lookup)
+    looks = auto if lookup is None else lookup
+    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto, looks, bool(lookup))
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
