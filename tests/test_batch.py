@@ -41,6 +41,10 @@ class Knowing(Oracle):
         super().__init__([], 0.0)
         self.answers = answers
 
+    @classmethod
+    def sees_prompt(cls, settings: object) -> bool:
+        return True
+
     def draft(self, backbone: Backbone, sequences, confirmed: Sequence[Confirmed], shape: Tree) -> list[Draft]:
         return [own.guess(backbone, one, shape) for own, one in zip(sequences, confirmed, strict=True)]
 
