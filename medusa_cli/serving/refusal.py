@@ -81,7 +81,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", TEXT, LIST)]
     param = ".".join(place) or None
-    kind, said = str(first["type"]), str(first["msg"])
+    kind, said = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
         return Refusal(400, "the body is no JSON", code="invalid_json")
     if kind == "model_attributes_type" and not place:
