@@ -115,9 +115,8 @@ class Pace:
         slower = self._seconds(now) / self._cost(now.tree.size, now.tree.max_depth, batch)
         best, found = MARGIN * batch * self._rate(now), [(now.tree, 0)] * batch
         for sizes in [(plain,), (now, plain)] if now is not plain else [(plain,)]:
-            for rows in sorted({size.tree.size + count for size in sizes for count in LOOKED_UP if count <= most}):
-                if rows < sizes[0].tree.size:
-                    continue
+            widths = {size.tree.size + count for size in sizes for count in LOOKED_UP if count <= most}
+            for rows in sorted(one for one in widths if one >= sizes[0].tree.size):
                 each = [self._likeliest(sizes, share, rows, most) for share in shares]
                 seconds = slower * self._cost(rows, sizes[0].tree.max_depth, batch)
                 rate = sum(tokens for tokens, _, _ in each) / seconds
