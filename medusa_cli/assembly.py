@@ -162,7 +162,8 @@ def looked_up(backbone: Backbone, on_progress: Callable[[int], None] = lambda st
     """
     if not looks_up(None, captures(backbone.engine)):
         raise UsageError(
-            f"nothing is looked up in the text where steps are captured, as on {backbone.device}", "leave @lookup out"
+            f"nothing is looked up in the text where steps are captured, as on {backbone.device}",
+            "leave out @lookup and the method lookup",
         )
     return Lookup(Pace([], costs_for(backbone, None, None, on_progress=on_progress)))
 

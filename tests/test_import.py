@@ -71,6 +71,19 @@ def test_the_second_form_reads_the_models_own_lm_head(tmp_path: Path, model: str
     assert tokens == by_hand(tensors, hidden, root, lm_head)
 
 
+@pytest.mark.parametrize("named", ["heads-1.7b", "link"])
+def test_a_run_is_named_after_the_folder_as_it_was_called(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    config = {"medusa_num_heads": 3, "medusa_num_layers": 2}
+    write(tmp_path / "heads-1.7b", "medusa_lm_head.safetensors", medusa_heads(), config)
+    (tmp_path / "link").symlink_to(tmp_path / "heads-1.7b")
+    monkeypatch.chdir(tmp_path)
+    assert import_drafter(f"{tmp_path}/{named}", model=model).run.path.name == named
+    again = import_drafter(f"{named}/medusa_lm_head.safetensors", model=model)
+    assert again.run.path.name == "medusa_lm_head"
+
+
 def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str) -> None:
     tensors = medusa_heads(vocabulary=20)
     ids = torch.randperm(V)[:20]

@@ -1,6 +1,7 @@
 """A drafter from elsewhere into a run directory of its own, as if it had been trained here."""
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def import_drafter(
     format = _format(tensors, config, place)
     found = FORMATS[format](tensors, config, base, beside)
     check_config(found)
-    target = Run.open(run or (Path(place).resolve().stem if Path(place).exists() else Path(place).name), create=True)
+    target = Run.open(run or _name_of(place), create=True)
     with sole_writer(target.path, "medusa import", log.warning):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
@@ -99,6 +100,12 @@ def check_config(found: Imported) -> None:
     for measured, schema, what in ((found.calibration, Calibrated, "calibration"), (found.tree, TreeFile, "tree")):
         if measured is not None:
             convert(measured, schema, f"the {what} in {medusa.BESIDE}", f"delete {medusa.BESIDE} to import without it")
+
+
+def _name_of(place: str) -> str:
+    """What a run is named after a folder (its last part, links as they are called), a file or a hub id."""
+    path = Path(os.path.abspath(Path(place).expanduser()))
+    return path.stem if path.is_file() else path.name
 
 
 def _fetched(place: str) -> tuple[Path, Path | None]:
