@@ -599,19 +599,31 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
     assert done.exit_code == 0 and "holds none of this kind and shape" in done.stderr, done.output
 
 
-def test_heads_that_read_more_layers_start_from_those_that_do_not(run: Run, model_folder: str, tmp_path: Path) -> None:
-    assert medusa(*train_words(run, model_folder, "drafter=hydra")).exit_code == 0
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["drafter=hydra", "drafter.taps=[1]"],
+        ["drafter=hydra", "drafter.num_layers=3"],
+        ["drafter=hydra", "drafter.num_layers=2", "drafter.taps=[1]"],
+        ["drafter=hydra", "drafter.prefix_layers=1", "drafter.context=answer"],
+        ["drafter=medusa", "drafter.num_layers=3"],
+        ["drafter=amphista", "drafter.num_layers=2"],
+    ],
+    ids=" ".join,
+)
+def test_larger_heads_start_from_smaller_ones(run: Run, model_folder: str, tmp_path: Path, more: list[str]) -> None:
+    kind, *_ = more
+    assert medusa(*train_words(run, model_folder, kind)).exit_code == 0
     second, backbone = Run(tmp_path / "second"), engines.load_backbone(model_folder, dtype="fp32")
-    words = ["drafter=hydra", "drafter.taps=[1]", "--from", str(run.path), "train.lr=0"]
-    done = medusa(*train_words(second, model_folder, *words))
+    done = medusa(*train_words(second, model_folder, *more, "--from", str(run.path), "train.lr=0"))
     assert done.exit_code == 0 and f"the heads start from {run.drafter_dir}" in done.stderr, done.output
     first, again = (load_drafter(one.drafter_dir, backbone) for one in (run, second))
-    assert again.taps == (0, -1)
+    assert first.config != again.config
     tree, prompt = Tree.dense([3, 2]), [5, 9, 20, 11]
     ours, theirs = (list(generate(backbone, one, tree, prompt, max_new_tokens=20)) for one in (first, again))
     assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
     third, data = Run(tmp_path / "third"), ["--data", str(run.data_path)]
-    back = medusa(*train_words(third, model_folder, "drafter=hydra", "--from", str(second.path), *data))
+    back = medusa(*train_words(third, model_folder, kind, "--from", str(second.path), *data))
     assert back.exit_code == 0 and "holds none of this kind and shape" in back.stderr, back.output
 
 

@@ -9,6 +9,7 @@ import torch
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.backbone.identity import weights_of
 from medusa_cli.backbone.network import NetworkOptions, load_network
+from medusa_cli.drafters.config import HeadsConfig
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError, UserError
@@ -103,8 +104,9 @@ def whole_conversations(
 def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool = False) -> bool:
     """Copy the run's drafter into a fresh one of the same shape; False where there is no such drafter.
 
-    Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to. A fresh one that reads states of
-    more layers beside the final ones starts from heads that do not: its map of those adds nothing yet.
+    Those of stage 1, or, `adapted`, those of stage 2 with the adapter they belong to. A fresh one may read states of
+    more layers beside the final ones, see them through prefix layers, and have more blocks in its heads: what is more
+    of it changes nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False
@@ -116,21 +118,25 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
         found = type(drafter).load(run.drafter_dir, backbone)
     except UserError:
         return False
-    if found.config != drafter.config and found.config != _without_taps(drafter.config):
+    if found.config != _begun_by(drafter.config, found.config):
         return False
     if adapted:
         if run.adapter is None or adapter.digest(run.adapter) != made["adapter"]:
             return False
         adapter.take_up(backbone.model, run.adapter)
     with torch.no_grad():
-        given = found.named_weights()
-        for name, weight in drafter.named_weights().items():
+        given = dict(found.named_parameters())
+        for name, weight in drafter.named_parameters():
             if name in given:
                 weight.copy_(given[name])
     drafter.draft_ids.copy_(found.draft_ids)
     return True
 
 
-def _without_taps(config: Any) -> Any:
-    """A drafter's config as if it read the final states alone."""
-    return replace(config, taps=()) if getattr(config, "taps", ()) else config
+def _begun_by(config: HeadsConfig, found: HeadsConfig) -> HeadsConfig:
+    """What heads that can begin one of `config` are like: as they, with no more of what changes nothing at first."""
+    less: dict[str, Any] = {"num_layers": min(config.num_layers, found.num_layers)}
+    for key, none in (("taps", ()), ("prefix_layers", 0)):
+        if getattr(found, key, None) == none:
+            less[key] = none
+    return replace(config, **{key: one for key, one in less.items() if hasattr(config, key)})
