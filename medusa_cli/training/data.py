@@ -198,8 +198,11 @@ def plan(
 
 
 def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> Tensor:
-    """The `size` most frequent answer tokens [size], ties by id."""
-    counts = torch.bincount(torch.cat(list(answers)), minlength=vocab_size)
+    """The `size` tokens that stand in most answers [size], ties by id.
+
+    Not those that stand there most often: an answer that repeats itself to its end says one rare token a hundred times.
+    """
+    counts = torch.bincount(torch.cat([one.unique() for one in answers]), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:size]
 
 
