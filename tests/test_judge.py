@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from medusa_cli.benchmarks.bench import save
 from medusa_cli.benchmarks.judge import Grading, tally, tasks
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.cli import app
@@ -104,6 +105,13 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     page = newest(place).with_suffix(".md").read_text()
     assert "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page and "| mine | medusa | 8.00 |" in page
     assert "is the model's first choice" in page  # typical acceptance: what the plain model thinks of the answers
+
+
+def test_benches_of_one_second_leave_one_another_alone(place: Path, tmp_path: Path) -> None:
+    document = json.loads(bench(place, "--methods", "ar").stdout)
+    first, second = (save({**document, "title": title}, tmp_path) for title in ("first", "second"))
+    assert [json.loads(one.with_suffix(".json").read_text())["title"] for one in (first, second)] == ["first", "second"]
+    assert [one.stem for one in sorted(tmp_path.glob("*.json"))] == [first.stem, second.stem]  # the newest one last
 
 
 def test_a_judgement_goes_on_after_a_failure(place: Path, judge: Judged) -> None:

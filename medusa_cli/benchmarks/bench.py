@@ -1,6 +1,7 @@
 """A bench: methods over questions, loaded, measured and summarised into one document."""
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -226,8 +227,10 @@ def words_of(one: Mapping[str, Any], shape: Shape) -> str:
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:
-    """Write a bench as JSON and Markdown; the Markdown's path."""
-    stem = document["created"].replace(":", "").replace("+0000", "")
+    """Write a bench as JSON and Markdown, under a name of its own; the Markdown's path."""
+    made = document["created"].replace(":", "").replace("+0000", "")
+    names = itertools.chain([made], (f"{made}_{number}" for number in itertools.count(2)))
+    stem = next(name for name in names if not (folder / f"{name}.json").exists())  # two may end in one second
     write_json(folder / f"{stem}.json", document)
     write_atomic(folder / f"{stem}.md", markdown(document))
     return folder / f"{stem}.md"
