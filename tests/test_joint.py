@@ -449,7 +449,7 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     done = train((model, again), *words, "train.lora_rank=2")
     assert done.exit_code == 1 and "keep train.lora_rank" in done.stderr, done.output
     # Heads of another shape are not what --from promised.
-    done = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_layers=2")
+    done = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_heads=1")
     assert done.exit_code == 1 and "holds no heads of this model and this shape" in done.stderr
     done = CliRunner().invoke(app, ["compare", str(tmp_path / "third")])
     assert done.exit_code == 1 and "holds no training with a validation" in done.stderr
