@@ -134,7 +134,7 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
 
 
 def _begun_by(config: HeadsConfig, found: HeadsConfig) -> HeadsConfig:
-    """What heads that can begin one of `config` are like: as they, with no more of what changes nothing at first."""
+    """`config` without those parts that `found` has not and that change nothing at first: what its heads can begin."""
     less: dict[str, Any] = {"num_layers": min(config.num_layers, found.num_layers)}
     for key, none in (("taps", ()), ("prefix_layers", 0)):
         if getattr(found, key, None) == none:
