@@ -6,15 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from medusa_cli.assembly import looked_up
 from medusa_cli.decoding import Lookup, Pace, Sampling, Step
 from medusa_cli.decoding.lookup import graft
 from medusa_cli.decoding.luck import Luck
 from medusa_cli.decoding.pace import Size
 from medusa_cli.decoding.past import ANOTHER, KNOWN, LONGEST, MOST, PLACES, WAYS, Echo, Past
 from medusa_cli.drafters.base import Draft
+from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 from medusa_cli.tree.budget import Costs
 from medusa_cli.tree.search import node_values, search
+from tests.tiny import tiny_backbone
 
 # Text that repeats itself, which tiny models of random weights rarely write by themselves.
 ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4
@@ -201,3 +204,9 @@ def test_what_has_failed_for_long_is_drafted_again_once_it_comes_true() -> None:
 
     assert drafted(False) and not [drafted(False) for _ in range(60)][-1]
     assert [drafted(True) for _ in range(60)][-1]
+
+
+def test_lookups_are_refused_where_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.assembly.captures", lambda engine: True)
+    with pytest.raises(UsageError, match="leave out lookup and the method lookup"):
+        looked_up(tiny_backbone())
