@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, Confirmed, Objective
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.losses import linear_loss
+from medusa_cli.drafters.scored import Scored
 from medusa_cli.engines import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import load_recipe
@@ -79,6 +81,59 @@ def test_lk_turns_from_kl_to_total_variation_as_the_two_meet() -> None:
         weight = (loss["lk"] - variation) / (loss["kl"] - variation)
         assert weight == pytest.approx(math.exp(-3 * (1 - variation)), rel=1e-2)
     assert weight < 0.06
+
+
+def test_a_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
+    torch.manual_seed(0)
+    scores, mass = torch.randn(40), torch.arange(40.0)
+    drawn = [Scored.draw(mass, 16) for _ in range(4000)]
+    for one in drawn:
+        assert len(one.rows) == len(set(one.rows.tolist())) == 16
+        assert set(range(28, 40)) <= set(one.rows.tolist())  # three quarters: the likeliest, for sure
+    sums = torch.stack([(scores[one.rows] + one.log_weight).exp().sum() for one in drawn])
+    assert float(sums.mean()) == pytest.approx(float(scores.exp().sum()), rel=0.02)
+    assert float(sums.std()) > 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "vocabulary", "more"),
+    [
+        (MedusaHeads, "draft", {}),
+        (MedusaHeads, "draft", {"conditional": 3}),
+        (MedusaHeads, "draft", {"rank": 4}),
+        (MedusaHeads, "shared", {}),
+        (HydraHeads, "own", {"matrices": "one"}),
+    ],
+)
+@pytest.mark.parametrize("objective", [Objective(), Objective(soft=0.5), Objective(kind="lk")])
+def test_few_scored_tokens_teach_what_all_do(
+    drafter: type[HeadDrafter], vocabulary: str, more: dict[str, Any], objective: Objective
+) -> None:
+    backbone = biased_backbone()
+    ids = torch.randperm(64)[:48] if vocabulary == "draft" else None
+    heads = drafter.create(backbone, 2, vocabulary=vocabulary, draft_ids=ids, **more)
+    if heads.conditional is not None:
+        nn.init.normal_(heads.conditional.after)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 64, (24,))
+    batch = Batch(torch.randn(24, backbone.hidden_size), tokens, torch.zeros(24, dtype=torch.long))
+    learning = [one for one in heads.parameters() if one.requires_grad]
+
+    def taught(scored: int | None) -> tuple[list[int], Tensor]:
+        found = heads.loss(backbone, batch, replace(objective, scored=scored))
+        gradients = torch.autograd.grad(found.total, learning, allow_unused=True)
+        return found.learnt.tolist(), torch.cat([one.flatten() for one in gradients if one is not None])
+
+    learnt, whole = taught(None)
+    assert torch.equal(taught(len(heads.draft_ids))[1], whole)  # as many as there are: nothing is drawn
+    drawn = [taught(40) for _ in range(60)]
+    assert all(one == learnt for one, _ in drawn)  # no target goes unscored
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+    mean = torch.stack([one for _, one in drawn]).mean(0)
+    assert F.cosine_similarity(mean, whole, dim=0) > 0.96
+    with torch.no_grad():  # what is measured is measured over all
+        few, all_ = (heads.loss(backbone, batch, replace(objective, scored=one)).total for one in (40, None))
+    assert torch.equal(few, all_)
 
 
 def test_a_recipe_that_asks_for_two_targets_is_refused() -> None:

@@ -121,13 +121,15 @@ class Objective:
     """What heads learn: the loss of head k weighs decay^k (section 3.2.1); kind is one of `losses.KINDS`.
 
     soft: the share of the backbone's own distribution in the targets of cross-entropy. regress: the weight of the
-    distance between the states of the heads that see the drafted tokens and the backbone's own.
+    distance between the states of the heads that see the drafted tokens and the backbone's own. scored: how many tokens
+    of the vocabulary a batch scores when it is learnt from (`drafters.scored`), None for all.
     """
 
     decay: float = 0.8
     soft: float = 0.0
     regress: float = 0.0
     kind: str = "ce"
+    scored: int | None = None
 
 
 PLAIN = Objective()

@@ -1,6 +1,7 @@
 """The losses of drafters' heads, over a large vocabulary without all fp32 logits at once: memory traffic costs most."""
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from medusa_cli.backbone import Backbone, adapter
 from medusa_cli.drafters.base import Batch, Losses, Objective
+from medusa_cli.drafters.scored import Scored
 
 if TYPE_CHECKING:
     from medusa_cli.drafters.heads import HeadDrafter
@@ -35,6 +37,12 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
     positions = max(1, int((batch.segment >= 0).sum()))
     states_of = drafter.encode(backbone, batch)
     p = teacher(drafter, backbone, batch) if objective.soft or objective.kind != "ce" else None
+    bias, scored = drafter.bias(backbone), None
+    if objective.scored is not None and objective.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
+        scored = Scored.draw(_mass(drafter, batch, place, p), objective.scored)
+        place, bias = scored.places(place), scored.bias(bias)
+        p = None if p is None else scored.teacher(p)
+    some_rows = cache(scored.of) if scored is not None else None  # heads may share a matrix
     terms, per_head, correct, counted, learnt = [], [], [], [], []
     for k in range(1, drafter.num_heads + 1):
         rows = batch.targets(k)
@@ -49,13 +57,15 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
             per_head.append(terms[-1])
             correct.append(none)
             continue
+        read, matrix = drafter.product(backbone, k - 1, states, batch.next[rows + k - 1])
         loss, hits = linear_loss(
-            *drafter.product(backbone, k - 1, states, batch.next[rows + k - 1]),
+            read,
+            matrix if some_rows is None else some_rows(matrix),
             targets,
             None if p is None else p[rows + k],
             objective.soft,
             kind=objective.kind,
-            bias=drafter.bias(backbone),
+            bias=bias,
         )
         per_head.append(loss)
         correct.append(hits)
@@ -65,6 +75,14 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
         terms.append(objective.decay**k * len(rows) / positions * loss)
     sums = (torch.stack(one) for one in (correct, counted, learnt))
     return Losses(torch.stack(terms).sum(), per_head, *sums)
+
+
+@torch.no_grad()
+def _mass(drafter: "HeadDrafter", batch: Batch, place: Tensor, p: Tensor | None) -> Tensor:
+    """How much each row of the vocabulary counts in a batch [M]: what the teacher gives it, and each target more."""
+    targets = place[batch.next[batch.learnt]]
+    counts = torch.bincount(targets[targets >= 0], minlength=len(drafter.draft_ids)).float()
+    return counts if p is None else p.sum(0, dtype=torch.float) + len(p) * counts
 
 
 @torch.no_grad()

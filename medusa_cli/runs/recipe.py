@@ -78,11 +78,13 @@ class TrainRecipe:
     lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
     ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
     far the state of a head that sees the tokens before its target (each of Hydra's, Amphista's first) is from the
-    backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). heads_in_turn: FIRP's maps learn one
-    after another, each for its share of the steps, as in its section 3.3; else at once. states: those
-    of the model that stage 1 learns from are "kept" in the run, or made "fresh" in every step from whole conversations,
-    which takes longer and no room on the disk (max_length and batch_tokens are then as in stage 2). shard: of several
-    processes each holds a part of the backbone's layers, and gathers a layer to run it.
+    backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). scored: how many tokens of the heads'
+    vocabulary a micro-batch scores, its targets among them and a random part standing for the rest (null: all, as
+    everything that is measured does). heads_in_turn: FIRP's maps learn one after another, each for its share of the
+    steps, as in its section 3.3; else at once. states: those of the model that stage 1 learns from are "kept" in the
+    run, or made "fresh" in every step from whole conversations, which takes longer and no room on the disk (max_length
+    and batch_tokens are then as in stage 2). shard: of several processes each holds a part of the backbone's layers,
+    and gathers a layer to run it.
 
     Stage 2 alone reads what follows (section 3.2.2). tuning: LoRA, LoRA over 4-bit weights, or every weight.
     lora_layers: how many of the last layers it is on, beside the lm_head (null: all). objective: KL to the original
@@ -123,6 +125,7 @@ class TrainRecipe:
     loss: str = _setting("ce", among=("ce", "kl", "lk"))
     soft: float = _setting(0.0, least=0.0, most=1.0)
     regress: float | None = _setting(None, least=0.0)
+    scored: int | None = _setting(None, least=64, most=MANY)
     heads_in_turn: bool = False
     states: str = _setting("kept", among=("kept", "fresh"))
     validation_fraction: float = _setting(0.05, least=0.0, most=0.5)

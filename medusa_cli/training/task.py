@@ -53,7 +53,7 @@ def head_losses(backbone: Backbone, drafter: Drafter, batch: Batch, train: Train
     # In stage 2 the backbone's states are no fixed mark: they move to please the heads.
     own = drafter.regress if train.stage == 1 else 0.0
     regress = own if train.regress is None else train.regress
-    return drafter.loss(backbone, batch, Objective(train.decay, train.soft, regress, train.loss))
+    return drafter.loss(backbone, batch, Objective(train.decay, train.soft, regress, train.loss, train.scored))
 
 
 class _Stage1:
