@@ -64,6 +64,12 @@ def test_what_the_text_repeats_is_drafted_as_it_comes_true(tmp_path: Path) -> No
         past.find(root)
         past.learn([], 9)
     assert past.find(root) == []
+    for _ in range(40):  # what was given up comes true again: 1 to 5 go on round
+        past.find(root)
+        following = root % 5 + 1
+        past.learn([root], following)
+        root = following
+    assert past.find(root)[:2] == [root % 5 + 1, (root + 1) % 5 + 1]
     folder = exported(tmp_path, "medusa")
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = PROMPT.repeat(1, 4)

@@ -11,7 +11,7 @@ class Past:
     def __init__(self, tokens):
         self.tokens, self._after, self._known = tokens, {}, 1
         self._shares = [0.5 + 0.4 * length / LONGEST for length in range(LONGEST + 1)]
-        self._told, self._length = [], 0
+        self._found, self._length = [], 0
 
     def find(self, root):
         """What followed the longest repetition of the text's end, the root last: the tokens that are likely enough."""
@@ -21,25 +21,29 @@ class Past:
         self._known = max(self._known, len(self.tokens))
         places = self._after.get((text[-2], root), ())[-LONGEST:]
         if not places:
-            self._told = []
+            self._found = []
             return []
         self._length, place = max((self._alike(text, place), place) for place in places)
         share, count = self._shares[self._length], 0
         while count < MOST and share ** (count + 1) >= LEAST:
             count += 1
         around = len(text) - place  # what reaches the end goes on in a circle
-        self._told = [text[place + step % around] for step in range(count)]
-        return self._told
+        self._found = [text[place + step % around] for step in range(MOST)]
+        return self._found[:count]
 
     def learn(self, settled, root):
-        """Take the tokens that stand now, the old root first, and see what came true of what was told."""
+        """Take the tokens that stand now, the old root first, and see what came true of what was found.
+
+        What was found and not told is judged, too: what has failed for long may come true again.
+        """
         self.tokens += settled
         came, fresh = 0, [*settled[1:], root]
-        while came < min(len(self._told), len(fresh)) and self._told[came] == fresh[came]:
+        most = min(len(self._found), len(fresh))
+        while came < most and self._found[came] == fresh[came]:
             came += 1
-        for right in [True] * came + [False] * (came < len(self._told)):
+        for right in [True] * came + [False] * (came < most):
             self._shares[self._length] += (1 - MEMORY) * (right - self._shares[self._length])
-        self._told = []
+        self._found = []
 
     def _alike(self, text, place):
         length = 2
