@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -112,6 +113,9 @@ def test_benches_of_one_second_leave_one_another_alone(place: Path, tmp_path: Pa
     first, second = (save({**document, "title": title}, tmp_path) for title in ("first", "second"))
     assert [json.loads(one.with_suffix(".json").read_text())["title"] for one in (first, second)] == ["first", "second"]
     assert [one.stem for one in sorted(tmp_path.glob("*.json"))] == [first.stem, second.stem]  # the newest one last
+    with ThreadPoolExecutor(8) as pool:  # several at once take names of their own, too
+        saved = list(pool.map(lambda title: save({**document, "title": title}, tmp_path), map(str, range(8))))
+    assert [json.loads(one.with_suffix(".json").read_text())["title"] for one in saved] == [str(n) for n in range(8)]
 
 
 def test_a_judgement_goes_on_after_a_failure(place: Path, judge: Judged) -> None:

@@ -230,7 +230,19 @@ def save(document: dict[str, Any], folder: Path) -> Path:
     """Write a bench as JSON and Markdown, under a name of its own; the Markdown's path."""
     made = document["created"].replace(":", "").replace("+0000", "")
     names = itertools.chain([made], (f"{made}_{number}" for number in itertools.count(2)))
-    stem = next(name for name in names if not (folder / f"{name}.json").exists())  # two may end in one second
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = next(name for name in names if _free(folder, name))  # two may end in one second
     write_json(folder / f"{stem}.json", document)
     write_atomic(folder / f"{stem}.md", markdown(document))
     return folder / f"{stem}.md"
+
+
+def _free(folder: Path, name: str) -> bool:
+    """Take a name for a bench, in one move, so that no other process can; False where it is another's already."""
+    if (folder / f"{name}.json").exists():
+        return False
+    try:
+        (folder / f"{name}.md").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
