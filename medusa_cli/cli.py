@@ -16,6 +16,7 @@ from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags
 # one that is a word of Python's has an underscore there.
 COMMANDS = {
     "distill": "make training data in the model's own words",
+    "merge": "several distillations as one run's data",
     "train": "train a drafter on it",
     "calibrate": "measure how often its guesses are right",
     "tree": "find the best tree of guesses",

@@ -52,6 +52,7 @@ EXPORT = ("export", "--run", "{run}/", "--output", "{home}/out", "--to", "medusa
 REPORT = ("report", "{run}/bench/one.json", "--json")
 SERVE = ("serve", "--run", "{run}/", "--port", "0", "--dtype", "fp32", "--tree", "static")
 BENCH = ("bench", "--run", "{run}", "--questions", "{home}/questions.jsonl", *SHORT, "--methods", "ar", "--limit", "1")
+MERGE = ("merge", "{run}/", "--run", "{home}/merged/", "--json")
 DOCTOR = ("doctor", "--run", "{run}", "--quick", "--dtype", "fp32")
 
 # Every file that the program reads, and a command that reads it.
@@ -66,7 +67,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "run/distill.jsonl": TRAIN,
     "run/distill.jsonl ": DISTILL,
     "run/states.bin": TRAIN,
+    "run/distill.jsonl   ": MERGE,
+    "run/states.bin ": MERGE,
     "run/distill.json": DISTILL,
+    "run/distill.json ": MERGE,
     "run/train.jsonl": ("compare", "{run}", "--json"),
     "run/train.jsonl ": DOCTOR,
     "run/distill.jsonl  ": DOCTOR,
@@ -101,6 +105,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", "{run}"),
     "doctor": DOCTOR,
     "import": IMPORT,
+    "merge": MERGE,
     "export": EXPORT,
     "report": REPORT,
     "serve": SERVE,

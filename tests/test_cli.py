@@ -27,6 +27,7 @@ from medusa_cli.runs.recipe import DistillRecipe
 
 NAMES = [
     "distill",
+    "merge",
     "train",
     "calibrate",
     "tree",

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from medusa_cli.engines.kernels import BITS
 from medusa_cli.engines.load import BackboneOptions
 from medusa_cli.errors import UserError, in_flags
 from medusa_cli.runs.accuracies import Heads, read_calibration
-from medusa_cli.runs.made import Distillation, Made, describe_distillation, describe_drafter
+from medusa_cli.runs.made import SEVERAL, Distillation, Made, describe_distillation, describe_drafter
 from medusa_cli.runs.recipe import DistillRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.runs.usable import Malformed, ReadReport
@@ -77,6 +77,8 @@ class Case:
             made = describe_distillation(self.run.data_path.parent)
         except UserError:  # it is damaged: what it said is lost
             made = Distillation()
+        if made.seed == SEVERAL:  # it cannot be gone on with: more is distilled beside it, and merged
+            made, anew = replace(made, seed=None), True
         usual = {key: getattr(DistillRecipe(), key, None) for key in ("seed", *made.settings)}
         words: dict[str, Any] = {"seed": made.seed, **made.settings} | settings
         words = {key: one for key, one in words.items() if one and one != usual.get(key)}

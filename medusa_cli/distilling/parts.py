@@ -4,12 +4,9 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
-
-from medusa_cli.distilling.distilled import Distilled
-from medusa_cli.distilling.records import RecordWriter, whole_lines
+from medusa_cli.distilling.merging import TAKEN, copied
+from medusa_cli.distilling.records import RecordWriter
 from medusa_cli.runs.run import Run
-from medusa_cli.states import seal
 
 
 def part_of(run: Run, rank: int) -> Run:
@@ -26,16 +23,7 @@ def merge_parts(run: Run, writer: RecordWriter, hidden_size: int) -> int:
     moved = 0
     for folder in sorted(_folder(run).glob("*")):
         part = RecordWriter(Run(folder), hidden_size, writer.header, writer.least)
-        for record in whole_lines(part.path):
-            if record["id"] in writer.done:
-                continue
-            rows = record.get("state_rows")
-            states = part.states.read(*rows) if rows else torch.empty(0, 0)
-            spans = [(start, end) for start, end in record["spans"]]
-            if rows and record.get("seal") not in (None, seal(record["id"], record["tokens"], spans, states)):
-                continue  # rows of something else: the conversation is asked again
-            writer.write(Distilled(record["id"], record["messages"], record["tokens"], spans, states))
-            moved += 1
+        moved += sum(became == TAKEN for became in copied(Run(folder), writer, hidden_size))
         for id, tokens in part.dropped.items():
             if id not in writer.dropped:
                 writer.drop(id, tokens)
@@ -43,6 +31,11 @@ def merge_parts(run: Run, writer: RecordWriter, hidden_size: int) -> int:
         writer.sync()
         shutil.rmtree(folder)
     return moved
+
+
+def unmerged(run: Run) -> bool:
+    """Whether a run has parts of a distillation that has not ended."""
+    return any(_folder(run).glob("*/distill.jsonl"))
 
 
 def _folder(run: Run) -> Path:

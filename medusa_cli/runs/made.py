@@ -67,9 +67,15 @@ class Described:
         return self.medusa_num_heads if self.num_heads is None else self.num_heads
 
 
+# In place of the seed of conversations that were distilled in several runs.
+SEVERAL = "several runs"
+
+
 @dataclass(frozen=True)
 class Distillation:
-    """How a run's conversations were distilled, as its distill.json says: all of one file by the same settings."""
+    """How a run's conversations were distilled, as its distill.json says: all of one file by the same settings.
+
+    Of merged ones (seed SEVERAL) the settings that all share."""
 
     seed: str | None = None
     settings: dict[str, str | int | float | bool | None] = field(default_factory=dict)
