@@ -14,7 +14,7 @@ from medusa_cli.runs.run import DEFAULT_RUN
 def merge(
     asked: typer.Context,
     *,
-    runs: Annotated[list[str], typer.Argument(metavar="RUN..", help="The runs whose conversations are copied.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="The runs whose conversations are copied.")],
     run: options.Run = DEFAULT_RUN,
     said: Said,
 ) -> None:
