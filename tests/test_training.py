@@ -599,6 +599,32 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
     assert done.exit_code == 0 and "holds none of this kind and shape" in done.stderr, done.output
 
 
+def test_heads_start_from_the_mean_of_several_runs(run: Run, model_folder: str, tmp_path: Path) -> None:
+    kind, larger = "drafter=hydra", "drafter.num_layers=2"
+    assert medusa(*train_words(run, model_folder, kind)).exit_code == 0
+    second, third = Run(tmp_path / "second"), Run(tmp_path / "third")
+    done = medusa(*train_words(second, model_folder, kind, larger, "--from", str(run.path), "train.lr=0.05"))
+    assert done.exit_code == 0, done.output
+    both = ("--from", str(run.path), "--from", str(second.path))
+    done = medusa(*train_words(third, model_folder, kind, larger, *both, "train.lr=0"))
+    assert done.exit_code == 0 and f"the mean of {run.drafter_dir} and {second.drafter_dir}" in done.stderr, done.output
+    backbone = engines.load_backbone(model_folder, dtype="fp32")
+    first, other, mean = (dict(load_drafter(r.drafter_dir, backbone).named_parameters()) for r in (run, second, third))
+    assert set(first) < set(other) == set(mean)
+    for name, weight in mean.items():  # what the first has not is nothing in it
+        expected = (first.get(name, torch.zeros_like(weight)) + other[name]) / 2
+        assert torch.allclose(weight, expected, rtol=2**-7, atol=1e-6), name  # kept in bf16
+        assert not torch.equal(weight, other[name])
+    for words, code, part in (
+        (["drafter.num_heads=3"], 1, "holds no heads of this kind and shape"),
+        (["--stage", "2"], 2, "stage 2 starts from one run"),
+    ):
+        refused = medusa(*train_words(Run(tmp_path / "fourth"), model_folder, kind, larger, *both, *words))
+        assert refused.exit_code == code and part in refused.stderr, refused.output
+    again = command_on({"--run": "r", "--from": ["a", "b c"]}, Where())
+    assert again == "medusa train --resume --run r --from a --from 'b c'"
+
+
 @pytest.mark.parametrize(
     "more",
     [

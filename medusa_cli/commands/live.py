@@ -120,6 +120,7 @@ def run_training(trainer: "Trainer", target: Run) -> Document:
 def command_on(words: Mapping[str, object], place: Where) -> str:
     """The command that goes on with a training: the words it was given, and where and how its model is loaded."""
     asked = {f"--{name.replace('_', '-')}": one for name, one in vars(place).items() if one != getattr(Where, name)}
-    given = [(flag, one) for flag, one in ({**words, **asked}).items() if one]
+    flags = {**words, **asked}
+    given = [(flag, one) for flag, some in flags.items() for one in (some if isinstance(some, list) else [some]) if one]
     said = [str(word) for flag, one in given for word in ((flag,) if one is True else (flag, one))]
     return shlex.join(["medusa", "train", "--resume", *said])

@@ -1,6 +1,6 @@
 """What each stage of `medusa train` loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from medusa_cli import console
 from medusa_cli.commands.groups import Where
 from medusa_cli.commands.loading import warn_of
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.run import Run
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 
 def frozen(
-    target: Run, plan: Recipe, data: Path | None, place: Where, world: "World", resume: bool, start: Run | None = None
+    target: Run, plan: Recipe, data: Path | None, place: Where, world: "World", resume: bool, starts: Sequence[Run] = ()
 ) -> "Loaded":
-    """Stage 1: the backbone as it decodes, what the drafter learns from, and a drafter: fresh, or another run's.
+    """Stage 1: the backbone as it decodes, what the drafter learns from, and a drafter: fresh, or other runs'.
 
-    world: the processes that train, which share what there is to compute before.
+    world: the processes that train, which share what there is to compute before. UserError where several runs are to
+    give the heads and one has none that fit.
     """
     import torch
 
@@ -34,7 +36,7 @@ def frozen(
     from medusa_cli.engines import load_backbone
     from medusa_cli.training import build_drafter
     from medusa_cli.training.build import drafter_class, runs_model, taps_of
-    from medusa_cli.training.setup import trained_heads
+    from medusa_cli.training.setup import mean_heads
 
     kind = drafter_class(plan.drafter.name)
     engine, whole = engine_for(kind, plan.train, place.engine), runs_model(kind, plan.train)
@@ -53,17 +55,24 @@ def frozen(
     )
     torch.manual_seed(plan.train.seed)
     drafter = build_drafter(backbone, plan.drafter, dataset)
-    if start is not None and not resume:
-        if trained_heads(start, backbone, drafter):
-            console.info(f"the heads start from {start.drafter_dir}")
-            warn_of(start.drafter_dir, backbone.identity.get("rounding"))
+    if starts and not resume:
+        without = mean_heads(starts, backbone, drafter)
+        if without is None:
+            mean = "the mean of " if len(starts) > 1 else ""
+            console.info(f"the heads start from {mean}{' and '.join(str(one.drafter_dir) for one in starts)}")
+            for one in starts:
+                warn_of(one.drafter_dir, backbone.identity.get("rounding"))
+        elif len(starts) > 1:
+            raise UserError(
+                f"--from {without.path}: it holds no heads of this kind and shape", "name runs whose heads fit together"
+            )
         else:
-            console.info(f"the heads start fresh: {start.path} holds none of this kind and shape")
+            console.info(f"the heads start fresh: {without.path} holds none of this kind and shape")
     return backbone, dataset, drafter
 
 
 def joint(
-    target: Run, plan: Recipe, data: Path | None, place: Where, world: "World", resume: bool, start: Run | None = None
+    target: Run, plan: Recipe, data: Path | None, place: Where, world: "World", resume: bool, starts: Sequence[Run] = ()
 ) -> "Loaded":
     """Stage 2: a backbone that learns, whole conversations, and stage-1 heads: the run's own where it has such ones.
 
@@ -72,10 +81,12 @@ def joint(
     """
     import torch
 
-    from medusa_cli.errors import UserError
     from medusa_cli.training import build_drafter
     from medusa_cli.training.setup import joint_backbone, trained_heads, whole_conversations
 
+    if len(starts) > 1:
+        raise UsageError("--from is given more than once, and stage 2 starts from one run", "name one")
+    start = starts[0] if starts else None
     backbone = _loaded(lambda: joint_backbone(plan, place.network), target, world, plan.train.shard)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)

@@ -33,14 +33,14 @@ def train(
         Path | None,
         typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
     ] = None,
-    origin: Annotated[
-        str | None,
+    origins: Annotated[
+        list[str] | None,
         typer.Option(
             "--from",
             metavar="RUN",
             help="Another run whose data, and whose heads where they fit (in stage 2 with their adapter), this starts "
             "from; for its data alone give --data. A run inside it (runs/RUN/NAME) is calibrated on the same held-out "
-            "conversations.",
+            "conversations. Given again, heads start from the mean of all, with the first one's data.",
         ),
     ] = None,
     stage: Annotated[
@@ -84,8 +84,8 @@ def train(
     rank = int(os.environ.get("RANK", "0"))
     said.configure(first=rank == 0)  # one process of several speaks
     extras.need("train", "`medusa train`")
-    start = Run.open(origin, named="@from") if origin is not None else None
-    target = Run.open(run, create=data is not None or start is not None or Run.inside(run))
+    starts = [Run.open(one, named="@from") for one in origins or ()]
+    target = Run.open(run, create=data is not None or bool(starts) or Run.inside(run))
     given = {"drafter.num_heads": heads, "train.seed": random_seed, "model": model, "train.stage": stage}
     way = tuning if tuning is not None else "lora" if lora else "qlora" if qlora else None
     given |= {"train.schedule": schedule, "train.tuning": way, "train.shard": shard}
@@ -95,11 +95,11 @@ def train(
         given["train.dtype"] = place.dtype
     if rank == 0:  # it alone writes
         asked.with_resource(sole_writer(target.path, "medusa train", console.warn))
-    plan = plan_of(target, recipe or [], given, resume, start or target)
+    plan = plan_of(target, recipe or [], given, resume, starts[0] if starts else target)
     target.keep_template(plan.chat_template)
-    sources = {"--from": origin, "--data": data}
-    if data is None and start is not None:
-        data = start.data_path
+    sources = {"--from": origins, "--data": data}
+    if data is None and starts:
+        data = starts[0].data_path
     source = data or target.data_path
     from medusa_cli.training.build import check_drafter, check_flags_of_2, drafter_class, runs_model
 
@@ -129,7 +129,7 @@ def train(
     place = replace(place, device=world.device(place.device))
     check_shard(plan.train, place.network, world)
     learn = frozen if plan.train.stage == 1 else joint
-    backbone, dataset, drafter = learn(target, plan, data, place, world, resume, start)
+    backbone, dataset, drafter = learn(target, plan, data, place, world, resume, starts)
     with stopping() as should_stop:
         trainer = Trainer(backbone, drafter, dataset, plan, target, resume=resume, should_stop=should_stop, world=world)
         covered = coverage(drafter.draft_ids, dataset.answer_tokens())  # its vocabulary may be another data set's

@@ -1,5 +1,6 @@
 """What trainings on whole conversations start from: these, and for stage 2 a backbone that learns, stage-1 heads."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,34 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
                 weight.copy_(given[name])
     drafter.draft_ids.copy_(found.draft_ids)
     return True
+
+
+def mean_heads(runs: Sequence[Run], backbone: Backbone, drafter: HeadDrafter) -> Run | None:
+    """Copy the mean of several runs' drafters into a fresh one, as `trained_heads` each; the first run that has none.
+
+    None where all have one. Heads that went on from the same ones lie in one valley: their mean is often better than
+    any of them (model soups, arXiv:2203.05482). UserError for draft vocabularies that differ.
+    """
+    fresh = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+    sums = {name: torch.zeros_like(weight) for name, weight in fresh.items()}
+    ids: torch.Tensor | None = None
+    with torch.no_grad():
+        for run in runs:
+            for name, weight in drafter.named_parameters():  # what the run has not is as nothing in it
+                weight.copy_(fresh[name])
+            if not trained_heads(run, backbone, drafter):
+                return run
+            if ids is not None and not torch.equal(ids, drafter.draft_ids):
+                raise UserError(
+                    f"@from {run.path}: its heads score another draft vocabulary than those of {runs[0].path}",
+                    "give runs of which one went on from the other",
+                )
+            ids = drafter.draft_ids.clone()
+            for name, weight in drafter.named_parameters():
+                sums[name] += weight.float() / len(runs)
+        for name, weight in drafter.named_parameters():
+            weight.copy_(sums[name])
+    return None
 
 
 def _begun_by(config: HeadsConfig, found: HeadsConfig) -> HeadsConfig:
