@@ -137,7 +137,7 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
 def mean_heads(runs: Sequence[Run], backbone: Backbone, drafter: HeadDrafter) -> Run | None:
     """Copy the mean of several runs' drafters into a fresh one, as `trained_heads` each; the first run that has none.
 
-    None where all have one. Heads that went on from the same ones lie in one valley: their mean is often better than
+    None where all have one. Heads that went on from the same ones may lie in one valley, and their mean be better than
     any of them (model soups, arXiv:2203.05482). UserError for draft vocabularies that differ.
     """
     fresh = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
