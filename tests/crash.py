@@ -22,13 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL
+from typing import Any
 
 import torch
 
+from medusa_cli.distilling import Distilled, RecordWriter
 from medusa_cli.errors import UserError
 from medusa_cli.exporting.medusa import export_medusa
 from medusa_cli.exporting.source import find_source
-from tests.facts import Facts, conversations, document, folder, half, imported, machine, page, report, training
+from medusa_cli.runs.run import Run, provenance
+from tests.facts import HIDDEN, Facts, conversations, document, folder, half, imported, machine, page, report, training
 from tests.forked import RUN, Child, end, free_port, start
 from tests.runs import save_model, save_questions, save_run
 
@@ -103,6 +106,7 @@ JOBS = (
     Job("machine", ("machine", "--model", "model", "--quiet", "--measure"), machine),
     Job("train, stage 2", (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"), training),
     Job("import", IMPORT, imported, fresh=True, once="drafter/config.json"),
+    Job("merge", ("merge", "given/", "--run", "r", "--quiet"), conversations, fresh=True),
 )
 WRITERS = 2  # of these, the first, several at once are tried on one run
 SHARED = (
@@ -123,9 +127,10 @@ class Known:
 
 
 def prepare(place: Path) -> None:
-    """A tiny model, seeds and questions to work on, and heads from elsewhere."""
+    """A tiny model, seeds and questions to work on, heads from elsewhere, and conversations of another run."""
     made = save_run(place / "made", save_model(place / "model"), calibrated=True)
     export_medusa(find_source(f"{made.path}/"), place / "theirs")
+    save_conversations(place / "given", made.owner or {})
     shutil.rmtree(made.path)
     draw = random.Random(0)
     seeds = [
@@ -134,6 +139,18 @@ def prepare(place: Path) -> None:
     ]
     (place / "seeds.json").write_text(json.dumps(seeds))
     save_questions(place / "questions.jsonl", 2)
+
+
+def save_conversations(folder: Path, owner: dict[str, Any]) -> None:
+    """A run with conversations and states as `distill` leaves them, drawn at random."""
+    run, draw = Run.open(f"{folder}/", create=True), torch.Generator().manual_seed(0)
+    run.bind(owner)
+    writer = RecordWriter(run, HIDDEN, provenance(owner, seed="seeds.json", settings={}))
+    for number in range(24):
+        tokens = torch.randint(4, 60, (12,), generator=draw).tolist()
+        said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+        writer.write(Distilled(f"s{number}", said, tokens, [(4, 12)], torch.randn(11, HIDDEN, generator=draw)))
+    writer.close()
 
 
 def needed(only: str, rounds: int) -> list[Job]:
