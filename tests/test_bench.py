@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone.network import load_network
 from medusa_cli.benchmarks import Answers, Question, measure, read_questions, spread, summarise
@@ -15,31 +14,19 @@ from medusa_cli.benchmarks import Result as Measured
 from medusa_cli.benchmarks.continuation import Continuation
 from medusa_cli.benchmarks.questions import of_categories
 from medusa_cli.benchmarks.tally import Tally
-from medusa_cli.cli import app
 from medusa_cli.decoding import Step
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.saved import save_tree
 from tests import passes
-from tests.runs import save_model, save_questions, save_run
+from tests.benches import bench, medusa, save_bench
+from tests.runs import save_model, save_run
 from tests.tiny import tiny_backbone
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bench")
-    save_run(folder / "mine", save_model(folder / "model"))
-    save_questions(folder / "q.jsonl")
-    return folder
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
-
-
-def bench(place: Path, *words: str) -> Result:
-    common = ["--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
-    return medusa("bench", *common, "--max-new-tokens", "20", *words)
+    return save_bench(tmp_path_factory.mktemp("bench"))
 
 
 def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> None:

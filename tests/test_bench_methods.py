@@ -4,33 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from medusa_cli.backbone.cpu import has_bf16
 from medusa_cli.benchmarks.methods import check_batch, check_llama
-from medusa_cli.cli import app
 from medusa_cli.decoding import Sampling
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Tree
-from tests.runs import save_model, save_questions, save_run
+from tests.benches import bench, medusa, save_bench
+from tests.runs import save_run
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bench")
-    save_run(folder / "mine", save_model(folder / "model"))
-    save_questions(folder / "q.jsonl")
-    return folder
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
-
-
-def bench(place: Path, *words: str) -> Result:
-    common = ["--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
-    return medusa("bench", *common, "--max-new-tokens", "20", *words)
+    return save_bench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.mark.parametrize("size", ["1", "2"])

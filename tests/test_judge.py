@@ -14,7 +14,7 @@ from medusa_cli.benchmarks.bench import save
 from medusa_cli.benchmarks.judge import Grading, tally, tasks
 from medusa_cli.benchmarks.questions import Question
 from medusa_cli.cli import app
-from tests.runs import save_model, save_questions, save_run
+from tests.benches import save_bench
 
 
 class Judged:
@@ -55,10 +55,7 @@ def judge() -> Iterator[Judged]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("judge")
-    save_run(folder / "mine", save_model(folder / "model"))
-    save_questions(folder / "q.jsonl")
-    return folder
+    return save_bench(tmp_path_factory.mktemp("judge"))
 
 
 def bench(place: Path, *words: str) -> Result:

@@ -32,8 +32,8 @@ def merge(
 
     sources = [Run.open(one, named="RUN") for one in runs]
     target = Run.open(run, create=True)
-    merging = Merge(sources, target)
     asked.with_resource(sole_writer(target.path, "medusa merge", console.warn))
+    merging = Merge(sources, target)
     for one in sources:
         if unmerged(one):
             console.warn(f"{one.path} has parts of a distillation that has not ended: `medusa distill` in it adds them")
