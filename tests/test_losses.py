@@ -86,13 +86,16 @@ def test_lk_turns_from_kl_to_total_variation_as_the_two_meet() -> None:
 def test_a_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
     torch.manual_seed(0)
     scores, mass = torch.randn(40), torch.arange(40.0)
-    drawn = [Scored.draw(mass, 16) for _ in range(4000)]
+    drawn = [Scored.draw(mass, mass < 0, 16) for _ in range(4000)]
     for one in drawn:
         assert len(one.rows) == len(set(one.rows.tolist())) == 16
         assert set(range(28, 40)) <= set(one.rows.tolist())  # three quarters: the likeliest, for sure
     sums = torch.stack([(scores[one.rows] + one.log_weight).exp().sum() for one in drawn])
     assert float(sums.mean()) == pytest.approx(float(scores.exp().sum()), rel=0.02)
     assert float(sums.std()) > 0
+    for wanted in (torch.arange(40) < 3, torch.arange(40) < 30, torch.ones(40) > 0):  # whatever their mass, and all
+        rows = Scored.draw(mass, wanted, 16).rows.tolist()
+        assert set(wanted.nonzero().flatten().tolist()) <= set(rows) and len(rows) == len(set(rows))
 
 
 @pytest.mark.parametrize(

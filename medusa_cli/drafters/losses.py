@@ -39,7 +39,9 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
     p = teacher(drafter, backbone, batch) if objective.soft or objective.kind != "ce" else None
     bias, scored = drafter.bias(backbone), None
     if objective.scored is not None and objective.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
-        scored = Scored.draw(_mass(drafter, batch, place, p), objective.scored)
+        targets = place[batch.next[batch.learnt]]
+        counts = torch.bincount(targets[targets >= 0], minlength=len(drafter.draft_ids))
+        scored = Scored.draw(counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, objective.scored)
         place, bias = scored.places(place), scored.bias(bias)
         p = None if p is None else scored.teacher(p)
     some_rows = cache(scored.of) if scored is not None else None  # heads may share a matrix
@@ -75,14 +77,6 @@ def heads_loss(drafter: "HeadDrafter", backbone: Backbone, batch: Batch, objecti
         terms.append(objective.decay**k * len(rows) / positions * loss)
     sums = (torch.stack(one) for one in (correct, counted, learnt))
     return Losses(torch.stack(terms).sum(), per_head, *sums)
-
-
-@torch.no_grad()
-def _mass(drafter: "HeadDrafter", batch: Batch, place: Tensor, p: Tensor | None) -> Tensor:
-    """How much each row of the vocabulary counts in a batch [M]: what the teacher gives it, and each target more."""
-    targets = place[batch.next[batch.learnt]]
-    counts = torch.bincount(targets[targets >= 0], minlength=len(drafter.draft_ids)).float()
-    return counts if p is None else p.sum(0, dtype=torch.float) + len(p) * counts
 
 
 @torch.no_grad()

@@ -23,15 +23,17 @@ class Scored:
     size: int
 
     @classmethod
-    def draw(cls, mass: Tensor, count: int) -> "Scored":
-        """So many rows for a batch: those that count most by mass [M], most of them if so many count, others drawn.
+    def draw(cls, mass: Tensor, wanted: Tensor, count: int) -> "Scored":
+        """So many rows for a batch: those that are `wanted` [M] and others by mass [M], most of them, the rest drawn.
 
-        A target that is not scored is not learnt from: targets must count more than what is none.
+        All that are wanted are scored, be they more.
         """
-        order = mass.argsort(descending=True)
-        first = min(count - int(DRAWN * count), int((mass > 0).sum()))
-        drawn = order[first:][torch.randperm(len(mass) - first)[: count - first].to(mass.device)]
-        each = math.log((len(mass) - first) / max(1, len(drawn)))
+        order = torch.where(wanted, torch.inf, mass).argsort(descending=True)
+        likely = min(count - int(DRAWN * count), int(((mass > 0) | wanted).sum()))
+        first = max(likely, int(wanted.sum()))
+        rest = order[first:]
+        drawn = rest[torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)]
+        each = math.log(len(rest) / max(1, len(drawn))) if len(rest) else 0.0
         weights = torch.cat([mass.new_zeros(first), mass.new_full((len(drawn),), each)])
         return cls(torch.cat([order[:first], drawn]), weights, len(mass))
 
