@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
@@ -621,6 +622,11 @@ def test_heads_start_from_the_mean_of_several_runs(run: Run, model_folder: str, 
     ):
         refused = medusa(*train_words(Run(tmp_path / "fourth"), model_folder, kind, larger, *both, *words))
         assert refused.exit_code == code and part in refused.stderr, refused.output
+    changed = second.drafter_dir / "drafter.safetensors"
+    tensors = load_file(changed)
+    save_file({**tensors, "draft_ids": tensors["draft_ids"].flip(0)}, changed)
+    refused = medusa(*train_words(Run(tmp_path / "fifth"), model_folder, kind, larger, *both))
+    assert refused.exit_code == 1 and "score another draft vocabulary" in refused.stderr, refused.output
     again = command_on({"--run": "r", "--from": ["a", "b c"]}, Where())
     assert again == "medusa train --resume --run r --from a --from 'b c'"
 
