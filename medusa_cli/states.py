@@ -16,7 +16,7 @@ from medusa_cli.runs.reading import check_regular
 
 
 def seal(id: str, tokens: Sequence[int], spans: Sequence[Sequence[int]], rows: Tensor) -> str:
-    """What ties state rows [n, H] to the conversation that they are of: a digest of both."""
+    """What ties state rows [n, W] to the conversation that they are of: a digest of both."""
     digest = hashlib.blake2b(json.dumps([id, list(tokens), [list(span) for span in spans]]).encode(), digest_size=8)
     digest.update(_raw(rows))
     return digest.hexdigest()
@@ -27,30 +27,30 @@ def _raw(rows: Tensor) -> bytes:
     return rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def read_rows(path: Path, hidden_size: int, first: int, count: int) -> Tensor:
-    """Rows first .. first + count of a file as bf16 [count, H], not to be written; UserError where it is too short.
+def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
+    """Rows first .. first + count of a file as bf16 [count, W], not to be written; UserError where it is too short.
 
     They are mapped, not read, and shared with whoever else maps them: a private mapping counts as memory in full.
     """
-    row = 2 * hidden_size
+    row = 2 * width
     with path.open("rb") as file:
         if first < 0 or (first + count) * row > os.fstat(file.fileno()).st_size:
             raise UserError(f"{path} ends before state row {first + count}", "distil or train again in a fresh @run")
         if not count:
-            return torch.empty(0, hidden_size, dtype=torch.bfloat16)
+            return torch.empty(0, width, dtype=torch.bfloat16)
         whole = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        found = torch.frombuffer(whole, dtype=torch.bfloat16, offset=first * row, count=count * hidden_size)
-    return found.view(count, hidden_size)
+        found = torch.frombuffer(whole, dtype=torch.bfloat16, offset=first * row, count=count * width)
+    return found.view(count, width)
 
 
 class StateStore:
-    """A file of rows [H] in bf16, little-endian, without a header; whoever names rows keeps their numbers."""
+    """A file of rows [W] in bf16, little-endian, without a header; whoever names rows keeps their numbers."""
 
-    def __init__(self, path: Path, hidden_size: int) -> None:
-        self.path, self.hidden_size = path, hidden_size
-        self._row_bytes = 2 * hidden_size
+    def __init__(self, path: Path, width: int) -> None:
+        self.path, self.width = path, width
+        self._row_bytes = 2 * width
         check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
@@ -62,7 +62,7 @@ class StateStore:
         return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:
-        """Write rows [n, H] at the end and flush them; return the number of the first."""
+        """Write rows [n, W] at the end and flush them; return the number of the first."""
         first = self._out.tell() // self._row_bytes
         self._out.write(_raw(rows))
         self._out.flush()
@@ -75,7 +75,7 @@ class StateStore:
 
     def read(self, first: int, count: int) -> Tensor:
         """As `read_rows`, of this file."""
-        return read_rows(self.path, self.hidden_size, first, count)
+        return read_rows(self.path, self.width, first, count)
 
     def sync(self) -> None:
         """Wait until every row is on disk."""

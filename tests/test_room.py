@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 
 def test_a_batch_of_the_papers_recipe_fits_the_memory_there_is() -> None:
     slot = 2 * 32 * 4096 * 4096 * 2  # keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64
-    found = fitting(VICUNA, torch.bfloat16, 4096, 64 * 10**9, states_there=False)
+    found = fitting(VICUNA, torch.bfloat16, 4096, 64 * 10**9, states_there=0)
     assert 16 <= found < 64 and found * slot < 64 * 10**9
-    assert fitting(VICUNA, torch.bfloat16, 4096, 10**9, states_there=False) == 1
-    assert fitting(VICUNA, torch.bfloat16, 512, 64 * 10**9, states_there=False) == 64
+    assert fitting(VICUNA, torch.bfloat16, 4096, 10**9, states_there=0) == 1
+    assert fitting(VICUNA, torch.bfloat16, 512, 64 * 10**9, states_there=0) == 64
     few = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    assert fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=False) > 30
-    states = fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=True)
-    assert states < fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=False)
+    assert fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=0) > 30
+    states = fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=1)
+    assert states < fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=0)
 
 
 def test_free_memory_is_the_systems_or_what_the_container_leaves(

@@ -89,20 +89,20 @@ class Files:
     `answered` need not be asked again; `whole`, the run's file, is the first process's alone.
     """
 
-    def __init__(self, world: "World", target: Run, hidden_size: int, header: Document, least: int) -> None:
+    def __init__(self, world: "World", target: Run, width: int, header: Document, least: int) -> None:
         from medusa_cli.distilling import RecordWriter
         from medusa_cli.distilling.parts import merge_parts, part_of
 
-        self._world, self._target, self._hidden_size = world, target, hidden_size
-        self.whole = RecordWriter(target, hidden_size, header, least) if world.first else None
+        self._world, self._target, self._width = world, target, width
+        self.whole = RecordWriter(target, width, header, least) if world.first else None
         if self.whole is not None:
-            merge_parts(target, self.whole, hidden_size)  # what processes that were interrupted had already
+            merge_parts(target, self.whole, width)  # what processes that were interrupted had already
             world.wait()  # for the others, who began to wait before they loaded anything
         self.answered = set(world.gather(sorted(self.whole.answered) if self.whole is not None else [])[0])
         self.writer = (
             self.whole
             if self.whole is not None and world.size == 1
-            else RecordWriter(part_of(target, world.rank), hidden_size, header, least)
+            else RecordWriter(part_of(target, world.rank), width, header, least)
         )
 
     def end(self, counts: tuple[float, ...]) -> list[tuple[float, ...]]:
@@ -112,7 +112,7 @@ class Files:
         found: list[tuple[float, ...]] = self._world.gather(counts)
         if self._world.size > 1:
             if self.whole is not None:
-                merge_parts(self._target, self.whole, self._hidden_size)
+                merge_parts(self._target, self.whole, self._width)
                 self.whole.close()
             self._world.wait()
             self._world.leave()

@@ -85,11 +85,19 @@ class Wanted:
             show_default=False,
         ),
     ] = None
+    taps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Keep states after these of the model's layers, too, such as 10,20: for `train drafter.taps=[10,20]`.",
+        ),
+    ] = None
 
     @property
     def settings(self) -> Document:
         """By the recipe's keys."""
-        return {f"distill.{key}": value for key, value in asdict(self).items()}
+        found = {f"distill.{key}": value for key, value in asdict(self).items()}
+        return found if self.taps is None else found | {"distill.taps": f"[{self.taps}]"}
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,10 @@ class Servers:
     ] = None
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8
 
-    def check(self, self_talk: bool, processes: int) -> None:
+    def check(self, self_talk: bool, processes: int, taps: str | None = None) -> None:
         """UsageError for what servers cannot do."""
+        if self.endpoint is not None and taps is not None:
+            raise UsageError("--taps needs the model here: servers tell no states", "leave --taps or --endpoint out")
         if self.endpoint is not None and self_talk:
             raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
         if self.endpoint is not None and processes > 1:

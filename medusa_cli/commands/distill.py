@@ -61,13 +61,13 @@ def distill(
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     said.configure(first=rank == 0)  # one process of several speaks
     extras.need("train", "`medusa distill`")
-    servers.check(self_talk, processes)
+    servers.check(self_talk, processes, what.taps)
     from medusa_cli.distilling.from_recipe import header_of, settings_of
     from medusa_cli.runs.recipe import load_recipe
 
     words = what.settings | {"chat_template": chat_template}
     plan = load_recipe(recipe, [f"{key}={value}" for key, value in words.items() if value is not None])
-    wanted = plan.distill
+    wanted = plan.distill if servers.endpoint is None else replace(plan.distill, taps=())  # servers tell no states
     count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
     settings = settings_of(wanted, self_talk)
 
@@ -80,6 +80,7 @@ def distill(
     from medusa_cli.distilling.room import MOST, side_by_side
     from medusa_cli.distilling.selftalk import check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
+    from medusa_cli.drafters.base import check_layers
     from medusa_cli.engines import load_backbone
     from medusa_cli.runs.lock import sole_writer
     from medusa_cli.runs.run import Run, provenance
@@ -111,6 +112,7 @@ def distill(
     else:
         given = replace(place, device=world.device(place.device)).loading
         speaker = backbone = load_backbone(name, **given, chat_template=template, rows=wanted.batch_size or MOST)
+        check_layers(settings.taps, backbone.num_layers, "distill.taps")
         rounding = place.rounding  # answers of rounded weights are another model's
         if wanted.batch_size is None:
             settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
@@ -118,7 +120,8 @@ def distill(
             check_self_talk(backbone)
     target.bind(speaker.identity)
     header = provenance(speaker.identity, **header_of(wanted, self_talk, template, rounding))
-    files = Files(world, target, speaker.hidden_size, header, min_answer_tokens)
+    width = speaker.hidden_size * (1 + len(settings.taps))
+    files = Files(world, target, width, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
     kept = unique(chosen, files.answered) if dedup else chosen

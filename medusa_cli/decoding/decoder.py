@@ -54,12 +54,16 @@ class Decoder:
         *,
         slots: int = 1,
         captured: bool | None = None,
+        taps: tuple[int, ...] = (-1,),
     ) -> None:
-        """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where a trial says so."""
+        """captured: run steps of fixed shapes, as CUDA graphs where there is CUDA; None: where a trial says so.
+
+        taps: of which layers the states are told, where no drafter names its own.
+        """
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
         over = shape.over if isinstance(shape, Lookup) else shape
         self.shape: Tree | Growth | Pace = over if over is not None and (drafter or not over.max_depth) else ROOT
-        self.taps = (-1,) if drafter is None else drafter.taps
+        self.taps = taps if drafter is None else drafter.taps
         # Steps of one row read keys as they come, several rows transposed ones.
         self.slots = Slots(self.engine.new_cache(slots, plain=drafter is None and not isinstance(shape, Lookup)))
         self._places: list[Sequence | None] = []  # by slot; one that was left takes the next prompt or is closed up

@@ -17,7 +17,8 @@ WINDOW = 8
 class Settings:
     """How to generate: tokens an answer, turns a conversation, temperature (0 is greedy), slots, positions a slot.
 
-    self_talk: the model writes the user's turns too, all but the first.
+    self_talk: the model writes the user's turns too, all but the first. taps: after which of the model's layers states
+    are kept, before the final ones in each row.
     """
 
     max_new_tokens: int = 256
@@ -27,6 +28,7 @@ class Settings:
     batch_size: int = 64
     capacity: int = 1024
     self_talk: bool = False
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -55,7 +57,7 @@ class Distilled:
     messages: list[dict[str, str]]
     tokens: list[int]
     spans: list[tuple[int, int]]
-    states: Tensor  # [len(tokens) - 1, H]; row p is the state at position p, which says token p + 1
+    states: Tensor  # [len(tokens) - 1, H * taps]; row p is the state at position p, which says token p + 1
 
 
 def order(seeds: list[Seed], settings: Settings, max_samples: int | None = None) -> list[Seed]:

@@ -21,6 +21,7 @@ def settings_of(wanted: DistillRecipe, self_talk: bool = False) -> Settings:
         batch_size=wanted.batch_size or MOST,
         capacity=wanted.context,
         self_talk=self_talk,
+        taps=wanted.taps,
     )
 
 
@@ -32,6 +33,7 @@ def header_of(wanted: DistillRecipe, self_talk: bool, template: str | None, roun
     extras = {
         "self_talk": self_talk,
         "rounding": rounding,
+        "taps": list(wanted.taps),
         "chat_template": hashlib.sha256(template.encode()).hexdigest()[:16] if template else None,
     }
     return {"seed": wanted.seed, "settings": settings | {key: value for key, value in extras.items() if value}}

@@ -11,6 +11,7 @@ from medusa_cli.decoding import Decoder, Sampling
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
 from medusa_cli.distilling.selftalk import user_turn
+from medusa_cli.drafters.base import beside_final
 from medusa_cli.runs.usable import Malformed
 
 # A user's turn that is longer is no question any more.
@@ -32,7 +33,7 @@ def distill(
     slot; on_refusal which ones the chat template does not take, and why.
     """
     waiting = iter(seeds)
-    decoder = Decoder(backbone, slots=settings.batch_size)
+    decoder = Decoder(backbone, slots=settings.batch_size, taps=beside_final(settings.taps))
     talks: list[_Conversation | None] = [None] * settings.batch_size
     while True:
         for index in range(settings.batch_size):
@@ -157,7 +158,8 @@ class _Conversation:
         )
         self._turns += 1
         if not known:
-            self.states = torch.empty(self.capacity, self.backbone.hidden_size, dtype=torch.bfloat16)
+            width = self.backbone.hidden_size * len(self.decoder.taps)
+            self.states = torch.empty(self.capacity, width, dtype=torch.bfloat16)
         start = self.turn.confirmed.start
         self.states[start : len(prompt)] = self.turn.confirmed.hidden
         self.tokens, self._answer_start = prompt + first.tokens, len(prompt)

@@ -17,11 +17,11 @@ from medusa_cli.states import read_rows, seal
 
 # What becomes of a conversation: copied, passed over as its id is there already, or as its states are another's.
 TAKEN, KNOWN, BROKEN = "taken", "known", "broken"
-# Settings that say whose words the conversations are: all of one file share them.
-SHARED = ("rounding", "chat_template", "self_talk")
+# Settings that say whose words the conversations are, and which states: all of one file share them.
+SHARED = ("rounding", "chat_template", "self_talk", "taps")
 
 
-def copied(source: Run, writer: RecordWriter, hidden_size: int) -> Iterator[str]:
+def copied(source: Run, writer: RecordWriter, width: int) -> Iterator[str]:
     """Copy a run's conversations to a writer's, one by one, and say what became of each; UserError for a bad line."""
     for number, record in enumerate(whole_lines(source.distill_path), 1):
         try:
@@ -38,7 +38,7 @@ def copied(source: Run, writer: RecordWriter, hidden_size: int) -> Iterator[str]
             yield KNOWN
             continue
         rows = line.state_rows
-        states = read_rows(source.states_path, hidden_size, *rows) if rows else torch.empty(0, 0)
+        states = read_rows(source.states_path, width, *rows) if rows else torch.empty(0, 0)
         if rows and line.seal not in (None, seal(id, line.tokens, line.spans, states)):
             yield BROKEN
             continue
@@ -95,11 +95,11 @@ class Merge:
         self.target.bind(self._owner)
         self.target.keep_template(self.sources[0].chat_template)
         write_json(header_of(self.target), self.header)
-        size = self._owner["hidden_size"]
-        self.writer = RecordWriter(self.target, size, self.header)
+        width = self._owner["hidden_size"] * (1 + len(self.header["settings"].get("taps", ())))
+        self.writer = RecordWriter(self.target, width, self.header)
         try:
             for one in self.sources:
-                yield from copied(one, self.writer, size)
+                yield from copied(one, self.writer, width)
                 self.writer.sync()
         finally:
             self.writer.close()

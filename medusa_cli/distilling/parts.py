@@ -14,7 +14,7 @@ def part_of(run: Run, rank: int) -> Run:
     return Run.open(str(_folder(run) / f"{rank:03d}") + os.sep, create=True)
 
 
-def merge_parts(run: Run, writer: RecordWriter, hidden_size: int) -> int:
+def merge_parts(run: Run, writer: RecordWriter, width: int) -> int:
     """Move the conversations of all parts into the run's own file; return how many.
 
     A part goes only when all it holds is on disk, and what is there already is passed over: killed at any moment,
@@ -22,8 +22,8 @@ def merge_parts(run: Run, writer: RecordWriter, hidden_size: int) -> int:
     """
     moved = 0
     for folder in sorted(_folder(run).glob("*")):
-        part = RecordWriter(Run(folder), hidden_size, writer.header, writer.least)
-        moved += sum(became == TAKEN for became in copied(Run(folder), writer, hidden_size))
+        part = RecordWriter(Run(folder), width, writer.header, writer.least)
+        moved += sum(became == TAKEN for became in copied(Run(folder), writer, width))
         for id, tokens in part.dropped.items():
             if id not in writer.dropped:
                 writer.drop(id, tokens)

@@ -27,7 +27,7 @@ class RecordWriter:
     UserError, and the files as they were, where any other line is no conversation.
     """
 
-    def __init__(self, run: Run, hidden_size: int, header: dict[str, Any], least: int = 0) -> None:
+    def __init__(self, run: Run, width: int, header: dict[str, Any], least: int = 0) -> None:
         self.path, self.header, self.least = run.distill_path, header, least
         self.done: set[str] = set()
         self.tokens = 0
@@ -44,7 +44,7 @@ class RecordWriter:
             if changed:  # what was dropped would be answered otherwise now
                 self._dropped_path.unlink(missing_ok=True)
         write_json(header_path, header)
-        self.states = StateStore(run.states_path, hidden_size)
+        self.states = StateStore(run.states_path, width)
         if self.states.rows < rows:
             raise UserError(
                 f"{run.states_path} holds {self.states.rows} state rows, but {self.path} names {rows}",

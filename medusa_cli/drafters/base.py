@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from medusa_cli.backbone import Backbone
 from medusa_cli.engines.pseudo import Pseudo
 from medusa_cli.engines.trace import Trace
+from medusa_cli.errors import UsageError
 from medusa_cli.tree import Growth, Tree
 
 if TYPE_CHECKING:
@@ -67,6 +68,15 @@ def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
 def beside_final(layers: Sequence[int]) -> tuple[int, ...]:
     """The taps of a drafter that reads the states after so many layers, and then the final ones."""
     return (*(layer - 1 for layer in layers), -1)
+
+
+def check_layers(layers: Sequence[int], depth: int, named: str) -> None:
+    """UsageError where states cannot be read after these layers of so many; `named` is what asks for them."""
+    if list(layers) != sorted(set(layers)) or not all(1 <= layer < depth for layer in layers):
+        raise UsageError(
+            f"{named}={list(layers)} does not fit this model's {depth} layers",
+            f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
+        )
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,13 @@ class Distillation:
     Of merged ones (seed SEVERAL) the settings that all share."""
 
     seed: str | None = None
-    settings: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    settings: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """After which layers states were kept, before the final ones in each row."""
+        said = self.settings.get("taps")
+        return tuple(said) if isinstance(said, list) else ()
 
 
 def describe_distillation(folder: Path) -> Distillation:

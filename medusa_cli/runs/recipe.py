@@ -54,7 +54,8 @@ class DrafterRecipe:
 class DistillRecipe:
     """The data: seed, conversations, tokens an answer, turns, temperature, random seed, positions.
 
-    batch_size: conversations that are decoded side by side, null for as many as the memory holds, at most 64.
+    batch_size: conversations that are decoded side by side, null for as many as the memory holds, at most 64. taps:
+    after which of the model's layers states are kept, too, for drafters that read them.
     """
 
     seed: str = "sharegpt"
@@ -65,6 +66,7 @@ class DistillRecipe:
     random_seed: int = _setting(0, least=0, most=2**62)
     context: int = _setting(512, least=16, most=MANY)
     batch_size: int | None = _setting(None, least=1, most=MANY)
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.drafters import DRAFTERS
-from medusa_cli.drafters.base import beside_final
+from medusa_cli.drafters.base import beside_final, check_layers
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
@@ -82,12 +82,8 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     kind = drafter_class(recipe.name)
     if "taps" not in kind.settings:
         return kind.taps
-    depth, taps = backbone.num_layers, list(recipe.taps or kind.default_taps(backbone.num_layers))
-    if taps != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
-        raise UsageError(
-            f"drafter.taps={taps} does not fit this model's {depth} layers",
-            f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
-        )
+    taps = recipe.taps or kind.default_taps(backbone.num_layers)
+    check_layers(taps, backbone.num_layers, "drafter.taps")
     return beside_final(taps)
 
 

@@ -53,7 +53,10 @@ class Example:
 
 @dataclass
 class Dataset:
-    """Answers (or conversations) for training and held out, and the state rows [rows, H * taps] they point into."""
+    """Answers (or conversations) for training and held out, and the state rows [rows, W] they point into.
+
+    columns [H * taps]: which of a row's numbers a drafter reads; None: all.
+    """
 
     train: list[Example]
     held_out: list[Example]
@@ -61,6 +64,7 @@ class Dataset:
     report: ReadReport
     digest: str  # names this data: the same conversations in the same order
     kept: bool = False  # the states are those of distilling: whatever backbone is loaded, they stay the same
+    columns: Tensor | None = None
 
     def answer_tokens(self) -> list[Tensor]:
         """The tokens of every answer to train on."""
@@ -69,6 +73,7 @@ class Dataset:
     def batch(self, answers: Sequence[Example], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
         """Side by side: hidden [P, H * taps], next [P], segment [P] (each position's answer) and sequence [P]."""
         hidden = torch.cat([self.states[a.first_row : a.first_row + len(a.tokens)] for a in answers])
+        hidden = hidden if self.columns is None else hidden[:, self.columns]
         segment = segments([torch.zeros(len(a.tokens)).long() if a.parts is None else a.parts for a in answers])
         sequence = torch.repeat_interleave(torch.tensor([len(a.tokens) for a in answers]))
         tokens = torch.cat([a.tokens for a in answers]).to(device)

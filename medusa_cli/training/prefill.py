@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa_cli.backbone import Backbone
 from medusa_cli.backbone.identity import rounding_of
+from medusa_cli.drafters.base import beside_final
 from medusa_cli.engines import Plan
 from medusa_cli.engines.kernels import BITS
 from medusa_cli.errors import UserError
@@ -55,13 +56,18 @@ def load_dataset(
     digest = records_digest(records, held)
     stored = path.parent / run.states_path.name
     # States kept while distilling are those of the model without an adapter, rounded as it was then.
-    known = backbone.adapter is None and tuple(taps) == (-1,) and stored.is_file()
-    known = known and describe_distillation(path.parent).settings.get("rounding") == rounding(backbone)
+    made = describe_distillation(path.parent)
+    kept, size = beside_final(made.taps), backbone.hidden_size
+    known = backbone.adapter is None and set(taps) <= set(kept) and stored.is_file()
+    known = known and made.settings.get("rounding") == rounding(backbone)
     if known and all(record.first_row is not None and record.whole >= prompts for record in records):
         rows = max((record.first_row or 0) + record.rows for record in records)
-        states = _stored(stored, rows, backbone.hidden_size, backbone)
+        states = _stored(stored, rows, size * len(kept), backbone)
         _check_seals(records, states, stored)
-        return replace(split(records, states, report, held, digest, prompts), kept=True)
+        found = replace(split(records, states, report, held, digest, prompts), kept=True)
+        if tuple(taps) != kept:
+            found.columns = torch.cat([torch.arange(size) + size * kept.index(tap) for tap in taps])
+        return found
     # The rows the records name are elsewhere or of another layer: the file made here has them in order.
     records = [Record(one.id, one.tokens, one.spans, None, whole=prompts) for one in records]
     cached = _cached(run, backbone, records, taps)
@@ -69,13 +75,12 @@ def load_dataset(
         chosen = set(needed([one.id for one in usable], held))
         records = [one for one in records if one.id in chosen]
         if not records:
-            return split(records, torch.empty(0, backbone.hidden_size * len(taps)), report, held, digest, prompts)
+            return split(records, torch.empty(0, size * len(taps)), report, held, digest, prompts)
         cached = _cached(run, backbone, records, taps)
     together = together or World()
     if not together.gather(cached.is_file())[0]:  # all as the first one sees it
         _compute(cached, backbone, records, taps, together, sharded, on_total, on_progress)
-    width = backbone.hidden_size * len(taps)
-    states = _stored(cached, sum(one.rows for one in records), width, backbone, exact=True)
+    states = _stored(cached, sum(one.rows for one in records), size * len(taps), backbone, exact=True)
     return split(records, states, report, held, digest, prompts)
 
 
