@@ -66,6 +66,12 @@ def open_dataset(
         def begin(total: int) -> None:
             which = "prompts and answers" if prompts else "answers"
             console.info(f"computing the hidden states of {which}, once: {total:,} tokens to run")
+            others = sum(one.stat().st_size for one in run.cache_dir.glob("states-*.bin"))
+            if others:
+                console.info(
+                    f"{run.cache_dir} holds {others / 1e9:.2f} GB of states of other layers or other conversations; "
+                    "delete those that nothing learns from any more"
+                )
             bars.append(stack.enter_context(console.progress("hidden states", total=total, unit="tokens")))
 
         return load_dataset(

@@ -32,6 +32,7 @@ class Run:
         self.distill_path = path / "distill.jsonl"  # what `distill` writes; `data_path` is what to learn from
         self.failed_path = path / "distill-failed.jsonl"  # the seeds that got no usable answer, and why
         self.states_path = path / "states.bin"
+        self.cache_dir = path / "cache"  # states that were computed for a training
         self.drafter_dir = path / "drafter"
         self.adapter_dir = path / "adapter"
         self.calibration_path = path / "calibration.json"

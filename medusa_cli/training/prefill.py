@@ -130,7 +130,7 @@ def _cached(run: Run, backbone: Backbone, records: Sequence[Record], taps: Seque
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
-    return run.path / "cache" / f"states-{digest.hexdigest()[:16]}.bin"
+    return run.cache_dir / f"states-{digest.hexdigest()[:16]}.bin"
 
 
 def rounding(backbone: Backbone) -> str | None:
