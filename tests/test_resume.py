@@ -139,7 +139,7 @@ def test_states_kept_by_distilling_are_gone_on_with_by_a_backbone_of_any_type(
         row += rows
     write_lines(run.distill_path, lines)
     with closing(StateStore(run.states_path, tiny_backbone().hidden_size)) as store:
-        store.append(torch.randn(row, store.hidden_size))
+        store.append(torch.randn(row, store.width))
     stopped(run, model, monkeypatch)
     done = draft(run, model, "--resume", dtype="bf16")
     assert done.exit_code == 0, done.output
