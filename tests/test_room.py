@@ -30,6 +30,7 @@ def test_a_batch_of_the_papers_recipe_fits_the_memory_there_is() -> None:
     assert fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=0) > 30
     states = fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=1)
     assert states < fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=0)
+    assert fitting(few, torch.bfloat16, 4096, 30 * 10**9, states_there=4) < states  # and those of three layers more
 
 
 def test_free_memory_is_the_systems_or_what_the_container_leaves(
