@@ -8,7 +8,9 @@ from medusa_cli.benchmarks.pieces import SavedBench
 from medusa_cli.benchmarks.trade_off import trade_off
 
 
-def source(name: str, kl: float | None, accepted: int, full: bool = False) -> SavedBench:
+def source(
+    name: str, kl: float | None, accepted: int, full: bool = False, logged: bool = True, **backbone: str
+) -> SavedBench:
     """A bench of four questions of ten steps each, beside a training that moved its model so far."""
     answers = [
         {"question": str(n), "steps": 10, "accepted": accepted + n, "tokens": 20, "seconds": 1.0} for n in range(4)
@@ -18,7 +20,8 @@ def source(name: str, kl: float | None, accepted: int, full: bool = False) -> Sa
     parts = {"nll": 2.0} if full else {} if kl is None else {"nll": 2.0, "kl": kl}
     log = [{"event": "validated", "parts": {"kl": 9.0}}, {"event": "stepped"}, {"event": "validated", "parts": parts}]
     methods = {"ar": plain, "medusa": {"acceptance_rate": rate, "questions": 4, "answers": answers}}
-    return SavedBench(name, {"methods": methods, "baseline": "ar"}, training=log)
+    document = {"methods": methods, "baseline": "ar", "backbone": {"id": "model", "weights": "original", **backbone}}
+    return SavedBench(name, document, training=log if logged else ())
 
 
 def test_every_run_is_a_point_and_is_held_against_the_frozen_models_heads() -> None:
@@ -43,6 +46,16 @@ def test_the_gain_is_over_the_questions_that_both_answered() -> None:
     kept[:] = [{**one, "question": "other"} for one in kept]
     section = trade_off([base, moved])
     assert section is not None and section.tables[0].rows[1][3] == "-"
+
+
+def test_heads_without_a_log_stand_on_the_original_that_others_moved() -> None:
+    shipped, moved = source("shipped", None, 10, logged=False), source("near", 0.03, 12, adapter="one")
+    section = trade_off([shipped, moved])
+    assert section is not None and [row[:2] for row in section.tables[0].rows][0] == ["shipped", "0.0000"]
+    assert "over shipped" in section.tables[0].head[3]
+    # Of another model, or with an adapter of which nothing is known, it says nothing.
+    for other in ({"weights": "another"}, {"adapter": "another"}):
+        assert trade_off([source("shipped", None, 10, logged=False, **other), moved]) is None
 
 
 def test_without_a_model_that_moved_there_is_no_curve() -> None:

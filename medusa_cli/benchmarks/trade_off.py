@@ -1,6 +1,6 @@
 """The report's section on models trained with their heads: how far each moved, and what it accepts for it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -14,7 +14,9 @@ def trade_off(sources: Sequence[SavedBench]) -> Section | None:
 
     Heads on a frozen model stand at 0, and the first of them is what the others are held against, question by question.
     """
-    found = [(source, moved) for source in sources if source.drafted and (moved := _moved(source)) is not None]
+    changed = {_weights(source) for source in sources if _moved(source)} - {None}
+    moves = [(source, _moved(source, changed)) for source in sources if source.drafted]
+    found = [(source, moved) for source, moved in moves if moved is not None]
     if len(found) < 2 or not any(moved for _, moved in found):
         return None
     base = next((source for source, moved in found if not moved), None)
@@ -37,13 +39,24 @@ def trade_off(sources: Sequence[SavedBench]) -> Section | None:
     return Section("What the model's change buys", words, [Table(head, rows)], [Chart(chart)])
 
 
-def _moved(source: SavedBench) -> float | None:
-    """Nats a token from the original at the last validation: 0 for a frozen model, None where nothing tells."""
+def _moved(source: SavedBench, changed: Container[str | None] = ()) -> float | None:
+    """Nats a token from the original at the last validation: 0 for a frozen model, None where nothing tells.
+
+    Heads without a log of their training, as those that ship, stand on the original where no adapter is on weights that
+    others `changed`.
+    """
     checks = [line for line in source.training if line["event"] == "validated"]
     if not checks:
-        return None
+        backbone = source.document.get("backbone") or {}
+        return 0.0 if backbone.get("adapter") is None and _weights(source) in changed else None
     parts = checks[-1].get("parts") or {}
     return parts.get("kl", None if parts else 0.0)
+
+
+def _weights(source: SavedBench) -> str | None:
+    """The stamp of the model's weights below any adapter."""
+    found: str | None = (source.document.get("backbone") or {}).get("weights")
+    return found
 
 
 def _gain(source: SavedBench, base: SavedBench | None) -> str:
