@@ -14,7 +14,7 @@ from medusa_cli.distilling import Seed, Settings, distill
 from medusa_cli.engines import load_backbone
 from medusa_cli.runs.run import Run
 from medusa_cli.training import load_dataset
-from tests import passes
+from tests import forked, passes
 from tests.runs import save_model
 from tests.tiny import tiny_backbone
 
@@ -43,11 +43,14 @@ def place(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "place"))
 
 
+def words(made: Path, place: Path, name: str, *more: str) -> list[str]:
+    places = ("--seed", made / "seeds.jsonl", "--run", place / name, "--model", place / "model")
+    short = ("--quiet", "--dtype", "fp32", "--max-new-tokens", "8", "--context", "96")
+    return ["distill", *map(str, places), *short, *more]
+
+
 def distilled(made: Path, place: Path, name: str, *more: str) -> Result:
-    return medusa(
-        "distill", "--seed", made / "seeds.jsonl", "--run", place / name, "--model", place / "model", "--quiet",
-        "--dtype", "fp32", "--max-new-tokens", "8", "--context", "96", *more,
-    )  # fmt: skip
+    return medusa(*words(made, place, name, *more))
 
 
 def test_every_row_holds_the_states_of_its_position_the_final_ones_last() -> None:
@@ -77,9 +80,9 @@ def test_a_data_set_of_some_of_the_kept_layers_is_that_of_a_prefill(place: Path,
 def test_drafters_of_any_of_them_learn_without_a_pass_and_of_others_with_one(place: Path) -> None:
     kinds = {"hydra": ("drafter=hydra", "drafter.taps=[1,3]"), "low": ("drafter=hydra", "drafter.taps=[1]"),
              "medusa": ("drafter=medusa",), "eagle": ("drafter=eagle", "drafter.taps=[1,3]")}  # fmt: skip
-    for name, words in kinds.items():
+    for name, settings in kinds.items():
         done = medusa("train", "--run", place / "kept" / name, "--from", place / "kept", "--dtype", "fp32", "--quiet",
-                      *words, *SHORT)  # fmt: skip
+                      *settings, *SHORT)  # fmt: skip
         assert done.exit_code == 0, done.output
         assert not list(place.glob("kept/**/cache"))
     for command in (("calibrate", "--top", "3", "--dtype", "fp32"), ("tree", "--budget", "4")):
@@ -106,6 +109,21 @@ def test_a_distillation_goes_on_with_its_own_layers_and_merges_with_no_others(ma
     assert (place / "all" / "states.bin").read_bytes() == (place / "kept" / "states.bin").read_bytes()
     backbone = load_backbone(str(place / "model"), dtype="fp32")
     assert load_dataset(Run(place / "all"), backbone, taps=(0, 2, -1)).kept
+
+
+def test_several_processes_keep_the_states_that_one_keeps(made: Path, place: Path) -> None:
+    done = forked.run(words(made, place, "two", "--taps", "1,3"), place / "said", size=2)
+    assert done.returncode == 0, done.stderr
+    assert not list((place / "two").glob("parts/*"))
+    backbone = load_backbone(str(place / "model"), dtype="fp32")
+    held = []
+    for name in ("kept", "two"):
+        data = load_dataset(Run(place / name), backbone, taps=(0, 2, -1))
+        assert data.kept
+        found = sorted([*data.train, *data.held_out], key=lambda one: one.id)
+        held.append(([one.tokens.tolist() for one in found], data.batch(found, backbone.device, torch.float32).hidden))
+    assert held[0][0] == held[1][0]
+    assert torch.allclose(held[0][1], held[1][1], rtol=2**-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("said", ["4", "3,1", "0", "low"])
