@@ -32,6 +32,9 @@ def test_every_run_is_a_point_and_is_held_against_the_frozen_models_heads() -> N
     assert rows[0][3] == "-" and float(rows[1][3].split()[0]) == pytest.approx(2.35 / 2.15, abs=0.01)
     assert rows[2][3].startswith("1.37 (") and "over frozen" in section.tables[0].head[3]
     assert section.charts[0].svg.count("<svg") == 1 and "4 questions" in section.charts[0].svg
+    assert "times those of frozen" in section.charts[0].svg
+    without = trade_off([source("near", 0.03, 12), source("far", 0.2, 18)])
+    assert without is not None and "tokens a step" in without.charts[0].svg and "times" not in without.charts[0].svg
 
 
 def test_the_gain_is_over_the_questions_that_both_answered() -> None:

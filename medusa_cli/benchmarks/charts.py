@@ -127,17 +127,32 @@ def decomposed(found: Mapping[str, tuple[float, float]], base: str, title: str, 
 
 
 def scatter(
-    found: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str, title: str, order: Sequence[str]
+    found: Mapping[str, Sequence[Point]],
+    across: str,
+    up: str,
+    title: str,
+    order: Sequence[str],
+    line: float | None = None,
 ) -> str:
-    """Points, one mark and colour a series."""
+    """Points, one mark and colour a series, with whiskers where their heights lie in an interval.
+
+    line: the height that points are held against, drawn across; the axis then shows what is near it, and not zero.
+    """
     with drawing(title, WIDTH, HEIGHT + LEGEND * _rows(found)) as drawn:
         axes = drawn.axes
         for name, points in found.items():
             look = {**series(order.index(name)), "linestyle": "none"}
-            axes.plot([x for x, _ in points], [y for _, y in points], label=name, alpha=0.85, **look)
+            axes.plot([one.x for one in points], [one.y for one in points], label=name, alpha=0.85, **look)
+            for x, y, interval in points:
+                if interval is not None:
+                    errors = [[max(y - interval[0], 0)], [max(interval[1] - y, 0)]]
+                    axes.errorbar(x, y, yerr=errors, color=look["color"], capsize=2.5, linewidth=1)
         axes.set(xlabel=across, ylabel=up, title=_wrapped(title))
         axes.margins(0.06)
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        if line is None:
+            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        else:
+            axes.axhline(line, color=SOFT, linewidth=0.8, linestyle=":")
         _legend(axes)
     return drawn.svg
 

@@ -177,7 +177,7 @@ def parting(sources: Sequence[SavedBench]) -> Section | None:
     for name, source, method in compared:
         parts = source.methods[method]["divergences"]
         if parts:
-            found[name] = [(one["position"], one["margin"]) for one in parts]
+            found[name] = [Point(one["position"], one["margin"]) for one in parts]
         total += len(parts)
         for one in parts[: max(LISTED - len(rows), 0)]:
             margin = f"{one['margin']:.4f}"

@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from medusa_cli.benchmarks.charts import scatter
+from medusa_cli.benchmarks.charts import Estimate, Point, scatter
 from medusa_cli.benchmarks.intervals import bootstrap, ratio_of_rates
 from medusa_cli.benchmarks.pieces import Chart, SavedBench, Section, Table, shown
 
@@ -22,10 +22,10 @@ def trade_off(sources: Sequence[SavedBench]) -> Section | None:
     base = next((source for source, moved in found if not moved), None)
     rows, points = [], {}
     for source, moved in found:
-        method = source.drafted[0]
-        accepted = source.acceptance(method)
-        points[source.name] = [(moved, accepted.value)]
-        rows.append([source.name, f"{moved:.4f}", shown(accepted), _gain(source, base)])
+        accepted, gain = source.acceptance(source.drafted[0]), _gain(source, base)
+        rows.append([source.name, f"{moved:.4f}", shown(accepted), "-" if gain is None else shown(gain)])
+        height = accepted if base is None else Estimate(1.0) if source is base else gain
+        points[source.name] = [] if height is None else [Point(moved, *height)]
     against = f" over {base.name}" if base is not None else ""
     head = ["run", "KL to the original, nats a token", "mean accepted length (with +1)", f"times as many{against}"]
     words = (
@@ -35,7 +35,8 @@ def trade_off(sources: Sequence[SavedBench]) -> Section | None:
     names = [source.name for source, _ in found]
     asked = "/".join(str(count) for count in sorted({source.questions for source, _ in found}))
     title = f"Acceptance against the model's change, {asked} questions"
-    chart = scatter(points, "KL to the original, nats a token", "tokens a step", title, names)
+    up, line = ("tokens a step", None) if base is None else (f"tokens a step, times those of {base.name}", 1.0)
+    chart = scatter(points, "KL to the original, nats a token", up, title, names, line)
     return Section("What the model's change buys", words, [Table(head, rows)], [Chart(chart)])
 
 
@@ -59,15 +60,17 @@ def _weights(source: SavedBench) -> str | None:
     return found
 
 
-def _gain(source: SavedBench, base: SavedBench | None) -> str:
-    """How many times the tokens a step of another run's, over the questions that both answered, with its interval."""
+def _gain(source: SavedBench, base: SavedBench | None) -> Estimate | None:
+    """How many times the tokens a step of another run's, over the questions that both answered; None if there are none.
+
+    The interval is that of pairs: the same questions are drawn for both.
+    """
     if base is None or source is base:
-        return "-"
+        return None
     theirs = {one["question"]: one for one in base.answers(base.drafted[0]) if one.get("steps")}
     ours = [one for one in source.answers(source.drafted[0]) if one.get("steps") and one["question"] in theirs]
     pairs = [(one, theirs[one["question"]]) for one in ours]
     if not pairs:
-        return "-"
+        return None
     sums = [[a["accepted"] + a["steps"], a["steps"], b["accepted"] + b["steps"], b["steps"]] for a, b in pairs]
-    ratio, interval = float(ratio_of_rates(np.sum(sums, axis=0))), bootstrap(sums, ratio_of_rates)
-    return f"{ratio:.2f}" if interval is None else f"{ratio:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+    return Estimate(float(ratio_of_rates(np.sum(sums, axis=0))), bootstrap(sums, ratio_of_rates))
