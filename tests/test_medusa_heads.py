@@ -155,20 +155,24 @@ def test_heads_of_another_model_or_width_are_refused(tmp_path: Path) -> None:
         load_drafter(tmp_path / "nothing", backbone)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("medusa", []), ("hydra", [1, 2]), ("amphista", [1])])
+@pytest.mark.parametrize(("kind", "told"), [("medusa", []), ("hydra", [1, 2]), ("amphista", [1]), ("eagle", [1, 2])])
 def test_states_of_told_heads_are_drawn_towards_the_backbones_own(kind: str, told: list[int]) -> None:
     backbone = tiny_backbone()
     torch.manual_seed(0)
     heads = DRAFTERS[kind].create(backbone, 2, vocabulary="draft", draft_ids=DRAFT_IDS)
     count = 9
-    hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
+    hidden, tokens = (
+        torch.randn(count, len(heads.taps) * backbone.hidden_size),
+        DRAFT_IDS[torch.randint(0, 8, (count,))],
+    )
+    final = hidden[:, -backbone.hidden_size :]
     batch = Batch(hidden, tokens, torch.tensor([0] * 4 + [1] * 5))
     plain = heads.loss(backbone, batch, Objective(0.5, 0.5))
     pulled = heads.loss(backbone, batch, Objective(0.5, 0.5, regress=3.0))
     states, expected = heads.encode(backbone, batch), 0.0
     for k in told:
         rows = [p for p in range(count - k) if batch.segment[p] == batch.segment[p + k]]
-        apart = (states(k - 1, torch.tensor(rows)) - hidden[[p + k for p in rows]]).abs()
+        apart = (states(k - 1, torch.tensor(rows)) - final[[p + k for p in rows]]).abs()
         expected = expected + 0.5**k * torch.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1).sum() / count
     assert float(pulled.total.detach()) == pytest.approx(float((plain.total + 3 * expected).detach()), rel=1e-5)
     assert [float(one) for one in pulled.per_head] == [float(one) for one in plain.per_head]

@@ -1,5 +1,6 @@
 """EAGLE-3: one decoder layer over fused states of three layers, fed its own states from level to level of a tree."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,6 +48,9 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
+    # Its steps are told the tokens, so that their states can be held to the model's, as in EAGLE before EAGLE-3; by
+    # itself it leaves them free, as the paper has it (section 3.1).
+    sees_drafted = math.inf
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")

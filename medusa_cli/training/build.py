@@ -34,7 +34,7 @@ def check_drafter(recipe: Recipe) -> None:
     if train.regress and not kind.sees_drafted:
         raise UsageError(
             f"train.regress={train.regress:g} says nothing to {kind.name}: its states are not held to the model's",
-            "leave it out, or use drafter=hydra or drafter=amphista",
+            "leave it out, or use drafter=hydra, drafter=amphista or drafter=eagle",
         )
     if train.heads_in_turn and not kind.whole_sequences:
         raise UsageError(
