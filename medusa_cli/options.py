@@ -143,7 +143,8 @@ Seed = Annotated[
     _option(
         "--seed",
         "NAME|FILE|ID",
-        "The prompts: sharegpt, a JSON/JSONL file of conversations, or a dataset id of the hub. "
+        "The prompts: sharegpt, self (the model asks itself), a JSON/JSONL file of conversations, or a dataset id of "
+        "the hub. "
         f"[default: {DEFAULT_SEED}]",
     ),
 ]

@@ -125,3 +125,13 @@ class Servers:
             raise UsageError("--self-talk needs the model here: servers write no user's turn", "leave --endpoint out")
         if self.endpoint is not None and processes > 1:
             raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
+
+    def check_seed(self, seed: str) -> None:
+        """UsageError for the model's own questions where servers have the model."""
+        from medusa_cli.distilling.seeds import SELF
+
+        if self.endpoint is not None and seed == SELF:
+            raise UsageError(
+                "--seed self needs the model here: servers write no user's turn",
+                "leave --endpoint out, or give --seed a file of prompts",
+            )

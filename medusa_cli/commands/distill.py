@@ -63,22 +63,25 @@ def distill(
     extras.need("train", "`medusa distill`")
     servers.check(self_talk, processes, what.taps)
     from medusa_cli.distilling.from_recipe import header_of, settings_of
+    from medusa_cli.distilling.seeds import SELF
     from medusa_cli.runs.recipe import load_recipe
 
     words = what.settings | {"chat_template": chat_template}
     plan = load_recipe(recipe, [f"{key}={value}" for key, value in words.items() if value is not None])
     wanted = plan.distill if servers.endpoint is None else replace(plan.distill, taps=())  # servers tell no states
-    count = wanted.max_samples or (BARE_SAMPLES if recipe is None else None)
+    asks = wanted.seed == SELF
+    servers.check_seed(wanted.seed)
+    count = wanted.max_samples or (BARE_SAMPLES if recipe is None or asks else None)
     settings = settings_of(wanted, self_talk)
 
     from medusa_cli.commands.answered import Outcome
-    from medusa_cli.commands.answering import Files, Meter, connect, from_here, from_server
+    from medusa_cli.commands.answering import Files, Meter, connect, from_here, from_server, itself
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.distilled import order
     from medusa_cli.distilling.failures import Failures
     from medusa_cli.distilling.filters import unique
     from medusa_cli.distilling.room import MOST, side_by_side
-    from medusa_cli.distilling.selftalk import check_self_talk
+    from medusa_cli.distilling.selftalk import check_opening, check_self_talk
     from medusa_cli.distilling.tokenizer import Tokenizer
     from medusa_cli.drafters.base import check_layers
     from medusa_cli.engines import load_backbone
@@ -90,7 +93,7 @@ def distill(
     world = World.join(place.device, backend="gloo")
     if not world.first:
         world.wait()  # until the first has fetched what all read
-    seeds, report = read_seeds(wanted.seed)
+    seeds, report = ([], "") if asks else read_seeds(wanted.seed)
     chosen = order(seeds, settings, count)
     target = Run.open(run, create=not resume)
     if resume and not target.distill_path.is_file():
@@ -99,11 +102,11 @@ def distill(
         asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
     name = model or (target.model if recipe is None else None) or plan.model
     template = target.template_with(plan.chat_template)
-    console.info(
-        f"{place.of(name)} answers {len(chosen):,} of {len(seeds):,} conversations of {wanted.seed} into "
-        f"{target.path}; --max-samples N takes more"
-    )
-    console.info(str(report))
+    told = f"{len(chosen):,} of {len(seeds):,} conversations of {wanted.seed}"
+    told = f"{count:,} questions of its own" if asks else told
+    console.info(f"{place.of(name)} answers {told} into {target.path}; --max-samples N takes more")
+    if report:
+        console.info(str(report))
     speaker: Backbone | Tokenizer
     backbone = server = rounding = None
     if servers.endpoint is not None:
@@ -118,12 +121,16 @@ def distill(
             settings = replace(settings, batch_size=side_by_side(backbone, settings, processes))
         if self_talk:
             check_self_talk(backbone)
+        if asks:
+            check_opening(backbone)
     target.bind(speaker.identity)
     header = provenance(speaker.identity, **header_of(wanted, self_talk, template, rounding))
     width = speaker.hidden_size * (1 + len(settings.taps))
     files = Files(world, target, width, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
+    if asks and backbone is not None:
+        chosen = order(itself(backbone, world, target, settings, count), settings)
     kept = unique(chosen, files.answered) if dedup else chosen
     todo = [one for one in kept if one.id not in files.answered]
     if len(kept) < len(chosen):

@@ -19,8 +19,9 @@ def unique(seeds: Sequence[Seed], answered: Collection[str] = ()) -> list[Seed]:
 
 
 def _prompt(seed: Seed) -> tuple[str, str]:
-    return _plain(seed.system or ""), _plain(seed.turns[0])
+    return plain(seed.system or ""), plain(seed.turns[0])
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A text without what does not tell two prompts apart."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

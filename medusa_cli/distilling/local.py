@@ -10,12 +10,9 @@ from medusa_cli.backbone.dialogue import after_answer, render, token_ids
 from medusa_cli.decoding import Decoder, Sampling
 from medusa_cli.distilling.distilled import Distilled, Settings
 from medusa_cli.distilling.seeds import Seed
-from medusa_cli.distilling.selftalk import user_turn
+from medusa_cli.distilling.selftalk import QUESTION_TOKENS, user_turn
 from medusa_cli.drafters.base import beside_final
 from medusa_cli.runs.usable import Malformed
-
-# A user's turn that is longer is no question any more.
-QUESTION_TOKENS = 128
 
 
 def distill(

@@ -13,8 +13,9 @@ from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.reading import parse_json
 from medusa_cli.runs.usable import Malformed, ReadReport, usable
 
+SELF = "self"  # the model's own questions: see `questions`
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-NAMED = (assets.DEFAULT_SEED, *HUB)
+NAMED = (assets.DEFAULT_SEED, SELF, *HUB)
 USER_ROLES = frozenset({"human", "user"})
 MODEL_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 
@@ -48,6 +49,8 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
     if source == assets.DEFAULT_SEED:
         yield from _json_array(assets.sharegpt_path(), report)
         return
+    if source == SELF:
+        raise UserError("@seed self names no file: the model asks itself", "use it with `medusa distill`")
     if source in HUB:
         yield from _hub_rows(HUB[source])
         return

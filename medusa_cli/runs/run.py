@@ -30,6 +30,7 @@ class Run:
         self.name = path.name
         self.recipe_path = path / "recipe.yaml"
         self.distill_path = path / "distill.jsonl"  # what `distill` writes; `data_path` is what to learn from
+        self.questions_path = path / "questions.jsonl"  # what the model asked itself, with `distill --seed self`
         self.failed_path = path / "distill-failed.jsonl"  # the seeds that got no usable answer, and why
         self.states_path = path / "states.bin"
         self.cache_dir = path / "cache"  # states that were computed for a training
