@@ -595,6 +595,12 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
     assert done.exit_code == 0 and f"the heads start from {run.drafter_dir}" in done.stderr, done.output
     (first, again) = (next(place.drafter_dir.glob("*.safetensors")).read_bytes() for place in (run, second))
     assert first == again  # a rate of nothing leaves what it was given
+    # A run with conversations of its own learns from these.
+    own = Run(tmp_path / "own")
+    write_lines(own.path / "distill.jsonl", [conversation(n) for n in range(12)])
+    done = medusa(*train_words(own, model_folder, *words, "--from", str(run.path)))
+    assert done.exit_code == 0 and f"on {own.distill_path}" in done.stderr, done.output
+    assert f"the heads start from {run.drafter_dir}" in done.stderr
     other = ["--from", str(run.path), "drafter.num_heads=3"]
     done = medusa(*train_words(second, model_folder, *words, *other))
     assert done.exit_code == 0 and "holds none of this kind and shape" in done.stderr, done.output

@@ -38,9 +38,10 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Another run whose data, and whose heads where they fit (in stage 2 with their adapter), this starts "
-            "from; for its data alone give --data. A run inside it (runs/RUN/NAME) is calibrated on the same held-out "
-            "conversations. Given again, heads start from the mean of all, with the first one's data.",
+            help="Another run whose heads, where they fit (in stage 2 with their adapter), this starts from, and whose "
+            "data where this one has none; for its data alone give --data. A run inside it (runs/RUN/NAME) is "
+            "calibrated on the same held-out conversations. Given again, heads start from the mean of all, with the "
+            "first one's data.",
         ),
     ] = None,
     stage: Annotated[
@@ -98,7 +99,7 @@ def train(
     plan = plan_of(target, recipe or [], given, resume, starts[0] if starts else target)
     target.keep_template(plan.chat_template)
     sources = {"--from": origins, "--data": data}
-    if data is None and starts:
+    if data is None and starts and not target.data_path.is_file():
         data = starts[0].data_path
     source = data or target.data_path
     from medusa_cli.training.build import check_drafter, check_flags_of_2, drafter_class, runs_model
