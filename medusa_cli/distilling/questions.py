@@ -73,6 +73,7 @@ def ask(
     seen = {plain(one.turns[0]) for one in known}
     first = 1 + max((int(said[1]) for one in known if (said := re.fullmatch(r"self-(\d+)", one.id))), default=-1)
     numbers = iter(range(first, first + _draws(count)))
+    slots = max(1, min(slots, count))  # no more are begun than are wanted
     decoder, live = Decoder(backbone, slots=slots), dict[Sequence, tuple[str, list[int]]]()
     while count > 0:
         while len(live) < slots and (number := next(numbers, None)) is not None:
