@@ -39,19 +39,13 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: "T
 
 def itself(backbone: "Backbone", world: "World", target: Run, settings: "Settings", count: int | None) -> "list[Seed]":
     """The model's own questions, asked by the first process for all and kept in the run."""
-    from medusa_cli.distilling.questions import questions
+    from medusa_cli.distilling.own_questions import questions
 
     found: list[Seed] = []
     if world.first:
         with console.progress("asking", total=count, unit="questions") as bar:
-            found = questions(
-                backbone,
-                target,
-                count or 0,
-                slots=settings.batch_size,
-                random_seed=settings.random_seed,
-                on_question=bar.advance,
-            )
+            words = {"slots": settings.batch_size, "random_seed": settings.random_seed}
+            found = questions(backbone, target, count or 0, **words, on_question=bar.advance)
     found = world.gather(found)[0]
     if count is not None and len(found) < count:
         console.warn(f"--seed self: the model ended {len(found):,} questions, {count:,} were asked for")

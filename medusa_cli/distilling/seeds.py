@@ -13,7 +13,7 @@ from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.reading import parse_json
 from medusa_cli.runs.usable import Malformed, ReadReport, usable
 
-SELF = "self"  # the model's own questions: see `questions`
+SELF = "self"  # the model's own questions: see `own_questions`
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 NAMED = (assets.DEFAULT_SEED, SELF, *HUB)
 USER_ROLES = frozenset({"human", "user"})

@@ -48,9 +48,7 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
-    # Its steps are told the tokens, so that their states can be held to the model's, as in EAGLE before EAGLE-3; by
-    # itself it leaves them free, as the paper has it (section 3.1).
-    sees_drafted = math.inf
+    sees_drafted = math.inf  # its states can be held to the model's, and are free unless asked (section 3.1)
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")

@@ -12,7 +12,7 @@ from medusa_cli.backbone import Backbone
 from medusa_cli.cli import app
 from medusa_cli.distilling import Seed
 from medusa_cli.distilling.filters import plain
-from medusa_cli.distilling.questions import ask, questions
+from medusa_cli.distilling.own_questions import ask, questions
 from medusa_cli.distilling.selftalk import check_opening, user_turn
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
@@ -55,7 +55,7 @@ def test_what_is_known_is_not_asked_again_and_draws_go_on() -> None:
 
 def test_the_file_is_taken_up_where_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, run, told = talkative(), Run(tmp_path), list[int]()
-    monkeypatch.setattr("medusa_cli.distilling.questions.KEPT_EVERY", 2)
+    monkeypatch.setattr("medusa_cli.distilling.own_questions.KEPT_EVERY", 2)
 
     def stop(count: int) -> None:
         told.append(count)
