@@ -23,7 +23,7 @@ from medusa_cli.runs.run import Run
 TEMPERATURE = 0.8
 # Of so many draws for each question that is wanted the model must have ended enough.
 PATIENCE = 4
-# Questions between two writes of the file: half a minute's at most is lost.
+# Questions between two writes of the file: so many at most are lost.
 KEPT_EVERY = 256
 
 
