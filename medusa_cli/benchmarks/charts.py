@@ -43,9 +43,9 @@ def bars(
             for name, bar in found.items():
                 axes.barh(place, bar.value, 0.8, color=SERIES[order.index(name) % len(SERIES)], label=name)
                 if bar.interval is not None:
-                    low, high = bar.interval
-                    errors = [[max(bar.value - low, 0)], [max(high - bar.value, 0)]]
-                    axes.errorbar(bar.value, place, xerr=errors, color=TEXT, capsize=2.5, linewidth=1)
+                    axes.errorbar(
+                        bar.value, place, xerr=_whiskers(bar.value, bar.interval), color=TEXT, capsize=2.5, linewidth=1
+                    )
                 edge = max(bar.value, bar.interval[1] if bar.interval else 0)
                 axes.annotate(f"{bar.value:.2f}", (edge, place), (4, 0), textcoords="offset points", va="center")
                 place += 1
@@ -145,8 +145,7 @@ def scatter(
             axes.plot([one.x for one in points], [one.y for one in points], label=name, alpha=0.85, **look)
             for x, y, interval in points:
                 if interval is not None:
-                    errors = [[max(y - interval[0], 0)], [max(interval[1] - y, 0)]]
-                    axes.errorbar(x, y, yerr=errors, color=look["color"], capsize=2.5, linewidth=1)
+                    axes.errorbar(x, y, yerr=_whiskers(y, interval), color=look["color"], capsize=2.5, linewidth=1)
         axes.set(xlabel=across, ylabel=up, title=_wrapped(title))
         axes.margins(0.06)
         if line is None:
@@ -192,6 +191,12 @@ def tree_hits(tree: Tree, hits: Sequence[int], title: str) -> str:
         axes.margins(x=0.03, y=0.16)
         axes.set_title(_wrapped(title, width / WIDTH))
     return drawn.svg
+
+
+def _whiskers(value: float, interval: tuple[float, float]) -> list[list[float]]:
+    """How far an interval reaches below and above a value."""
+    low, high = interval
+    return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
 def _percent(share: float) -> str:

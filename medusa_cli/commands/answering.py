@@ -37,7 +37,7 @@ def connect(addresses: str, endpoint_model: str | None, name: str, tokenizer: "T
     return server
 
 
-def itself(backbone: "Backbone", world: "World", target: Run, settings: "Settings", count: int | None) -> "list[Seed]":
+def own_questions(backbone: "Backbone", world: "World", target: Run, settings: "Settings", count: int) -> "list[Seed]":
     """The model's own questions, asked by the first process for all and kept in the run."""
     from medusa_cli.distilling.own_questions import questions
 
@@ -45,9 +45,9 @@ def itself(backbone: "Backbone", world: "World", target: Run, settings: "Setting
     if world.first:
         with console.progress("asking", total=count, unit="questions") as bar:
             words = {"slots": settings.batch_size, "random_seed": settings.random_seed}
-            found = questions(backbone, target, count or 0, **words, on_question=bar.advance)
+            found = questions(backbone, target, count, **words, on_question=bar.advance)
     found = world.gather(found)[0]
-    if count is not None and len(found) < count:
+    if len(found) < count:
         console.warn(f"--seed self: the model ended {len(found):,} questions, {count:,} were asked for")
     return found
 

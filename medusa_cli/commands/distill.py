@@ -75,7 +75,7 @@ def distill(
     settings = settings_of(wanted, self_talk)
 
     from medusa_cli.commands.answered import Outcome
-    from medusa_cli.commands.answering import Files, Meter, connect, from_here, from_server, itself
+    from medusa_cli.commands.answering import Files, Meter, connect, from_here, from_server, own_questions
     from medusa_cli.distilling import read_seeds
     from medusa_cli.distilling.distilled import order
     from medusa_cli.distilling.failures import Failures
@@ -129,8 +129,8 @@ def distill(
     files = Files(world, target, width, header, min_answer_tokens)
     failures = Failures(target, world.first)
     target.keep_template(template)
-    if asks and backbone is not None:
-        chosen = order(itself(backbone, world, target, settings, count), settings)
+    if asks and backbone is not None and count is not None:
+        chosen = order(own_questions(backbone, world, target, settings, count), settings)
     kept = unique(chosen, files.answered) if dedup else chosen
     todo = [one for one in kept if one.id not in files.answered]
     if len(kept) < len(chosen):
