@@ -12,6 +12,7 @@ from medusa_cli.decoding import generate, generate_batch, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, Eagle, load_drafter
 from medusa_cli.drafters.base import Objective
 from medusa_cli.drafters.blocks import rotary, rotated
+from medusa_cli.drafters.merged import Shared, merged_attention, plain_attention
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.reading import read_json
 from medusa_cli.runs.run import provenance
@@ -209,3 +210,22 @@ def test_what_says_nothing_to_one_layer_is_refused() -> None:
     with pytest.raises(UsageError, match="drafter.rank=8 says nothing to eagle"):
         Eagle.create(tiny_backbone(layers=4), 3, 1, "own", rank=8)
     assert [Eagle.default_taps(depth) for depth in (30, 8, 4, 3)] == [(2, 15, 27), (2, 4, 5), (1, 2, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_attention_merged_of_two_parts_has_the_values_and_gradients_of_one_softmax(count: int) -> None:
+    torch.manual_seed(0)
+    heads, dim, longest, slots = 3, 8, 7, torch.tensor([0, 1, 2, 4, 5])  # two sequences of four places, some empty
+    mask = torch.zeros(2, 1, 4, longest).masked_fill(torch.rand(2, 1, 4, longest) > 0.6, -torch.inf)
+    mask[..., 0] = 0.0
+    rows = [torch.randn(heads, 5, dim) for _ in range(1 + 2 * count)]
+    leaves = [torch.randn(2, heads, longest, dim), torch.randn(2, heads, longest, dim), *rows]
+    weight, found = torch.randn(heads, 5, dim), []
+    for attention in (merged_attention, plain_attention):
+        keys, values, queries, *own = (leaf.clone().requires_grad_() for leaf in leaves)
+        pairs = list(zip(own[::2], own[1::2], strict=True))
+        seen = attention(queries, Shared(keys, values, mask, slots), pairs)
+        seen.mul(weight).sum().backward()
+        found.append([seen, *(leaf.grad for leaf in (keys, values, queries, *own))])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

@@ -188,13 +188,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
     """Packed rows [P, H] of consecutive segments as padded sequences [S, longest, H], and where each row went [P]."""
+    places, count, longest = places_by_sequence(segment)
+    padded = x.new_zeros(count * longest, x.shape[-1]).index_copy(0, places, x)
+    return padded.view(count, longest, -1), places
+
+
+def places_by_sequence(segment: Tensor) -> tuple[Tensor, int, int]:
+    """Where packed rows [P] of consecutive segments go as these are padded to the longest, how many and how long."""
     starts = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()]).nonzero().squeeze(-1)
     lengths = torch.diff(torch.cat([starts, starts.new_tensor([len(segment)])]))
     longest = int(lengths.max())
-    number = torch.repeat_interleave(torch.arange(len(lengths), device=x.device), lengths)
-    places = number * longest + torch.arange(len(segment), device=x.device) - starts[number]
-    padded = x.new_zeros(len(lengths) * longest, x.shape[-1]).index_copy(0, places, x)
-    return padded.view(len(lengths), longest, -1), places
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=segment.device), lengths)
+    places = number * longest + torch.arange(len(segment), device=segment.device) - starts[number]
+    return places, len(lengths), longest
 
 
 class HeadAttention(nn.Module):
