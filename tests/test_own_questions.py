@@ -13,6 +13,7 @@ from medusa_cli.cli import app
 from medusa_cli.distilling import Seed
 from medusa_cli.distilling.filters import plain
 from medusa_cli.distilling.own_questions import ask, questions
+from medusa_cli.distilling.seeds import read_seeds
 from medusa_cli.distilling.selftalk import check_opening, user_turn
 from medusa_cli.errors import UserError
 from medusa_cli.runs.run import Run
@@ -130,6 +131,22 @@ def test_distill_asks_answers_and_goes_on(model: Path, tmp_path: Path) -> None:
     assert other.exit_code == 1 and "was distilled with settings" in other.stderr
     again = medusa("distill", "--seed", run.questions_path, *words(model, tmp_path / "file")[3:])
     assert again.exit_code == 0, again.output
+
+
+def test_fewer_questions_than_asked_for_are_answered_and_said(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.distilling.own_questions._draws", lambda count: 6)
+    done = medusa(*[one for one in words(model, tmp_path / "run", "--max-samples", "9", "--json") if one != "--quiet"])
+    assert done.exit_code == 0, done.output
+    made = len(Run(tmp_path / "run").questions_path.read_text().splitlines())
+    assert 0 < made <= 6 and json.loads(done.stdout)["conversations"] == made
+    assert f"--seed self: the model ended {made} questions, 9 were asked for" in " ".join(done.stderr.split())
+
+
+def test_the_models_own_questions_are_no_file_of_seeds() -> None:
+    with pytest.raises(UserError, match="seed self names no file"):
+        read_seeds("self")
 
 
 def test_processes_answer_what_the_first_asked(model: Path, tmp_path: Path) -> None:

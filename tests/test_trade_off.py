@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from medusa_cli.benchmarks.charts import Point, scatter
 from medusa_cli.benchmarks.pieces import SavedBench
 from medusa_cli.benchmarks.trade_off import trade_off
 
@@ -66,3 +67,15 @@ def test_without_a_model_that_moved_there_is_no_curve() -> None:
     assert trade_off([source("one", 0.1, 10)]) is None
     # One trained in full keeps no original: nothing tells how far it moved.
     assert trade_off([source("frozen", None, 10), source("full", None, 12, full=True)]) is None
+
+
+def test_an_interval_is_drawn_as_a_whisker_with_two_caps() -> None:
+    def lines(*points: Point) -> int:
+        return scatter({"one": points}, "across", "up", "title", ["one"]).count("<use") - ticks
+
+    # The axes' ends are the same in all three, and so are their ticks.
+    ends = (Point(1, 0), Point(3, 4))
+    ticks = 0
+    ticks = lines(*ends, Point(2, 2)) - 3
+    assert lines(*ends, Point(2, 2, (1.5, 2.25))) == 3 + 2
+    assert lines(*ends, Point(2, 2, (2.5, 3.5))) == 3 + 2, "nor is one forgotten that misses its point"

@@ -108,7 +108,7 @@ def train(
     check_flags_of_2(plan.train, schedule=schedule, tuning=tuning, lora=lora, qlora=qlora)
     bound, kind = plan.train.max_tokens, drafter_class(plan.drafter.name)
     whole = plan.train.stage == 2 or runs_model(kind, plan.train)
-    minutes = 1 + (bound or 0) // (60 * (WHOLE_RATE if whole else RATE))
+    minutes = 1 + int((bound or 0) / (60 * (WHOLE_RATE if whole else RATE / kind.effort)))
     length = f" or {bound:,} tokens, at most {minutes} min on two cores" if bound else ""
     console.info(
         f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {place.of(plan.model)} on {source}: "

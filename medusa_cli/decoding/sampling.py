@@ -1,5 +1,6 @@
 """How the next token is chosen from logits: greedy, exact sampling, or the paper's typical acceptance."""
 
+import hashlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -47,6 +48,13 @@ class Sampling:
             raise UsageError(
                 f"epsilon {self.epsilon} and delta {self.delta} cannot be", "use 0 < epsilon <= 1 and delta > 0"
             )
+
+    @classmethod
+    def by_name(cls, temperature: float, name: str) -> "Sampling":
+        """Exact sampling whose draws hang on a name alone, whatever is decoded beside it; greedy at temperature 0."""
+        if temperature == 0:
+            return cls()
+        return cls("exact", temperature, seed=int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
     @property
     def greedy(self) -> bool:

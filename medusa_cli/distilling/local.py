@@ -1,6 +1,5 @@
 """Conversations with the model here, side by side in one decoder: a turn is a prompt that goes on in its own slot."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -150,8 +149,9 @@ class _Conversation:
         # are kept as they come.
         known = max(0, len(self.tokens) - 1)
         prompt = [*self.tokens, *more]
+        sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
         self.turn, first = self.decoder.admit(
-            prompt, max_new_tokens=limit, sampling=self._sampling, number=self._turns, reuse=known
+            prompt, max_new_tokens=limit, sampling=sampling, number=self._turns, reuse=known
         )
         self._turns += 1
         if not known:
@@ -161,11 +161,3 @@ class _Conversation:
         self.states[start : len(prompt)] = self.turn.confirmed.hidden
         self.tokens, self._answer_start = prompt + first.tokens, len(prompt)
         return True
-
-    @property
-    def _sampling(self) -> Sampling:
-        """Greedy, or draws that depend on this conversation alone."""
-        if self.settings.temperature == 0:
-            return Sampling()
-        digest = hashlib.sha256(f"{self.settings.random_seed}:{self.seed.id}".encode()).digest()
-        return Sampling("exact", self.settings.temperature, seed=int.from_bytes(digest[:7], "big"))

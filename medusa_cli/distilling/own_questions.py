@@ -3,7 +3,6 @@
 A model that was taught to answer was shown questions, too. Its own need no data and are of the kind that it knows.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -77,9 +76,8 @@ def ask(
     decoder, live = Decoder(backbone, slots=slots), dict[Sequence, tuple[str, list[int]]]()
     while count > 0:
         while len(live) < slots and (number := next(numbers, None)) is not None:
-            turn, step = decoder.admit(
-                header, max_new_tokens=QUESTION_TOKENS, sampling=_draw(random_seed, number), number=0
-            )
+            sampling = Sampling.by_name(TEMPERATURE, f"{random_seed}:question:{number}")
+            turn, step = decoder.admit(header, max_new_tokens=QUESTION_TOKENS, sampling=sampling, number=0)
             live[turn] = (f"self-{number}", list(step.tokens))
         for turn, step in decoder.step():
             live[turn][1].extend(step.tokens)
@@ -96,11 +94,6 @@ def ask(
 
 def _draws(count: int) -> int:
     return PATIENCE * count + 64
-
-
-def _draw(random_seed: int, number: int) -> Sampling:
-    digest = hashlib.sha256(f"{random_seed}:question:{number}".encode()).digest()
-    return Sampling("exact", TEMPERATURE, seed=int.from_bytes(digest[:7], "big"))
 
 
 def _keep(run: Run, made: list[Seed]) -> int:

@@ -167,6 +167,7 @@ class Drafter(nn.Module, ABC):
     name: ClassVar[str]
     whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
+    effort: ClassVar[float] = 1.0  # what training it on a position costs beside Medusa heads; for estimates alone
     regress: ClassVar[float] = 0.0  # the weight of that loss in stage 1 where a recipe names none
     # How many of the first heads (inf: all) see every token before their guess, and can know its state.
     sees_drafted: ClassVar[float] = 0

@@ -48,6 +48,7 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
+    effort = 2.5  # a layer that is unrolled
     sees_drafted = math.inf  # its states can be held to the model's, and are free unless asked (section 3.1)
     config_class = EagleConfig
     settings = ("taps",)
