@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 from medusa_cli.backbone import Backbone
+from medusa_cli.cli import app
 from medusa_cli.decoding import generate, generate_batch, generate_plain
 from medusa_cli.drafters import Batch, Confirmed, Eagle, load_drafter
 from medusa_cli.drafters.base import Objective
@@ -229,3 +231,20 @@ def test_attention_merged_of_two_parts_has_the_values_and_gradients_of_one_softm
         found.append([seen, *(leaf.grad for leaf in (keys, values, queries, *own))])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_training_promises_the_time_that_its_kind_takes(tmp_path: Path) -> None:
+    def minutes(kind: str) -> int:
+        words = [
+            "train",
+            f"drafter={kind}",
+            "train.max_tokens=9000000",
+            "--run",
+            f"{tmp_path}/run",
+            "--data",
+            "none.jsonl",
+        ]
+        said = " ".join(CliRunner().invoke(app, words).stderr.split())
+        return int(said.partition("at most ")[2].partition(" min")[0])
+
+    assert minutes("eagle") > 2 * minutes("medusa") > 0

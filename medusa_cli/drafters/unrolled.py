@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.drafters.blocks import by_sequence, places_by_sequence
-from medusa_cli.drafters.merged import Own, Shared, merged_attention
+from medusa_cli.drafters.merged import Shared, merged_attention
 from medusa_cli.drafters.midlayer import Midlayer
 
 
@@ -49,7 +49,6 @@ class Unrolled:
         x, place = self._layer.beside(self._states, self._embedded[token]), self._place + ahead
         if ahead:
             self._own.append(self._layer.keys_values(x, place))
-        own: Own = tuple(self._own)
-        seen = merged_attention(self._layer.queries(x, place), self._shared, own)
+        seen = merged_attention(self._layer.queries(x, place), self._shared, self._own)
         self._states = self._layer.leave(self._states, seen)
         self._steps.append(self._states)
