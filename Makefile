@@ -1,13 +1,12 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-joint bench-trade-off bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
 BIN := .venv/bin
-JOINT := recipes/smollm2-135m-medusa2
 READY := .venv/.installed
 
 help: ## list the targets
@@ -71,63 +70,26 @@ soak: $(READY) ## 10,000 small requests to a server by 32 clients, a tenth cance
 	$(BIN)/python -m tests.soak --requests $(REQUESTS)
 
 bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
-	$(BIN)/python -m medusa_cli.commands.endpoint_load $(if $(ENDPOINT),--endpoint $(ENDPOINT))
+	$(BIN)/python -m tests.bench.load endpoint $(if $(ENDPOINT),--endpoint $(ENDPOINT))
 
-bench-serve: $(READY) ## chat, the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
-	$(BIN)/python -m medusa_cli.commands.serving_load --ways chat,api,serve,transformers
+bench-serve: $(READY) ## the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
+	$(BIN)/python -m tests.bench.load serve
 
-# A run with distilled conversations, and in its folder medusa/ the heads that stage 2 starts from.
+# A run with distilled conversations.
 RUN ?= runs/smollm2
 
-bench-joint: $(READY) ## train heads and model together by the recipes and "directly": what it gains, what it costs
-	test -d $(RUN)/medusa/drafter || $(BIN)/medusa train recipes/smollm2-135m-medusa1.yaml --run $(RUN)/medusa
-	$(BIN)/medusa train $(JOINT).yaml --run $(RUN)/medusa2 --from $(RUN)/medusa
-	$(BIN)/medusa train $(JOINT).yaml --run $(RUN)/longer --from $(RUN)/medusa2 train.schedule=constant \
-		train.max_tokens=350000 train.seed=2
-	$(BIN)/medusa train $(JOINT)-settle.yaml --run $(RUN)/settling --from $(RUN)/longer train.lambda_0=0.12 \
-		train.max_tokens=150000 train.backbone_lr=7e-4 train.seed=3
-	$(BIN)/medusa train $(JOINT)-settle.yaml --run $(RUN)/settled --from $(RUN)/settling
-	$(BIN)/medusa train $(JOINT)-heads.yaml --run $(RUN)/joint --from $(RUN)/settled
-	$(BIN)/medusa train recipes/smollm2-135m-direct.yaml --run $(RUN)/direct
-	$(BIN)/medusa calibrate --run $(RUN)/medusa
-	$(BIN)/medusa tree --run $(RUN)/medusa --budget 64 --output $(RUN)/joint.json
-	for name in medusa medusa2 longer settled joint direct; do $(BIN)/medusa bench --mt-bench --limit 8 \
-		--max-new-tokens 128 --methods ar,medusa --run $(RUN)/$$name --tree $(RUN)/joint.json || exit 1; done
-	$(BIN)/medusa compare $(foreach name,medusa medusa2 longer settled joint direct,$(RUN)/$(name))
-
-# A stage-2 training by the recipe with other settings, from heads of stage 1, and its bench; each is done once.
-define trial
-	test -d $(RUN)/try-$(1)/drafter || $(BIN)/medusa train $(2) --stage 2 --run $(RUN)/try-$(1) --from $(RUN)/$(3) $(4)
-	test -d $(RUN)/try-$(1)/bench || $(TRIED) --run $(RUN)/try-$(1) --tree $(RUN)/$(3)/tree.json
-endef
-TRIED := $(BIN)/medusa bench --mt-bench --limit 32 --max-new-tokens 128 --methods ar,medusa
-BY_JOINT := train.tuning=lora train.objective=kl train.schedule=sine train.lambda_0=0.3 train.epochs=1 train.lora_dropout=0 \
-	train.max_tokens=300000 train.lr=1e-3 train.backbone_lr=1e-3 train.max_length=512 train.soft=0
-TRIALS := base soft longer upper lk hydra
-
-bench-trade-off: $(READY) ## stage 2 by one setting at a time: how far each moves the model, and what it gains
-	for kind in medusa:medusa1 hydra:hydra; do name=$${kind%:*}; \
-		test -d $(RUN)/$$name/drafter || $(BIN)/medusa train recipes/smollm2-135m-$${kind#*:}.yaml --run $(RUN)/$$name || exit 1; \
-		test -f $(RUN)/$$name/calibration.json || $(BIN)/medusa calibrate --run $(RUN)/$$name || exit 1; \
-		$(BIN)/medusa tree --run $(RUN)/$$name --budget 64 || exit 1; \
-		test -d $(RUN)/$$name/bench || $(TRIED) --run $(RUN)/$$name --tree $(RUN)/$$name/tree.json || exit 1; done
-	$(call trial,base,$(JOINT).yaml,medusa)
-	$(call trial,soft,$(JOINT).yaml,medusa,train.soft=0.5)
-	$(call trial,longer,$(JOINT).yaml,medusa,train.max_tokens=600000)
-	$(call trial,upper,$(JOINT).yaml,medusa,train.lora_layers=15 train.lora_rank=128 train.lora_alpha=64)
-	$(call trial,lk,$(JOINT).yaml,medusa,train.loss=lk)
-	$(call trial,hydra,recipes/smollm2-135m-hydra.yaml,hydra,$(BY_JOINT))
-	$(BIN)/medusa report --output $(RUN)/trade-off.html $(RUN)/medusa $(RUN)/hydra $(TRIALS:%=$(RUN)/try-%)
-
 bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
-	$(BIN)/medusa bench-firp
+	$(BIN)/python -m tests.bench.firp_layers --run $(RUN)
 
 bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by rows at 1B and 7B, captured against eager
 	$(BIN)/pytest -q -m gpu
-	$(BIN)/medusa bench-gpu --device cuda
+	$(BIN)/python -m tests.bench.gpu_steps --device cuda
 
 reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores, into docs/results/
-	$(BIN)/medusa reproduce
+	$(BIN)/python -m tests.bench.papers
+
+help-page: $(READY) ## write docs/commands.md from the commands' --help
+	$(BIN)/python -m tests.helppage > docs/commands.md
 
 docs: $(READY) ## the documentation as pages, in build/docs
 	$(BIN)/mkdocs build --strict

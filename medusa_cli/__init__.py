@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medusa_cli.api import Medusa as Medusa
+    from medusa_cli.api import Medusa
 
 __version__ = "0.1.0"
 __all__ = ["Medusa", "__version__"]

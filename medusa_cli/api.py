@@ -1,18 +1,195 @@
-"""The Python API: a model with its drafter, and what it answers: at once, as it comes, or many prompts side by side."""
+"""The Python API: loads a model with its drafter and draft policy, then streams, generates and batches answers."""
 
+import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.assembly import Assembled, assemble
-from medusa_cli.backbone.dialogue import token_ids
-from medusa_cli.decoding import Decoder, Likelihood, Lookup, Pace, Piece, Reply, Request, Stats
-from medusa_cli.decoding.sampling import sampling_of
+from medusa_cli.decode import Decoder, DraftPolicy, Likelihood, Piece, Reply, Request, Stats
+from medusa_cli.decode.costs import costs_for
+from medusa_cli.decode.cuda_graph import captures
+from medusa_cli.decode.decoder import allows_ngrams, policy_of, uses_cuda_graphs
+from medusa_cli.decode.policy import UNCALIBRATED, AdaptivePolicy, NgramPolicy, SizedTree, StaticTreePolicy
+from medusa_cli.decode.sampling import sampling_of
+from medusa_cli.drafters import Drafter, load_drafter
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.resolve import choose, find_drafter
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import token_ids
+from medusa_cli.runs.accuracies import UNKNOWN, Heads, outdated, read_calibration, stamp_of
+from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, choose, find_drafter
+from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree.io import load_tree, tree_provenance
+from medusa_cli.tree.search import budgets, largest, search
+
+# Most nodes of a dynamic tree whose nodes pay by a measured chance.
+MAX_PAYING_NODES = 32
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted."""
+
+    backbone: Backbone
+    drafter: Drafter | None = None
+    policy: DraftPolicy | None = None
+
+    @property
+    def description(self) -> str:
+        """Returns number type, engine and policy in one line."""
+        backbone = self.backbone
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        policy = self.policy.description if self.policy is not None else "plain decoding"
+        drafter = f"{self.drafter.name} drafter, " if self.drafter is not None else ""
+        return f"{backbone.id} in {dtype} on {backbone.device}, {backbone.engine.title}, {drafter}{policy}"
+
+
+def load_model(
+    choice: Choice,
+    options: LoadOptions = DEFAULT_LOADING,
+    *,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> LoadedModel:
+    """Loads what was chosen; raises UserError where drafter, tree and model do not fit.
+
+    on_progress receives the number of steps timed, if `--tree auto` meets a drafter for the first time on this machine.
+    """
+    tree = static_tree(choice)
+    backbone = load_backbone(
+        choice.model,
+        options,
+        adapter=choice.adapter,
+        chat_template=choice.run.chat_template if choice.run else None,
+    )
+    if choice.run is not None:
+        choice.run.bind(backbone.identity)
+    if choice.drafter is None:
+        return LoadedModel(backbone, policy=ngrams_alone(backbone, on_progress) if choice.lookup else None)
+    drafter, policy = load_drafting(choice, backbone, tree, on_progress)
+    return LoadedModel(backbone, drafter, policy)
+
+
+def static_tree(choice: Choice) -> Tree | None:
+    """Returns the chosen static tree, read or searched; None for plain decoding, and for `auto` with a calibration.
+
+    Warns if the tree was made for another drafter.
+    """
+    if choice.drafter is None or (choice.auto and choice.calibration is not None and choice.calibration.is_file()):
+        return None
+    if choice.static is not None and choice.calibration is not None:
+        accuracies = _calibration(choice).accuracies
+        if choice.static > largest(accuracies):
+            limit = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
+            raise UsageError(f"@tree static:{choice.static} is not valid", limit)
+        return search(accuracies, choice.static)
+    if choice.tree is None:
+        return None if choice.auto else Tree.root_only()
+    if outdated(tree_provenance(choice.tree).drafter_stamp, choice.drafter):
+        log.warning(
+            f"the tree {choice.tree} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` and `medusa tree` make one that fits"
+        )
+    return load_tree(choice.tree)
+
+
+def _calibration(choice: Choice) -> Heads:
+    """Returns the heads' measured accuracies, if any; warns if they were measured on another drafter."""
+    if choice.calibration is None or choice.drafter is None or not choice.calibration.is_file():
+        return UNKNOWN
+    heads = read_calibration(choice.calibration)
+    if outdated(heads.drafter, choice.drafter):
+        log.warning(
+            f"{choice.calibration} was measured on another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` measures this one"
+        )
+    return heads
+
+
+def load_drafting(
+    choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
+) -> tuple[Drafter, DraftPolicy]:
+    """Loads the chosen drafter and makes its policy; raises UserError where they do not fit."""
+    assert choice.drafter is not None
+    drafter = load_drafter(choice.drafter, backbone)
+    if tree is not None:
+        check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
+    policy: DraftPolicy
+    if choice.auto:
+        policy = adaptive_policy(choice, backbone, drafter, tree, on_progress)
+    else:
+        assert tree is not None
+        policy = policy_of(tree if choice.dynamic is None else dynamic_tree(choice, tree.size, drafter))
+    return drafter, add_ngrams(choice, policy, backbone, drafter)
+
+
+def add_ngrams(choice: Choice, policy: DraftPolicy, backbone: Backbone, drafter: Drafter) -> DraftPolicy:
+    """Adds n-gram matches to a policy if they were chosen; warns if they were named and cannot be added."""
+    if not choice.lookup:
+        return policy
+    if not allows_ngrams(drafter, uses_cuda_graphs(backbone.engine, policy)):
+        if choice.lookup_named:
+            log.warning("@lookup has no effect with this %s drafter on %s", drafter.name, backbone.device)
+        return policy
+    if isinstance(policy, StaticTreePolicy) and choice.calibration is not None and choice.calibration.is_file():
+        policy = StaticTreePolicy(policy.tree, read_calibration(choice.calibration).accuracies)
+    return NgramPolicy(policy)
+
+
+def ngrams_alone(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> NgramPolicy:
+    """Returns the policy that drafts n-gram matches without a drafter; raises UsageError with CUDA graphs."""
+    if not allows_ngrams(None, captures(backbone.engine)):
+        raise UsageError(
+            f"n-gram drafts cannot be used with CUDA graphs, as on {backbone.device}",
+            "leave out @lookup and the method lookup",
+        )
+    return NgramPolicy(AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress)))
+
+
+def adaptive_policy(
+    choice: Choice,
+    backbone: Backbone,
+    drafter: Drafter,
+    tree: Tree | None,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> AdaptivePolicy:
+    """Returns the policy over trees of all sizes by calibration; without one, over the given tree or none."""
+    assert choice.drafter is not None
+    costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+    accuracies = _calibration(choice).accuracies[: drafter.num_heads]
+    if accuracies:
+        known = len(getattr(drafter, "draft_ids", ())) or None
+        return AdaptivePolicy.of(budgets([row[:known] for row in accuracies], costs), costs)
+    assert tree is not None
+    return AdaptivePolicy([SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)], costs)
+
+
+def dynamic_tree(choice: Choice, nodes: int, drafter: Drafter) -> DynamicTree:
+    """Returns dynamic trees of the chosen size, else of `nodes`, at the calibrated temperatures.
+
+    If `tree --budget auto` measured from which chance a node pays, that chance decides, up to MAX_PAYING_NODES nodes.
+    """
+    min_chance = tree_provenance(choice.tree).break_even if choice.tree else 0.0
+    budget = choice.dynamic or (max(MAX_PAYING_NODES, nodes) if min_chance else nodes)
+    return DynamicTree(budget, drafter.num_heads, _calibration(choice).temperatures, min_chance)
+
+
+def check_fit(tree: Tree, drafter: Any, name: str) -> None:
+    """Raises UserError if a tree (`name`: its file or option) needs more heads or guesses than the drafter has."""
+    if tree.max_depth > drafter.num_heads:
+        raise UserError(
+            f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",
+            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another @tree",
+        )
+    vocabulary = len(getattr(drafter, "draft_ids", ())) or None
+    if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
+        raise UserError(
+            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
+        )
+
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 MAX_NEW_TOKENS = 512
@@ -20,9 +197,9 @@ MAX_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer's text and token ids, why it ended ("stop", "length" or "cancelled"), and what it took.
+    """An answer's text and token ids, its finish reason ("stop", "length" or "cancelled"), and its statistics.
 
-    A stop string is no part of the text; the token that completes it, and an end token, are among the tokens.
+    A stop string is not part of the text; its tokens, and an end token, are among the tokens.
     """
 
     text: str
@@ -34,13 +211,13 @@ class Answer:
 
 
 class Medusa:
-    """A backbone with a drafter and a tree that fit it, ready to answer. May be used by several threads in turn."""
+    """A model with its drafter and draft policy, ready to answer. Several threads may use it in turn."""
 
-    def __init__(self, made: Assembled) -> None:
-        self.made = made
-        self.backbone = made.backbone
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.backbone = loaded.backbone
         self._idle: list[Decoder] = []
-        self._turn = threading.RLock()  # passes share buffers: one at a time
+        self._lock = threading.RLock()  # passes share buffers: one at a time
 
     @classmethod
     def from_pretrained(
@@ -58,11 +235,11 @@ class Medusa:
         load_in_8bit: bool = False,
         trust_remote_code: bool = False,
     ) -> "Medusa":
-        """Load a model (a named one, a folder, a hub id) with what drafts for it; each word as on the command line.
+        """Loads a model (a name, a folder, a hub id) with its drafter; arguments mean what the options mean.
 
-        drafter: a run, a folder, a hub id; left out: the run's, else the one that ships; None: plain decoding. lookup:
-        whether what the text repeats is drafted, too, and alone where there is no drafter. Without
-        a model the run's is taken, else the default one. Raises UserError for what cannot be found or does not fit.
+        drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
+        whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.
+        Raises UserError for what does not exist or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
         if run is not None and source is not None:
@@ -75,16 +252,8 @@ class Medusa:
             need_drafter=drafter is not None,
             lookup=lookup,
         )
-        made = assemble(
-            choice,
-            device=device,
-            dtype=dtype,
-            engine=engine,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-            trust_remote_code=trust_remote_code,
-        )
-        return cls(made)
+        loaded = load_model(choice, LoadOptions(device, dtype, engine, load_in_4bit, load_in_8bit, trust_remote_code))
+        return cls(loaded)
 
     def request(
         self,
@@ -101,15 +270,15 @@ class Medusa:
         logprobs: int | None = None,
         raw: bool = False,
     ) -> Request:
-        """What stream, generate and batch decode: a prompt as token ids, and its rules.
+        """Returns the request that stream, generate and batch decode.
 
-        prompt: messages (role, content), token ids, or a text, which is taken for a user's message, or, with raw or
-        where the model has no chat template, is continued as it stands. Greedy without a temperature. stop: texts that
-        end the answer; stop_ids: token ids that do, in place of the model's own. logprobs: how many of the likeliest
-        tokens to tell beside each. Raises UsageError for what cannot be.
+        prompt: messages (role, content), token ids, or a text. A text is a user's message; with raw, or without a chat
+        template, it is continued as it is. Decoding is greedy without a temperature. stop: strings that end the answer.
+        stop_ids: end tokens in place of the model's own. logprobs: how many of the likeliest tokens to report beside
+        each. Raises UsageError for invalid values.
         """
         if logprobs is not None and logprobs < 0:
-            raise UsageError(f"@logprobs {logprobs} cannot be", "use 0 or more, or None")
+            raise UsageError(f"@logprobs {logprobs} is not valid", "use 0 or more, or None")
         return Request(
             tuple(self.encode(prompt, raw=raw)),
             max_new_tokens,
@@ -120,84 +289,81 @@ class Medusa:
         )
 
     def stream(self, prompt: Prompt | Request, **rules: Any) -> "Stream":
-        """The answer's text as it comes; the rules are those of `request`. The prompt is read before this returns."""
+        """Returns the answer's text as it comes; rules are those of `request`. The prompt runs before this returns."""
         return Stream(self, self._request(prompt, rules))
 
     def generate(self, prompt: Prompt | Request, **rules: Any) -> Answer:
-        """The whole answer; the rules are those of `request`."""
+        """Returns the whole answer; rules are those of `request`."""
         with self.stream(prompt, **rules) as stream:
             for _ in stream:
                 pass
         return stream.answer
 
     def chat(self, messages: Sequence[Mapping[str, str]], **rules: Any) -> Answer:
-        """The answer to a conversation's last message. Turns of one conversation read only what is new of it."""
+        """Answers a conversation's last message. Later turns of a conversation run only what is new."""
         return self.generate(messages, **rules)
 
     def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Any) -> list[Answer]:
-        """The answers to many prompts, batch_size at a time: what each gets alone, drawn with seed plus its number."""
+        """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
-        asked = [self._request(prompt, rules) for prompt in prompts]
-        replies = [Reply(self.backbone, request.stop_strings) for request in asked]
-        with self._turn:
-            decoder = self.decoder(max(1, min(batch_size, len(asked))))
-            for number, request in enumerate(asked):
-                while not decoder.room:
-                    _go_on(decoder, replies)
-                sequence, first = request.admit(decoder, number)
-                replies[number].add(first, sequence.ending.reason)
-            while decoder.rows:
-                _go_on(decoder, replies)
-        return [_answer(reply, request) for reply, request in zip(replies, asked, strict=True)]
+        requests = [self._request(prompt, rules) for prompt in prompts]
+        replies = [Reply(self.backbone, request.stop_strings) for request in requests]
+        with self._lock:
+            decoder = self.decoder(max(1, min(batch_size, len(requests))))
+            for sequence, step in decoder.run(requests):
+                reply = replies[sequence.number]
+                reply.add(step, sequence.finish_reason)
+                if reply.reason and not sequence.done:  # a stop string ended the text before its last token
+                    decoder.cancel(sequence)
+        return [_answer(reply, request) for reply, request in zip(replies, requests, strict=True)]
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt, as `request` reads it; UserError where it is none."""
+        """Returns the token ids of a prompt as `request` reads it; raises UsageError for anything else."""
         if isinstance(prompt, str):
             if not raw and getattr(self.backbone.tokenizer, "chat_template", None):
                 return self.backbone.encode_chat([{"role": "user", "content": prompt}])
             return token_ids(self.backbone, prompt, begin=True)
-        if prompt and all(isinstance(one, Mapping) for one in prompt):
-            return self.backbone.encode_chat([_message(one) for one in prompt])  # type: ignore[arg-type]
-        ids = [one for one in prompt if isinstance(one, int) and 0 <= one < self.backbone.vocab_size]
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            return self.backbone.encode_chat([_message(message) for message in prompt])  # type: ignore[arg-type]
+        ids = [token for token in prompt if isinstance(token, int) and 0 <= token < self.backbone.vocab_size]
         if len(ids) < len(prompt):
-            most = self.backbone.vocab_size - 1
-            raise UsageError("a prompt is of something else", f"give a text, messages, or token ids from 0 to {most}")
+            last = self.backbone.vocab_size - 1
+            raise UsageError("the prompt has an invalid type", f"give a text, messages, or token ids from 0 to {last}")
         return ids
 
     def _request(self, prompt: Prompt | Request, rules: Mapping[str, Any]) -> Request:
         return prompt if isinstance(prompt, Request) else self.request(prompt, **rules)
 
     def decoder(self, slots: int = 1) -> Decoder:
-        """A decoder of its own, for so many sequences side by side."""
-        shape = self.made.shape
-        shape = shape.fork() if isinstance(shape, Pace | Lookup) else shape  # whose texts under way are its own
-        return Decoder(self.backbone, self.made.drafter, shape, slots=slots)
+        """Returns a decoder of its own for so many sequences."""
+        policy = self.loaded.policy
+        return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
 
     @contextmanager
-    def _turns(self) -> Iterator[list[Decoder]]:
-        """One thread at a time, with the decoders of one slot that nobody uses."""
-        with self._turn:
+    def _locked(self) -> Iterator[list[Decoder]]:
+        """Lets one thread decode; yields the idle decoders of one slot."""
+        with self._lock:
             yield self._idle
 
 
 class Stream:
-    """An answer as it comes: yields its text, a step at a time. Closing it, or letting go of it, cancels the rest."""
+    """An answer as it comes: yields its text step by step. Closing it, or dropping it, cancels the rest."""
 
     def __init__(self, medusa: Medusa, request: Request) -> None:
         self._medusa, self._request = medusa, request
         self._reply = Reply(medusa.backbone, request.stop_strings)
         self._decoder: Decoder | None = None
-        with medusa._turns() as idle:
-            # The decoder used last: what it holds of a conversation is most likely asked for again.
+        with medusa._locked() as idle:
+            # The decoder used last most likely holds the beginning of this conversation.
             decoder = idle.pop() if idle else medusa.decoder()
             try:
-                self._sequence, first = request.admit(decoder)
+                self._sequence, first = decoder.admit(request)
             except UserError:
                 idle.append(decoder)
                 raise
             self._decoder = decoder
-        self._first: list[Piece] | None = self._reply.add(first, self._sequence.ending.reason)
+        self._first: list[Piece] | None = self._reply.add(first, self._sequence.finish_reason)
         self.reused = self._sequence.reused
 
     def __iter__(self) -> "Stream":
@@ -210,29 +376,29 @@ class Stream:
         raise StopIteration
 
     def step(self) -> list[Piece] | None:
-        """The text of the next step's tokens, with which of them were drafted; None after the end."""
+        """Returns the text of the next step's tokens, with which of them were drafted; None after the end."""
         if self._first is not None:
             pieces, self._first = self._first, None
             return pieces
         if self._reply.reason or self._decoder is None:
             self.close()
             return None
-        with self._medusa._turns():
+        with self._medusa._locked():
             [(_, step)] = self._decoder.step()
-        return self._reply.add(step, self._sequence.ending.reason)
+        return self._reply.add(step, self._sequence.finish_reason)
 
     def close(self) -> None:
-        """End the answer where it is, unless it has ended."""
-        self._reply.leave()
+        """Ends the answer where it is, unless it has ended."""
+        self._reply.cancel()
         if self._decoder is not None:
-            with self._medusa._turns() as idle:
+            with self._medusa._locked() as idle:
                 self._decoder.cancel(self._sequence)
                 idle.append(self._decoder)
             self._decoder = None
 
     @property
     def answer(self) -> Answer:
-        """What has come so far."""
+        """Returns the answer so far."""
         return _answer(self._reply, self._request)
 
     def __enter__(self) -> "Stream":
@@ -246,15 +412,6 @@ class Stream:
             self.close()
 
 
-def _go_on(decoder: Decoder, replies: Sequence[Reply]) -> None:
-    """One step of a batch, each sequence's to its reply."""
-    for sequence, step in decoder.step():
-        reply = replies[sequence.number]
-        reply.add(step, sequence.ending.reason)
-        if reply.reason and not sequence.done:
-            decoder.cancel(sequence)
-
-
 def _answer(reply: Reply, request: Request) -> Answer:
     reason = reply.reason or "cancelled"
     return Answer(reply.text, reply.tokens, reason, reply.stats, len(request.prompt), reply.likelihoods)
@@ -262,5 +419,5 @@ def _answer(reply: Reply, request: Request) -> Answer:
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UsageError(f"{dict(message)!r} is no message", 'give {"role": ..., "content": ...}, both texts')
+        raise UsageError(f"{dict(message)!r} is not a message", 'give {"role": ..., "content": ...}, both texts')
     return dict(message)

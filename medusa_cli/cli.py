@@ -32,13 +32,11 @@ COMMANDS = {
     "assets": "fetch the default model and the data",
     "demo": "plain and drafted decoding side by side",
 }
-# Measurements of designs, of a device and of papers, which targets of the Makefile of the same names run.
-HIDDEN = ("bench-firp", "bench-gpu", "reproduce")
 
 
 def function_of(name: str) -> Any:
     """The function behind a command's name, its options one by one."""
-    from medusa_cli.commands.groups import spread_out
+    from medusa_cli.options import spread_out
 
     word = name.replace("-", "_") + ("_" if iskeyword(name) else "")
     return spread_out(getattr(import_module(f"medusa_cli.commands.{word}"), word))
@@ -48,18 +46,17 @@ class _Commands(Mapping[str, Any]):
     """All commands by name, each made when it is asked for."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in COMMANDS and name not in HIDDEN:
+        if name not in COMMANDS:
             raise KeyError(name)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        alone.command(name, short_help=COMMANDS.get(name), hidden=name in HIDDEN)(function_of(name))
+        alone.command(name, short_help=COMMANDS.get(name))(function_of(name))
         return typer.main.get_command(alone)
 
     def __iter__(self) -> Iterator[str]:
         yield from COMMANDS
-        yield from HIDDEN
 
     def __len__(self) -> int:
-        return len(COMMANDS) + len(HIDDEN)
+        return len(COMMANDS)
 
 
 class Boundary(TyperGroup):

@@ -1,8 +1,4 @@
-"""The only module that prints: results on stdout, what is said on the way on stderr, JSON under --json.
-
-Texts of models, files and names reach a terminal with their control characters made visible; a pipe gets them as
-they are, on stdout, where they are results.
-"""
+"""A terminal as other people's texts may use it: their control characters are shown, not sent."""
 
 import io
 import json as jsonlib
@@ -10,17 +6,73 @@ import logging
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from medusa_cli.errors import TERMINATED, cut, in_flags
-from medusa_cli.screen import Screen, guard_libraries, visible
+
+# The controls of ASCII and of Latin-1, but newline and tab; what turns the direction of writing, and so disguises a
+# name; halves of characters, as names that are no UTF-8 have them.
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
+_CONTROLS |= {*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)}
+_VISIBLE = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+
+
+def visible(text: str) -> str:
+    """The text with its control characters spelled out, as \\x1b: a terminal would obey them."""
+    return text if text.isprintable() else text.translate(_VISIBLE)
+
+
+class Screen(Console):
+    """A rich console on which strings are neither markup nor commands to the terminal; it guesses at no colours."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The string as rich's text, made visible before it is measured."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The renderable's segments, what they say made visible; rich's own controls are apart from that."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+
+_formatwarning = warnings.formatwarning
+LINES = 5
+
+
+def _brief(text: str) -> str:
+    """What a library says, made visible: of more than a few lines, such as a table of all tensors, the first."""
+    lines = visible(text).splitlines()
+    return cut("\n".join(lines if len(lines) <= LINES else [*lines[: LINES - 1], "..."]))
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return _brief(super().getMessage())
+
+
+def _warning(*words: Any, **rest: Any) -> str:
+    return _brief(_formatwarning(*words, **rest)) + "\n"
+
+
+def guard_libraries() -> None:
+    """Make visible and brief what libraries log and warn of from now on: some quote the files of a model."""
+    logging.setLogRecordFactory(_Record)
+    warnings.formatwarning = _warning
+
 
 # soft_wrap in print keeps one message one line in a pipe.
 out = Screen()
@@ -155,7 +207,6 @@ def progress(description: str, total: float | None = None, unit: str = "tokens")
     if _mode.quiet or not err.is_terminal:
         yield _Silent()
         return
-    from medusa_cli.progress import show_bar
 
     with terminated(), show_bar(err, description, total, unit) as bar:
         yield bar
@@ -208,3 +259,62 @@ def footer() -> Iterator[Footer]:
         finally:
             err.file.write(f"\x1b7\x1b[r\x1b[{err.height};1H\x1b[2K\x1b8")
             err.file.flush()
+
+
+class _Rate(ProgressColumn):
+    """Done of total, and units a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
+        speed = task.finished_speed or task.speed
+        if speed is None:
+            return Text(f"{done} {self._unit}")
+        shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+        return Text(f"{done} {self._unit}, {shown}/s")
+
+
+class _Shown(Progress):
+    """Bars below a table of one row, once there is one."""
+
+    cells: Mapping[str, str] = MappingProxyType({})
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.cells:
+            table = Table(*self.cells, box=None, pad_edge=False, header_style="dim")
+            table.add_row(*self.cells.values())
+            yield table
+        yield from super().get_renderables()
+
+
+class _Bar:
+    def __init__(self, shown: _Shown, task: TaskID) -> None:
+        self._shown, self._task = shown, task
+
+    def advance(self, count: float = 1) -> None:
+        """Count that many more units as done."""
+        self._shown.advance(self._task, count)
+
+    def describe(self, text: str) -> None:
+        """Replace the text before the bar."""
+        self._shown.update(self._task, description=visible(text))
+
+    def show(self, cells: Mapping[str, str]) -> None:
+        """Replace the table above the bar: column names and the cells of its row."""
+        self._shown.cells = cells
+
+
+@contextmanager
+def show_bar(console: Console, description: str, total: float | None, unit: str) -> Iterator[_Bar]:
+    """A live bar on the console until the block ends."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Rate(unit),
+        TimeRemainingColumn(),
+    )
+    with _Shown(*columns, console=console) as shown:
+        yield _Bar(shown, shown.add_task(visible(description), total=total))

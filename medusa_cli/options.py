@@ -2,14 +2,24 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import COLDEST
-from medusa_cli.runs.run import DEFAULT_RUN
+from medusa_cli.runs.resolve import Choice, LoadOptions
+from medusa_cli.runs.run import DEFAULT_RUN, rounding_in
+
+if TYPE_CHECKING:
+    from medusa_cli.api import LoadedModel
+    from medusa_cli.bench.questions import Question
+    from medusa_cli.decode import Sampling
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -143,9 +153,7 @@ Seed = Annotated[
     _option(
         "--seed",
         "NAME|FILE|ID",
-        "The prompts: sharegpt, self (the model asks itself), a JSON/JSONL file of conversations, or a dataset id of "
-        "the hub. "
-        f"[default: {DEFAULT_SEED}]",
+        f"The prompts: sharegpt, a JSON/JSONL file of conversations, or a hub dataset's id. [default: {DEFAULT_SEED}]",
     ),
 ]
 RandomSeed = Annotated[
@@ -205,3 +213,223 @@ SamplingMode = Annotated[
 ]
 TopP = Annotated[float, _option("--top-p", "P", "Nucleus: sample from the top mass P; 1 is all of it.", default=True)]
 TopK = Annotated[int, _option("--top-k", "N", "Sample from the N likeliest tokens; 0 is all.", default=True)]
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """Where a backbone runs, in which numbers, and how it is loaded."""
+
+    device: options.Device = "auto"
+    dtype: options.Dtype = "auto"
+    engine: options.Engine = "auto"
+    load_in_4bit: options.LoadIn4bit = None
+    load_in_8bit: options.LoadIn8bit = None
+    trust_remote_code: options.TrustRemoteCode = False
+
+    def of(self, model: str) -> str:
+        """A model's name for a greeting line, which says where its own code is let run."""
+        return f"{model}, its own code trusted (--trust-remote-code)" if self.trust_remote_code else model
+
+    @property
+    def loading(self) -> LoadOptions:
+        """Returns the options of loading; weights are quantised only on request."""
+        return LoadOptions(
+            self.device,
+            self.dtype,
+            self.engine,
+            bool(self.load_in_4bit),
+            bool(self.load_in_8bit),
+            self.trust_remote_code,
+        )
+
+    @property
+    def rounding(self) -> str | None:
+        """How the model's weights are rounded, where that was asked for: "4bit", "8bit", "int8" or "int4"."""
+        from medusa_cli.engine.kernels import BITS
+
+        ways = {"4bit": self.load_in_4bit, "8bit": self.load_in_8bit, self.engine: self.engine in BITS}
+        return next((way for way, asked in ways.items() if asked), None)
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """Which model decodes, what drafts for it, and over which trees."""
+
+    run: options.RunOrShipped = None
+    model: options.Model = None
+    drafter: options.Drafter = None
+    tree: options.Tree = None
+    lookup: options.Lookup = None
+
+    def or_plain(self, baseline: bool) -> "Choice":
+        """The files, or those of plain decoding with --baseline; UsageError where both that and lookups are asked."""
+        from medusa_cli.errors import UsageError
+
+        if baseline and self.lookup:
+            raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
+        return self.choose(need_drafter=not baseline)
+
+    def choose(self, need_drafter: bool = True) -> "Choice":
+        """The files that belong together; UserError where nothing is to be had."""
+        from medusa_cli.runs.resolve import choose
+
+        return choose(self.model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup)
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen, and how many at most."""
+
+    max_new_tokens: options.MaxNewTokens = None
+    sampling: options.SamplingMode = None
+    temperature: options.Temperature = None
+    top_p: options.TopP = 1.0
+    top_k: options.TopK = 0
+    random_seed: options.RandomSeed = None
+
+    @property
+    def sampled(self) -> "Sampling":
+        """The rule by which tokens are chosen; UsageError where there is none such."""
+        from medusa_cli.decode.sampling import sampling_of
+
+        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed)
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What a command says, and how."""
+
+    json: options.Json = False
+    quiet: options.Quiet = False
+    debug: options.Debug = False
+
+    def configure(self, first: bool = True) -> None:
+        """Let the console speak so; of several processes, the first one alone."""
+        console.configure(quiet=self.quiet or not first, json=self.json or not first)
+
+
+def but(*names: str) -> frozenset[str]:
+    """Fields of such a dataclass that a command does not offer: Annotated[Where, but("engine")]."""
+    return frozenset(names)
+
+
+def spread_out(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer takes it: each parameter that is a dataclass gives way to the dataclass's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, tuple[type, list[str]]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        kind, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+            continue
+        left_out = frozenset[str]().union(*(one for one in more if isinstance(one, frozenset)))
+        offered = [one for one in fields(kind) if one.name not in left_out]
+        groups[name], types = (kind, [one.name for one in offered]), get_type_hints(kind, include_extras=True)
+        parameters += [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
+            for one in offered
+        ]
+
+    def run(**given: object) -> None:
+        made = {name: kind(**{one: given.pop(one) for one in names}) for name, (kind, names) in groups.items()}
+        command(**given, **made)
+
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Which questions are asked, MT-Bench's where nothing else is said."""
+
+    mt_bench: Annotated[
+        bool, typer.Option("--mt-bench", help="The 80 two-turn MT-Bench questions; also what a bare bench takes.")
+    ] = False
+    questions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|ID",
+            help="Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, "
+            "HumanEval, GSM8K, or any prompts), or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]].",
+        ),
+    ] = None
+    category: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Questions of these categories alone, such as math,coding.")
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="At most N questions, spread over the categories. [default: all]")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.mt_bench and self.questions is not None:
+            raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
+
+    @property
+    def title(self) -> str:
+        """What the set is called in reports."""
+        if self.questions is None:
+            return "MT-Bench"
+        return Path(self.questions).name if Path(self.questions).is_file() else self.questions
+
+    def chosen(self) -> "tuple[list[Question], int]":
+        """The questions that are asked, and how many there are; UserError where the set cannot be read."""
+        from medusa_cli.assets import mt_bench_path
+        from medusa_cli.bench.questions import of_categories, read_questions, spread
+
+        source = mt_bench_path() if self.questions is None else self.questions
+        found, skipped = read_questions(source)
+        if skipped:
+            console.warn(f"{source}: {skipped} records are no questions and were skipped")
+        return spread(of_categories(found, self.category), self.limit), len(found)
+
+
+def load(choice: Choice, place: LoadFlags) -> "LoadedModel":
+    """Assemble with a bar for what is timed on the way, and greet; errors as assembly's."""
+    from medusa_cli.api import load_model
+
+    with console.progress("timing steps", unit="steps") as bar:
+        found = load_model(choice, place.loading, on_progress=bar.advance)
+    console.info(place.of(found.description))
+    return found
+
+
+def follow_choice(choice: Choice, place: LoadFlags) -> LoadFlags:
+    """As `follow`, for the drafter that was chosen, or that of the chosen run, whose model is decoded plainly."""
+    folder = choice.drafter or (choice.run.drafter_dir if choice.run else None)
+    return place if folder is None else follow(folder, place)
+
+
+def follow(folder: Path, place: LoadFlags) -> LoadFlags:
+    """Where and how to load the backbone of the drafter in a folder, with load_in_4bit and load_in_8bit settled.
+
+    Flags that were given, either way, are obeyed; without any the weights are rounded as they were in training.
+    """
+    from medusa_cli.engine.kernels import BITS
+
+    flags = {"4bit": place.load_in_4bit, "8bit": place.load_in_8bit}
+    if all(flags.values()):
+        return place  # the loader says that they exclude each other
+    asked = next((how for how, given in flags.items() if given), None)
+    made = rounding_in(folder)
+    if made is not None and asked != made:
+        if all(given is None for given in flags.values()) and place.engine not in BITS:
+            console.info(
+                f"loading the model in {made}, as {folder} was trained on it; --no-load-in-{made} loads it whole"
+            )
+            asked = made
+        else:
+            warn_of(folder, asked)
+    return replace(place, load_in_4bit=asked == "4bit", load_in_8bit=asked == "8bit")
+
+
+def warn_of(folder: Path, rounding: str | None) -> None:
+    """Warn where a drafter was trained on weights rounded in another way than the backbone's now."""
+    made = rounding_in(folder)
+    if made is not None and made != rounding:
+        console.warn(
+            f"{folder} was trained on the model in {made}: its guesses, and an adapter beside it, are not made for "
+            f"other weights; --load-in-{made} loads those"
+        )

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def loud() -> Iterator[None]:
+    """Undoes --quiet and --json of the command that ran before."""
+    from medusa_cli import console
+
+    console.configure()
+    yield
+    console.configure()

@@ -8,6 +8,7 @@ more.
 """
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -26,18 +27,19 @@ from typing import Any
 
 import torch
 
-from medusa_cli.distilling import Distilled, RecordWriter
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.states import StateStore
+from medusa_cli.distill import RecordWriter
 from medusa_cli.errors import UserError
-from medusa_cli.exporting.medusa import export_medusa
-from medusa_cli.exporting.source import find_source
+from medusa_cli.export.folder import CHECKSUMS, find_source
+from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.runs.run import Run, provenance
-from tests.facts import HIDDEN, Facts, conversations, document, folder, half, imported, machine, page, report, training
 from tests.forked import RUN, Child, end, free_port, start
-from tests.runs import save_model, save_questions, save_run
+from tests.helpers import save_model, save_questions, save_run
 
 # What forks would else import each for itself.
-WARM = ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "peft", "medusa_cli.training.loop", "gguf")
-WARM += ("medusa_cli.commands.loading", "medusa_cli.distilling", "medusa_cli.benchmarks", "rich.table", "tensorboard")
+WARM = ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "peft", "medusa_cli.train.loop", "gguf")
+WARM += ("medusa_cli.options", "medusa_cli.distill", "medusa_cli.bench", "rich.table", "tensorboard")
 
 PLACE = ("--run", "r", "--dtype", "fp32", "--device", "cpu", "--quiet")
 DISTILL = ("distill", "--seed", "seeds.json", "--model", "model", *PLACE)
@@ -49,6 +51,112 @@ TRAIN += ("train.epochs=2", "train.batch_tokens=96", "train.checkpoint_every=1",
 IMPORT = ("import", "theirs", "--run", "r", "--model", "model", "--quiet")
 # Trees that adapt to the clock accept now this, now that.
 STATIC = ("--tree", "static", "--methods", "ar,medusa", "--max-new-tokens", "8")
+
+HIDDEN = 32  # of the tiny model
+
+Facts = list[tuple[str, str]]  # a name for each thing, and a digest of it
+
+
+def digest(value: Any) -> str:
+    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def conversations(run: Path) -> Facts:
+    """Every conversation with its states."""
+    found = []
+    states = StateStore(run / "states.bin", HIDDEN)
+    for line in (run / "distill.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        rows = states.read(*one["state_rows"]).contiguous().view(torch.uint8).numpy().tobytes()
+        found.append((one["id"], digest([one["messages"], one["tokens"], one["spans"], digest(rows)])))
+    rows = sum(json.loads(line)["state_rows"][1] for line in (run / "distill.jsonl").read_text().splitlines())
+    return [*found, ("state rows", str(states.rows - rows))]
+
+
+def training(run: Path) -> Facts:
+    """Every step of the log, the drafter, and the adapter where there is one."""
+    kept = ("loss", "accuracies", "positions", "total_positions", "lr")
+    lines = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    facts = [
+        (f"{one['event']} {one['step']}", digest({key: one.get(key) for key in kept}))
+        for one in lines
+        if one["event"] in ("stepped", "validated")
+    ]
+    weights = [*run.glob("drafter/*.safetensors"), *run.glob("adapter/*.safetensors")]
+    return facts + [(str(path.relative_to(run)), digest(path.read_bytes())) for path in sorted(weights)]
+
+
+def document(name: str, picture: bool = True) -> Callable[[Path], Facts]:
+    """A JSON file, but for when it was made, and that its picture is there."""
+
+    def facts(run: Path) -> Facts:
+        data = json.loads((run / name).read_text())
+        for made in (data, data.get("provenance", {})):
+            made.pop("created", None)
+        drawn = [(f"{name}'s picture", str((run / name).with_suffix(".png").stat().st_size > 0))] if picture else []
+        return [(name, digest(data)), *drawn]
+
+    return facts
+
+
+def report(run: Path) -> Facts:
+    """The last report: what each method wrote, not how fast."""
+    data = json.loads(max(run.glob("bench/*.json")).read_text())
+    return [
+        (name, digest([one["tokens"], one.get("identical"), round(one["acceptance_length"], 6)]))
+        for name, one in data["methods"].items()
+    ]
+
+
+def folder(name: str) -> Callable[[Path], Facts]:
+    """An exported folder: every file, which its list of checksums must name rightly."""
+
+    def facts(run: Path) -> Facts:
+        place = run / name
+        sums = dict(reversed(line.split("  ", 1)) for line in (place / CHECKSUMS).read_text().splitlines())
+        files = {str(one.relative_to(place)): one.read_bytes() for one in place.rglob("*") if one.is_file()}
+        del files[CHECKSUMS]
+        assert sums == {one: hashlib.sha256(data).hexdigest() for one, data in files.items()}, f"{place} is not whole"
+        return [(one, digest(data)) for one, data in sorted(files.items())]
+
+    return facts
+
+
+def page(run: Path) -> Facts:
+    """The report of the bench, as a page and as Markdown."""
+    return [(name, digest((run / name).read_bytes())) for name in ("page.html", "page.md")]
+
+
+def imported(run: Path) -> Facts:
+    """Returns an imported drafter and the model that it is for."""
+    config = document("drafter/config.json", picture=False)(run)
+    weights = [(path.name, digest(path.read_bytes())) for path in run.glob("drafter/*.safetensors")]
+    return [*config, *weights, *document("run.json", picture=False)(run)]
+
+
+def machine(run: Path) -> Facts:
+    """Which kernels were timed: the times are others in every run."""
+    kept = json.loads((run / "home" / "machine.json").read_text())["kernels"]
+    return [(f"{key} {kernel}", str(sorted(curve))) for key, one in kept.items() for kernel, curve in one.items()]
+
+
+def half(run: Path) -> list[str]:
+    """The files that are not whole, of those that a reader may meet at any moment."""
+    broken = []
+    for path in [
+        *run.glob("*.json"),
+        *run.glob("drafter/*.json"),
+        *run.glob("adapter/*.json"),
+        *run.glob("bench/*.json"),
+        *run.glob("home/*.json"),
+    ]:
+        try:
+            if not path.name.startswith("."):  # else it is not there yet
+                json.loads(path.read_text())
+        except ValueError:
+            broken.append(path.name)
+    return broken
 
 
 @dataclass(frozen=True)
@@ -100,7 +208,7 @@ JOBS = (
     Job("report", ("report", "r", "--quiet", "--output", f"{RUN}/page.html"), page),
     Job(
         "export",
-        ("export", "--run", "r", "--output", f"{RUN}/out", "--budget", "run", "--overwrite", "--quiet"),
+        ("export", "--run", "r", "--output", f"{RUN}/out", "--overwrite", "--quiet"),
         folder("out"),
     ),
     Job("machine", ("machine", "--model", "model", "--quiet", "--measure"), machine),
@@ -149,7 +257,7 @@ def save_conversations(folder: Path, owner: dict[str, Any]) -> None:
     for number in range(24):
         tokens = torch.randint(4, 60, (12,), generator=draw).tolist()
         said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-        writer.write(Distilled(f"s{number}", said, tokens, [(4, 12)], torch.randn(11, HIDDEN, generator=draw)))
+        writer.write(Conversation(f"s{number}", said, tokens, [(4, 12)]), torch.randn(11, HIDDEN, generator=draw))
     writer.close()
 
 
@@ -251,7 +359,7 @@ def crash(known: Sequence[Known], scratch: Path, kills: int, draw: random.Random
         shutil.rmtree(place)
 
 
-LOCKED = importlib.util.find_spec("medusa_cli.runs.lock") is not None
+LOCKED = importlib.util.find_spec("medusa_cli.runs.run") is not None
 
 
 def contend(known: Sequence[Known], scratch: Path, rounds: int, count: Count) -> None:

@@ -21,14 +21,14 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from typer.main import get_command
-from typer.testing import CliRunner
 
-from medusa_cli.backbone import adapter
-from medusa_cli.backbone.network import load_network
 from medusa_cli.cli import app
-from medusa_cli.exporting.medusa import export_medusa
-from medusa_cli.exporting.source import find_source
-from tests.runs import save_model, save_questions, save_run
+from medusa_cli.export.folder import find_source
+from medusa_cli.export.medusa_format import export_medusa
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.resolve import LoadOptions
+from tests.helpers import medusa, save_model, save_questions, save_run
 
 # A case takes a fraction of a second: bounds on what it computes, and on what it waits for on a busy machine.
 SECONDS, WAITED = 20, 300
@@ -81,7 +81,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "joint/adapter/adapter_model.safetensors": JOINT,
     "run/bench/one.json": REPORT,
     "theirs/config.json": IMPORT,
-    "theirs/medusa_cli.json": IMPORT,
     "theirs/medusa_lm_head.safetensors": IMPORT,
     "heads.pt": ("import", "{home}/heads.pt", *IMPORT[2:]),
     "model/chat_template.jinja": PLAIN,
@@ -198,10 +197,10 @@ class Ground:
         model = save_model(self.home / "model")
         shutil.copytree(model, self.home / "shards")
         (self.home / "shards" / "model.safetensors").unlink()
-        load_network(model, dtype="bf16")[0].save_pretrained(self.home / "shards", max_shard_size="20KB")
+        load_network(model, LoadOptions(dtype="bf16"))[0].save_pretrained(self.home / "shards", max_shard_size="20KB")
         run = save_run(self.home / "run", model, calibrated=True)
         shutil.copytree(run.drafter_dir, Path(save_run(self.home / "joint", model).path) / "kept")
-        network, _ = load_network(model, dtype="fp32")
+        network, _ = load_network(model, LoadOptions(dtype="fp32"))
         adapter.attach(network, rank=2, alpha=4.0, dropout=0.0)
         adapter.save(network, self.home / "joint" / "adapter", model)
         seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n} w{n + 1}"}]} for n in range(6)]
@@ -210,9 +209,9 @@ class Ground:
         export_medusa(find_source(f"{run.path}/"), self.home / "theirs")
         torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
         # However busy the machine is, what it takes is kept.
-        with patch("medusa_cli.engines.machine.UNDISTURBED", 0.0):
+        with patch("medusa_cli.engine.autotune.UNDISTURBED", 0.0):
             for words in (DISTILL, TRAIN, FILES["cache/steps.json"], FILES["cache/machine.json"], BENCH):
-                done = CliRunner().invoke(app, self.filled(words))
+                done = medusa(*self.filled(words))
                 assert done.exit_code == 0, done.output
         max(run.bench_dir.glob("*.json")).rename(run.bench_dir / "one.json")
         shutil.copytree(self.home, self._whole)
@@ -239,8 +238,8 @@ class Ground:
         if case.name:
             (self.home / case.name.strip()).write_bytes(case.data)
         # A server would wait for requests.
-        with limits(), patch("medusa_cli.serving.server.Server.run"):
-            done = CliRunner().invoke(app, self.filled(case.words))
+        with limits(), patch("medusa_cli.serve.server.Server.run"):
+            done = medusa(*self.filled(case.words))
         said = done.stderr
         assert isinstance(done.exception, SystemExit | type(None)), f"{done.exception!r}\n{case!r}"
         assert "internal error" not in said and "Traceback" not in said, f"{said}\n{case!r}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_cli.api import Medusa
-from medusa_cli.serving.limits import Limits
-from medusa_cli.serving.server import Server, listen, prepare
+from medusa_cli.serve.limits import Limits
+from medusa_cli.serve.server import Server, listen, prepare
 
 MODEL = "tiny"
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from medusa_cli.api import Medusa
-from tests.runs import save_model, save_run
+from tests.helpers import save_model, save_run
 from tests.serving import MODEL, Served
 
 MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 2}', '{"model": "tiny", "prompt": [99]}')

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import DRAFTERS, Amphista, Batch, Confirmed, load_drafter
-from medusa_cli.drafters.base import Objective
+from medusa_cli.decode import generate, generate_plain
+from medusa_cli.drafters import DRAFTERS, Amphista, Batch, NewTokens, load_drafter
 from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
-from medusa_cli.tree import Growth, Tree
-from tests.passes import drafted
-from tests.tiny import FAMILIES, guesses, tiny_backbone
-from tests.watching import Watching
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, Recording, drafted, guesses, tiny_backbone
 
 # The recipe's heads, those over the model's own lm_head, ones of low rank, and the paper's alpha variant.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,13 +37,13 @@ def amphista(backbone: Backbone, vocabulary: str = "own", **own: Any) -> Amphist
     return heads.eval()
 
 
-class Watched(Watching, Amphista):
+class Watched(Recording, Amphista):
     pass
 
 
-@pytest.mark.parametrize("shape", [TREE, Growth(20, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(20, 4)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("own", [{"attention_layers": 0}, {}, *VARIANTS.values()], ids=str)
-def test_cached_drafting_equals_recomputing_the_whole_answer(own: dict[str, Any], shape: Tree | Growth) -> None:
+def test_cached_drafting_equals_recomputing_the_whole_answer(own: dict[str, Any], shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone()
     heads = amphista(backbone, **own)
     heads.__class__ = Watched
@@ -87,8 +86,8 @@ def test_with_attention_every_head_sees_every_other() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 4)])
-def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 4)])
+def test_amphista_is_lossless(family: str, shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone(family)
     steps = generate(backbone, amphista(backbone), shape, PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=50, stop_ids=())
@@ -96,9 +95,9 @@ def test_amphista_is_lossless(family: str, shape: Tree | Growth) -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 4)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_is_lossless_under_both_engines(variant: str, shape: Tree | Growth, engine: str) -> None:
+def test_every_variant_is_lossless_under_both_engines(variant: str, shape: Tree | DynamicTree, engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
     steps = generate(backbone, amphista(backbone, **VARIANTS[variant]), shape, PROMPT, max_new_tokens=50, stop_ids=())
     plain = generate_plain(tiny_backbone("qwen3"), PROMPT, max_new_tokens=50, stop_ids=())
@@ -115,7 +114,7 @@ def test_every_variant_drafts_from_its_files_what_it_did(variant: str, tmp_path:
     rules = {"max_new_tokens": 30, "stop_ids": ()}
     ours, theirs = (list(generate(backbone, one, TREE, PROMPT, **rules)) for one in (heads, loaded))
     assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
-    confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
+    confirmed = NewTokens(torch.arange(5, 8), torch.randn(3, backbone.hidden_size), 5, 0)
     for one in (heads, loaded):
         one.truncate(0)
     ours, theirs = (drafted(one, backbone, confirmed, TREE).tokens for one in (heads, loaded))
@@ -130,7 +129,7 @@ def test_segments_do_not_see_one_another_and_every_weight_learns() -> None:
     found = guesses(heads, backbone, Batch(hidden, tokens, segment), 3)
     assert torch.equal(found[6:], guesses(heads, backbone, Batch(hidden[6:], tokens[6:], segment[6:]), 3))
     heads.train()
-    heads.loss(backbone, Batch(hidden, tokens, segment), Objective(soft=0.5)).total.backward()
+    drafter_loss(heads, backbone, Batch(hidden, tokens, segment), TrainRecipe(soft=0.5, regress=0.0)).total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters())
 
 
@@ -148,7 +147,7 @@ def test_loaded_drafters_draft_what_saved_ones_did(tmp_path: Path, name: str, ra
     heads.eval().save(tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
     assert loaded.config == heads.config and loaded.name == name
-    confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, backbone.hidden_size * len(heads.taps)), 5, 0)
+    confirmed = NewTokens(torch.arange(5, 8), torch.randn(3, backbone.hidden_size * len(heads.taps)), 5, 0)
     ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import Medusa
-from medusa_cli.decoding import generate_plain
+from medusa_cli.decode import generate_plain
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
-from tests.runs import save_model, save_run
+from tests.helpers import save_model, save_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
 IDS = [5, 9, 20, 11, 7]
@@ -112,13 +112,13 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(medusa: Medusa) -> Non
 def test_a_stream_that_is_left_frees_its_place(medusa: Medusa, leave: str) -> None:
     stream = medusa.stream(IDS, max_new_tokens=400, stop_ids=())
     decoder = stream._decoder
-    assert decoder is not None and next(stream) and not decoder.room
+    assert decoder is not None and next(stream) and not decoder.free_slots
     if leave == "close":
         stream.close()
         assert stream.answer.finish_reason == "cancelled" and list(stream) == []
     del stream
     gc.collect()
-    assert decoder.room
+    assert decoder.free_slots
 
 
 def test_likelihoods_come_on_request(medusa: Medusa) -> None:
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_said_at_the_call(place: Path, tmp_path: Path) -> N
 
 def test_a_model_without_a_drafter_drafts_what_the_text_repeats(place: Path, medusa: Medusa) -> None:
     made = Medusa.from_pretrained(place / "model", lookup=True, dtype="fp32")
-    assert made.made.drafter is None and "drafts looked up in the text" in made.made.words
+    assert made.loaded.drafter is None and "n-grams" in made.loaded.description
     prompt = IDS * 6
     stream = made.stream(prompt, max_new_tokens=24, stop_ids=())
     assert "".join(stream) and stream.answer.tokens == alone(medusa, prompt, stop_ids=())
@@ -181,7 +181,7 @@ def test_lookups_go_with_trees_that_pay_unless_it_is_said(place: Path) -> None:
         ({"tree": "dynamic", "lookup": True}, True),
     ):
         made = Medusa.from_pretrained(drafter=run, dtype="fp32", **words)
-        assert ("what the text repeats" in made.made.words) is found, words
+        assert ("n-grams" in made.loaded.description) is found, words
 
 
 def test_a_drafters_folder_needs_its_own_tree_and_a_run_brings_it(place: Path) -> None:
@@ -189,11 +189,11 @@ def test_a_drafters_folder_needs_its_own_tree_and_a_run_brings_it(place: Path) -
     with pytest.raises(UserError, match="there is no tree"):
         Medusa.from_pretrained(place / "model", drafter=run / "drafter")
     made = Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32")
-    assert "tree of 6 nodes" in made.made.words
+    assert "tree of 6 nodes" in made.loaded.description
 
 
 def test_naming_the_package_brings_no_torch() -> None:
     code = "import sys, medusa_cli; assert 'torch' not in sys.modules; medusa_cli.Medusa; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(ImportError):
-        from medusa_cli import Nothing  # noqa: F401
+        from medusa_cli import nothing_of_the_kind  # noqa: F401

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from medusa_cli import assets
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
+from tests.helpers import medusa
 
 
 def wheel_with(folder: Path, text: str) -> tuple[Path, assets.Wheel]:
@@ -88,7 +87,7 @@ def test_a_read_only_cache_serves_what_it_has(cache: Path, request: pytest.Fixtu
 
 
 def test_a_read_only_cache_says_in_a_line_what_it_lacks(read_only: Path) -> None:
-    shown = CliRunner().invoke(app, ["assets", "mt-bench", "--quiet"])
+    shown = medusa("assets", "mt-bench", "--quiet")
     assert shown.exit_code == 1 and shown.stdout == "" and shown.stderr.count("\n") == 1
     assert f"the cache {read_only} lacks question.jsonl and cannot be written" in shown.stderr
     with pytest.raises(UserError, match=f"lacks {assets.DEFAULT_MODEL} and cannot be written; .*MEDUSA_HOME"):

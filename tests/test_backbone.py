@@ -7,15 +7,15 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.support import refuse_unsupported
-from medusa_cli.engines import Cache, Plan, load_backbone
-from medusa_cli.engines.eager import EagerEngine
+from medusa_cli.engine import Cache, Plan, load_backbone
+from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.checks import refuse_unsupported
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree
-from medusa_cli.tree.forest import side_by_side
-from tests.passes import prefilled, rows_of, run, saved
-from tests.tiny import FAMILIES, tiny_backbone
+from medusa_cli.tree.tree import batch_trees
+from tests.helpers import FAMILIES, forward, prefilled, rows_of, save_network, tiny_backbone
 
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
@@ -26,7 +26,7 @@ def tokens_of(count: int, seed: int = 0, vocab: int = 60) -> torch.Tensor:
 
 def reference(backbone: Backbone, ids: torch.Tensor) -> torch.Tensor:
     """Logits [n, V] of one plain pass without a cache, masks built from scratch."""
-    logits = run(backbone, ids).logits
+    logits = forward(backbone, ids).logits
     assert logits is not None
     return logits
 
@@ -47,8 +47,8 @@ def test_each_node_of_a_tree_sees_its_own_path_alone(family: str) -> None:
     backbone = tiny_backbone(family)
     prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
     cache = backbone.engine.new_cache(1, 4)
-    run(backbone, prompt, cache)
-    out = run(backbone, nodes, cache, TREE)
+    forward(backbone, prompt, cache)
+    out = forward(backbone, nodes, cache, TREE)
     for node in range(TREE.size):
         path = TREE.path(node)
         alone = reference(backbone, torch.cat([prompt, nodes[path]]))
@@ -60,13 +60,13 @@ def test_a_kept_path_leaves_the_cache_as_if_it_had_been_decoded_alone(family: st
     backbone = tiny_backbone(family)
     prompt, nodes = tokens_of(13), tokens_of(TREE.size, seed=1)
     cache = backbone.engine.new_cache(1, 4)
-    run(backbone, prompt, cache)
-    run(backbone, nodes, cache, TREE)
+    forward(backbone, prompt, cache)
+    forward(backbone, nodes, cache, TREE)
     path = TREE.path(7)  # 0, 1, 3, 6, 7: not contiguous
     cache.keep(0, path)
     assert cache.lengths == [len(prompt) + len(path)]
     tail = tokens_of(3, seed=2)
-    out = run(backbone, tail, cache)
+    out = forward(backbone, tail, cache)
     alone = reference(backbone, torch.cat([prompt, nodes[path], tail]))
     assert torch.allclose(out.logits, alone[-3:], atol=2e-5)
 
@@ -74,14 +74,14 @@ def test_a_kept_path_leaves_the_cache_as_if_it_had_been_decoded_alone(family: st
 def test_a_long_prompt_is_prefilled_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(50)
-    whole = run(backbone, ids, backbone.engine.new_cache())
-    monkeypatch.setattr("medusa_cli.engines.engine.PREFILL_ROWS", 7)
+    whole = forward(backbone, ids, backbone.engine.new_cache())
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 7)
     cache = backbone.engine.new_cache(1, 1)
-    pieces = run(backbone, ids, cache)
+    pieces = forward(backbone, ids, cache)
     assert cache.lengths == [50]
     assert torch.allclose(whole.logits, pieces.logits, atol=2e-5)
     assert torch.allclose(whole.hidden, pieces.hidden, atol=2e-5)
-    last = run(backbone, ids, backbone.engine.new_cache(), logits="last")
+    last = forward(backbone, ids, backbone.engine.new_cache(), logits="last")
     assert last.logits.shape[0] == 1 and torch.allclose(last.logits[0], whole.logits[-1], atol=2e-5)
 
 
@@ -92,21 +92,21 @@ def test_a_long_text_moves_the_cache_a_few_times_and_not_every_step(engine: str)
     buffers, copied = [], 0
     for token in ids:
         before = cache.lengths[0]
-        run(backbone, token[None], cache, logits="none")
+        forward(backbone, token[None], cache, logits="none")
         if not buffers or cache.values is not buffers[-1]:
             buffers.append(cache.values)
             copied += before
     assert len(buffers) == 10  # capacities 1, 2, 4, .. 512
     assert copied < 2 * len(ids)
     assert torch.allclose(
-        run(backbone, ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
+        forward(backbone, ids[:1], cache).logits[0], reference(backbone, torch.cat([ids, ids[:1]]))[-1], atol=1e-4
     )
 
 
 def test_taps_read_middle_layers_beside_the_final_state() -> None:
     backbone = tiny_backbone("llama")
     ids = tokens_of(6)
-    out = run(backbone, ids, backbone.engine.new_cache(), taps=(0, -1))
+    out = forward(backbone, ids, backbone.engine.new_cache(), taps=(0, -1))
     with torch.inference_mode():
         states = backbone.model.base_model(ids[None], attention_mask=_causal(6), output_hidden_states=True)
     assert out.hidden.shape == (6, 2 * backbone.hidden_size)
@@ -125,12 +125,12 @@ def test_slots_verify_a_tree_each_and_keep_paths_of_their_own(family: str, engin
     prompts = [tokens_of(n, seed=n) for n in (3, 11, 7)]
     cache = backbone.engine.new_cache(4, 8)  # one stays empty; it grows
     for slot, prompt in enumerate(prompts):
-        run(backbone, prompt, cache, slot=slot)
+        forward(backbone, prompt, cache, slot=slot)
     nodes = torch.stack([tokens_of(TREE.size, seed=20 + i) for i in range(3)])
     out = backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, taps=(0, -1)), cache)
     assert out.hidden.shape == (3, TREE.size, 2 * backbone.hidden_size)
     for i, prompt in enumerate(prompts):
-        alone = run(plain, nodes[i], prefilled(plain, prompt), TREE, taps=(0, -1))
+        alone = forward(plain, nodes[i], prefilled(plain, prompt), TREE, taps=(0, -1))
         assert torch.allclose(out.logits[i], alone.logits, atol=1e-4)
         assert torch.allclose(out.hidden[i], alone.hidden, atol=1e-4)
     paths = [TREE.path(node) for node in (7, 0, 4)]
@@ -151,7 +151,7 @@ def test_a_pass_from_a_later_slot_on_leaves_those_before_it_alone(engine: str) -
     backbone = tiny_backbone("gemma3", engine=engine)
     cache = backbone.engine.new_cache(3, 4)
     for slot, count in enumerate((5, 9, 2)):
-        run(backbone, tokens_of(count, seed=slot), cache, slot=slot)
+        forward(backbone, tokens_of(count, seed=slot), cache, slot=slot)
     before = rows_of(cache, 0).clone()
     out = backbone.engine.forward(Plan(torch.tensor([[7], [8]]), first=1), cache)
     assert cache.lengths == [5, 10, 3] and torch.equal(rows_of(cache, 0), before)
@@ -167,11 +167,11 @@ def test_trees_of_several_shapes_side_by_side_are_those_of_each_alone(engine: st
     cache = backbone.engine.new_cache(3, 4)
     prompts = [tokens_of(n, seed=n) for n in (13, 2, 9)]
     for slot, prompt in enumerate(prompts):
-        run(backbone, prompt, cache, slot=slot)
+        forward(backbone, prompt, cache, slot=slot)
     nodes = [tokens_of(tree.size, seed=30 + i) for i, tree in enumerate(trees)]
-    out = backbone.engine.forward(Plan(*side_by_side(nodes, trees)), cache)
+    out = backbone.engine.forward(Plan(*batch_trees(nodes, trees)), cache)
     for i, tree in enumerate(trees):
-        alone = run(plain, nodes[i], prefilled(plain, prompts[i]), tree)
+        alone = forward(plain, nodes[i], prefilled(plain, prompts[i]), tree)
         assert torch.allclose(out.logits[i, : tree.size], alone.logits, atol=1e-4)
         assert torch.allclose(out.hidden[i, : tree.size], alone.hidden, atol=1e-4)
 
@@ -180,12 +180,12 @@ def test_trees_of_several_shapes_side_by_side_are_those_of_each_alone(engine: st
 def test_a_cache_never_grows_beyond_the_most_it_may_hold(engine: str) -> None:
     backbone = tiny_backbone(engine=engine)
     cache = Cache(backbone.num_layers, 2, 4, transposed=backbone.engine.transposed, most=8)
-    run(backbone, tokens_of(7), cache)
+    forward(backbone, tokens_of(7), cache)
     assert cache.capacity == 8
     with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
         backbone.engine.forward(Plan(torch.zeros(2, 2, dtype=torch.long)), cache)
     with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
-        run(backbone, tokens_of(9), cache, slot=1)
+        forward(backbone, tokens_of(9), cache, slot=1)
     assert cache.lengths == [7, 0]
 
 
@@ -239,25 +239,25 @@ def test_multipliers_within_the_layers_are_the_networks_own_business(tmp_path: P
     with torch.inference_mode():
         theirs = model(ids[None]).logits[0]
     with pytest.raises(UsageError, match="engine fast cannot run the model"):
-        load_backbone(saved(model, tmp_path), dtype="fp32", engine="fast")
-    backbone = load_backbone(saved(model, tmp_path), dtype="fp32")
+        load_backbone(save_network(model, tmp_path), LoadOptions(dtype="fp32", engine="fast"))
+    backbone = load_backbone(save_network(model, tmp_path), LoadOptions(dtype="fp32"))
     assert backbone.engine.name == "eager" and torch.allclose(reference(backbone, ids), theirs, atol=2e-5)
     for factor in ("embedding_multiplier", "residual_multiplier"):
         alone = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, factor: 0.5, "attention_multiplier": 0.35}
         for key, value in alone.items():
             setattr(config, key, value)
-        other = load_backbone(saved(hf.GraniteForCausalLM(config).eval(), tmp_path), dtype="fp32")
+        other = load_backbone(save_network(hf.GraniteForCausalLM(config).eval(), tmp_path), LoadOptions(dtype="fp32"))
         assert other.engine.name == "eager", factor
 
 
 def test_bad_devices_types_and_folders_are_named(tmp_path) -> None:
     for device in ("mps", "cuda:64"):
         with pytest.raises(UsageError, match=f"device '{device}': this machine has no"):
-            load_backbone("x", device=device)
+            load_backbone("x", LoadOptions(device=device))
     with pytest.raises(UsageError, match="device 'tpu9'"):
-        load_backbone("x", device="tpu9")
+        load_backbone("x", LoadOptions(device="tpu9"))
     with pytest.raises(UsageError, match="dtype 'int3'"):
-        load_backbone("x", dtype="int3")
+        load_backbone("x", LoadOptions(dtype="int3"))
     with pytest.raises(UserError, match="no config.json"):
         load_backbone(str(tmp_path))
     with pytest.raises(UserError, match="no model folder"):

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Decoder, Sampling, Stats, Step, answer, generate, generate_batch, generate_plain
-from medusa_cli.drafters import Amphista, Confirmed, Draft, HydraHeads, MedusaHeads
+from medusa_cli.decode import Decoder, Request, Sampling, Stats, Step, answer, generate, generate_batch, generate_plain
+from medusa_cli.drafters import Amphista, Draft, HydraHeads, MedusaHeads, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Growth, Tree
-from tests.test_generate import SPARSE, Oracle
-from tests.tiny import FAMILIES, tiny_backbone
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, SPARSE, Oracle, tiny_backbone
 
 PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
 
@@ -41,14 +40,13 @@ class Knowing(Oracle):
         super().__init__([], 0.0)
         self.answers = answers
 
-    @classmethod
-    def sees_prompt(cls, settings: object) -> bool:
-        return True
+    def first_input(self, prompt: NewTokens) -> NewTokens:
+        return prompt
 
-    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[Confirmed], shape: Tree) -> list[Draft]:
+    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[NewTokens], shape: Tree) -> list[Draft]:
         return [own.guess(backbone, one, shape) for own, one in zip(sequences, confirmed, strict=True)]
 
-    def guess(self, backbone: Backbone, confirmed: Confirmed, tree: Tree) -> Draft:
+    def guess(self, backbone: Backbone, confirmed: NewTokens, tree: Tree) -> Draft:
         assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
         if confirmed.start == 0:
             self.prompt = tuple(confirmed.tokens.tolist())
@@ -125,7 +123,7 @@ def alike(together: list[Step], alone: list[Step]) -> bool:
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_dynamic_trees_grow_for_a_row_as_they_do_for_it_alone(kind, options: dict, engine: str) -> None:
     backbone = tiny_backbone("gemma3", engine=engine)
-    drafter, growth = random_drafter(kind, backbone, **options), Growth(9, 4, least=0.1)
+    drafter, growth = random_drafter(kind, backbone, **options), DynamicTree(9, 4, min_chance=0.1)
     found, steps = together(backbone, drafter, growth, size=3, count=25)
     for number, prompt in enumerate(PROMPTS):
         alone = list(generate(backbone, drafter, growth, prompt, max_new_tokens=25, stop_ids=()))
@@ -135,8 +133,10 @@ def test_dynamic_trees_grow_for_a_row_as_they_do_for_it_alone(kind, options: dic
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
-@pytest.mark.parametrize("shape", [SPARSE, Growth(9, 4), None], ids=["static", "dynamic", "plain"])
-def test_a_sampled_row_draws_with_the_seed_plus_its_number(mode: str, engine: str, shape: Tree | Growth | None) -> None:
+@pytest.mark.parametrize("shape", [SPARSE, DynamicTree(9, 4), None], ids=["static", "dynamic", "plain"])
+def test_a_sampled_row_draws_with_the_seed_plus_its_number(
+    mode: str, engine: str, shape: Tree | DynamicTree | None
+) -> None:
     backbone = tiny_backbone(engine=engine)
     drafter = None if shape is None else random_drafter(HydraHeads, backbone)
     rule = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05)
@@ -149,8 +149,8 @@ def test_a_sampled_row_draws_with_the_seed_plus_its_number(mode: str, engine: st
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [SPARSE, Growth(9, 4)], ids=["static", "dynamic"])
-def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: Tree | Growth) -> None:
+@pytest.mark.parametrize("shape", [SPARSE, DynamicTree(9, 4)], ids=["static", "dynamic"])
+def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
     drafter = random_drafter(HydraHeads, backbone, prefix_layers=1)
     rule, limits = Sampling("exact", 1.0, seed=3), {"max_new_tokens": 30, "stop_ids": ()}
@@ -162,7 +162,7 @@ def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: 
     decoder, answers = Decoder(backbone, drafter, shape, slots=3), {}
     running = {}
     for number, prompt in enumerate(PROMPTS[:3]):
-        sequence, first = decoder.admit(prompt, sampling=rule, number=number, **limits)
+        sequence, first = decoder.admit(Request(prompt, sampling=rule, **limits), number)
         running[number], answers[number] = sequence, list(first.tokens)
 
     def step() -> None:
@@ -171,15 +171,15 @@ def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: 
 
     step()
     step()
-    assert not decoder.room
+    assert not decoder.free_slots
     decoder.cancel(running[0])
     cut = list(answers[0])
-    assert decoder.room == 1 and running[0].done
+    assert decoder.free_slots == 1 and running[0].done
     step()
-    sequence, first = decoder.admit(PROMPTS[3], sampling=rule, number=3, **limits)  # in the place left
+    sequence, first = decoder.admit(Request(PROMPTS[3], sampling=rule, **limits), 3)  # in the place left
     answers[3] = list(first.tokens)
     decoder.cancel(running[0])  # once more: nothing happens
-    while decoder.rows:
+    while decoder.sequences:
         step()
     assert answers[0] == cut == alone(0, PROMPTS[0])[: len(cut)] and len(cut) < 30
     for number in (1, 2, 3):
@@ -194,9 +194,9 @@ def test_a_caller_that_stops_listening_frees_the_slot() -> None:
     steps = answer(decoder, PROMPTS[0], **rules)
     next(steps)
     next(steps)
-    assert not decoder.room
+    assert not decoder.free_slots
     steps.close()
-    assert decoder.room == 1
+    assert decoder.free_slots == 1
     assert [t for s in answer(decoder, PROMPTS[2], **rules) for t in s.tokens] == plain(backbone, PROMPTS[2], 30)
 
 

@@ -1,27 +1,28 @@
-"""`medusa bench`: figures by hand, identity, reports, questions, batches, refusals."""
+"""`medusa bench` and `medusa demo`: figures by hand, identity, histories, batches, every method, refusals."""
 
 import json
 import shutil
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from medusa_cli.backbone.network import load_network
-from medusa_cli.benchmarks import Answers, Question, measure, read_questions, spread, summarise
-from medusa_cli.benchmarks import Result as Measured
-from medusa_cli.benchmarks.continuation import Continuation
-from medusa_cli.benchmarks.questions import of_categories
-from medusa_cli.benchmarks.tally import Tally
-from medusa_cli.decoding import Step
+from medusa_cli.bench import run as running
+from medusa_cli.bench.measure import Result, first_difference, measure, summarise
+from medusa_cli.bench.methods import Answer, Method, check_llama
+from medusa_cli.bench.questions import Question
+from medusa_cli.bench.stats import PathStats, bootstrap, by_position, rate, ratio_of_rates
+from medusa_cli.decode import Sampling, Step
+from medusa_cli.drafters import HydraHeads
+from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model.load import has_bf16, load_network
 from medusa_cli.tree import Tree
-from medusa_cli.tree.saved import save_tree
-from tests import passes
-from tests.benches import bench, medusa, save_bench
-from tests.runs import save_model, save_run
-from tests.tiny import tiny_backbone
+from medusa_cli.tree.io import save_tree
+from tests import helpers
+from tests.helpers import TREE, bench, medusa, save_bench, save_model, save_run, tiny_backbone
 
 
 @pytest.fixture(scope="module")
@@ -29,87 +30,179 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_bench(tmp_path_factory.mktemp("bench"))
 
 
-def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> None:
-    shown = bench(place, "--json", "--tree", "static")
-    assert shown.exit_code == 0, shown.stderr
-    document = json.loads(shown.stdout)
-    assert document["baseline"] == "hf" and set(document["methods"]) == {"hf", "ar", "medusa"}
-    for one in document["methods"].values():
-        assert one["identical"] == one["questions"] == 4
-        assert one["tokens"] == document["methods"]["hf"]["tokens"] > 0
-        assert set(one["per_category"]) == {"a", "b"} and one["tokens_per_s"] > 0
-        assert one["divergences"] == []
-    assert document["methods"]["hf"]["speedup"] == pytest.approx(1)
-    assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
-    assert document["methods"]["medusa"]["acceptance_rate"] >= 1
-    drafted = document["drafting"]["medusa"]
-    assert (drafted["kind"], drafted["nodes"], drafted["dynamic"]) == ("medusa", 6, False)
-    assert drafted["drafter"] == str(place / "mine" / "drafter") and drafted["tree"] == str(place / "mine/tree.json")
-    reports = list((place / "mine" / "bench").glob("*.md"))
-    page = reports[0].read_text()
-    assert "| medusa |" in page and "| drafting |" in page and "Acceptance rate by category" in page
-    alone = json.loads(bench(place, "--json", "--category", "b", "--methods", "ar,medusa").stdout)
-    assert set(alone["methods"]["medusa"]["per_category"]) == {"b"} and alone["methods"]["ar"]["questions"] == 2
+def bench_json(place: Path, *words: str) -> dict:
+    done = bench(place, "--json", *words)
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_the_table_names_methods_categories_and_skipped_lines(place: Path) -> None:
-    shown = bench(place, "--limit", "2", "--methods", "ar,medusa")
-    assert shown.exit_code == 0
-    assert "over ar" in shown.stdout and "reference" in shown.stdout and "2/2" in shown.stdout
-    assert "1 records are no questions" in shown.stderr
+def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> Method:
+    """Returns a method that answers with `answer(count)` in a second, and keeps the prompts."""
+
+    def answers(asked: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Answer]:
+        if prompts is not None:
+            prompts.extend(asked)
+        return [Answer([answer(count)], 1.0) for _ in asked]
+
+    return answers
 
 
-def test_80_columns_hold_the_table_whole(place: Path) -> None:
-    shown = bench(place, "--limit", "2", "--methods", "ar,medusa,medusa-dynamic").stdout
-    assert max(len(line) for line in shown.splitlines() if not line.startswith("report:")) <= 80 and "…" not in shown
-    assert "┓" in shown.splitlines()[1] and "dynamictreesofatmost" in "".join(shown.split())
+def ask(*turns: str) -> Result:
+    return Result(Question("q", "c", turns))
 
 
-def test_sampling_reports_no_identity(place: Path) -> None:
-    shown = bench(place, "--json", "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
-    document = json.loads(shown.stdout)
-    assert document["sampling"]["mode"] == "exact" and document["methods"]["medusa"]["identical"] is None
+# Figures
+
+
+def test_figures_follow_from_tokens_and_seconds() -> None:
+    def stats(steps: int, accepted: int, seconds: float) -> PathStats:
+        total = PathStats()
+        for _ in range(steps):
+            total.add(Step([1] * 2, 5, accepted, 0.0, seconds))
+        return total
+
+    answers = {
+        "hf": Answer([[1] * 20], 2.0),
+        "ar": Answer([[1] * 20], 1.0, stats(20, 0, 0.05)),
+        "medusa": Answer([[1] * 20], 0.5, stats(10, 1, 0.06)),
+    }
+    document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], {})
+    methods = document["methods"]
+    assert (document["baseline"], document["reference"]) == ("hf", "ar")
+    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
+    assert methods["medusa"]["acceptance_length"] == pytest.approx(2)
+    assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+
+
+def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
+    draws = torch.Generator().manual_seed(4)
+    values = [10 + torch.randn(count, generator=draws, dtype=torch.float64) for count in (8, 800)]
+    wide, narrow = (bootstrap([[float(value), 1.0] for value in part], rate) for part in values)
+    assert wide is not None and narrow is not None
+    assert narrow[0] < 10 < narrow[1] and wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
+    assert narrow[1] - narrow[0] == pytest.approx(2 * 1.96 / 800**0.5, rel=0.15)  # 1.96 standard errors to either side
+    assert bootstrap([[1.0, 2.0]], rate) is None
+
+
+def test_a_ratio_of_two_methods_is_drawn_in_pairs() -> None:
+    # Whatever the question, the first method takes half the time of the second.
+    columns = [[tokens, tokens / 10, tokens, tokens / 5] for tokens in (1.0, 50.0, 400.0, 3.0)]
+    assert bootstrap(columns, ratio_of_rates) == pytest.approx((2.0, 2.0))
+
+
+def test_positions_and_nodes_are_counted_from_paths() -> None:
+    stats = PathStats()
+    stats.add(Step([1], verify_s=0.1, prefill=True))
+    for path in ((0, 1, 3), (0, 1), (0, 2), (0,)):
+        stats.add(Step([1], path=path, nodes=4))
+    stats.add(Step([1], path=(0, 1), nodes=2))  # a tree truncated at the end of the context
+    assert stats.by_depth() == [1, 3, 1] and stats.tree_hits() == [4, 2, 1, 1]
+    first, second = by_position([stats.by_depth()])
+    assert (first["reached"], first["after"]) == (4 / 5, 4 / 5)
+    assert (second["reached"], second["after"]) == (1 / 5, 1 / 4)
+    assert by_position([[3]]) == [] and PathStats().tree_hits() == []
+
+
+# Identity and histories
 
 
 def test_a_difference_is_found_with_its_margin() -> None:
-    backbone = tiny_backbone()
-    good = lambda prompts, count, watch: [Continuation([9, 10, 11][:count], 1.0, None)]  # noqa: E731
-    odd = lambda prompts, count, watch: [Continuation([9, 12, 11][:count], 1.0, None)]  # noqa: E731
-    question = Question("q", "c", ("w1",))
-    (result,) = measure(backbone, {"ar": good, "medusa": odd}, [question], 3)
-    found = result.answers["medusa"].divergence
-    assert (found.turn, found.position, found.expected, found.actual) == (0, 1, 10, 12)
-    ids = torch.tensor([*backbone.encode_chat([{"role": "user", "content": "w1"}]), 9])
-    scores = passes.run(backbone, ids).logits[-1]
-    assert found.margin == pytest.approx(float(scores[10] - scores[12]), abs=1e-4)
-    assert summarise([result])["methods"]["medusa"]["identical"] == 0
+    backbone, result = tiny_backbone(), ask("w1")
+    methods = {"ar": method(lambda n: [9, 10, 11][:n]), "medusa": method(lambda n: [9, 12, 11][:n])}
+    measure(backbone, methods, [result], 3)
+    found = first_difference(backbone, result, "medusa", "ar")
+    assert found is not None and (found["turn"], found["position"]) == (0, 1)
+    assert (found["expected"], found["actual"]) == (10, 12)
+    logits = helpers.forward(backbone, torch.tensor([*result.prompts[0], 9])).logits[-1]
+    assert found["margin"] == pytest.approx(float(logits[10] - logits[12]), abs=1e-4)
+    assert summarise([result], {"medusa": [found]})["methods"]["medusa"]["identical"] == 0
+    assert first_difference(backbone, result, "ar", "ar") is None
 
 
 def test_all_methods_see_the_references_history() -> None:
-    backbone = tiny_backbone()
-    prompts: dict[str, list] = {"ar": [], "medusa": []}
+    prompts: dict[str, list] = {"ar": [], "medusa": [], "hf": []}
+    backbone, result = tiny_backbone(), ask("w1", "w2")
+    measure(backbone, {"hf": method(lambda n: [9], prompts["hf"])}, [result], 3)
+    both = {"medusa": method(lambda n: [10], prompts["medusa"]), "ar": method(lambda n: [11], prompts["ar"])}
+    measure(backbone, both, [result], 3)  # methods of before told the history
+    assert prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3  # the first is the warm-up
+    assert list(result.answers) == ["hf", "medusa", "ar"] and result.answers["hf"].turns == [[9], [9]]
+    history = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": backbone.decode([9])}]
+    assert result.prompts[1] == backbone.encode_chat([*history, {"role": "user", "content": "w2"}])
 
-    def method(name: str, answer: list[int]):
-        return lambda asked, count, watch: prompts[name].extend(asked) or [Continuation(answer, 1.0, None)] * len(asked)
 
-    question = Question("q", "c", ("w1", "w2"))
-    list(measure(backbone, {"medusa": method("medusa", [9]), "ar": method("ar", [10])}, [question], 3))
-    assert prompts["ar"] == prompts["medusa"]
+def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
+    calls: list = []
+
+    def numbered(prompts: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Answer]:
+        calls.append(list(prompts))
+        return [Answer([[9 + len(calls)] * (i + 1)], 0.5) for i in range(len(prompts))]
+
+    results = [ask("w1", "w2"), ask("w3"), ask("w4", "w5")]
+    measure(tiny_backbone(), {"ar": numbered}, results, 3, batch_size=2)
+    assert [len(result.answers["ar"].turns) for result in results] == [2, 1, 2]
+    assert [len(prompts) for prompts in calls] == [2, 2, 1, 1, 1]  # the first call warms up
+    assert calls[2] == [results[0].prompts[1]]
 
 
-def test_answers_of_before_are_the_history_and_are_compared_with_the_others() -> None:
-    backbone, prompts = tiny_backbone(), list[list[int]]()
+def test_a_question_longer_than_the_context_is_refused_before_anything_is_measured() -> None:
+    ran: list = []
+    with pytest.raises(UserError, match="questions"):
+        measure(tiny_backbone(positions=24), {"ar": method(lambda n: [9], ran)}, [ask("w1"), ask("w1 " * 40)], 3)
+    assert not ran
 
-    def method(answer: list[int]):
-        return lambda asked, count, watch: prompts.extend(asked) or [Continuation(answer, 1.0, None)] * len(asked)
 
-    question = Question("q", "c", ("w1", "w2"))
-    known = list(measure(backbone, {"hf": method([9])}, [question], 3, compare=False))
-    before, prompts[:] = prompts[1:], []
-    (result,) = measure(backbone, {"ar": method([10]), "medusa": method([10])}, [question], 3, known=known)
-    assert prompts[2:] == [before[0], before[0], before[1], before[1]]  # the first of each warm up
-    assert list(result.answers) == ["hf", "ar", "medusa"] and result.answers["medusa"].divergence is None
-    assert result.answers["hf"].divergence is not None and known[0].answers["hf"].turns == [[9], [9]]
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_turn_that_answers_make_longer_than_the_context_is_left_out(
+    caplog: pytest.LogCaptureFixture, batch_size: int
+) -> None:
+    backbone, results = tiny_backbone(positions=24), [ask("w1", "w2", "w3"), ask("w1")]
+    for names in (("ar", "medusa"), ("hf",)):
+        methods = {name: method(lambda n: [9] * n) for name in names}
+        measure(backbone, methods, results, 20, batch_size=batch_size)
+        assert all(len(result.answers[name].turns) == 1 for result in results for name in names)
+    assert len(caplog.records) == 1
+
+
+# The command
+
+
+def test_every_method_answers_alike_and_the_document_says_so(place: Path) -> None:
+    document = bench_json(place, "--tree", "static")
+    assert document["baseline"] == "hf" and set(document["methods"]) == {"hf", "ar", "medusa"}
+    for figures in document["methods"].values():
+        assert figures["identical"] == figures["questions"] == 4 and figures["differences"] == []
+        assert figures["tokens"] == document["methods"]["hf"]["tokens"] > 0
+        assert set(figures["per_category"]) == {"a", "b"} and figures["tokens_per_s"] > 0
+    assert document["methods"]["hf"]["speedup"] == pytest.approx(1)
+    assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
+    drafted = document["methods"]["medusa"]
+    assert (
+        drafted["acceptance_length"] >= 1 and drafted["speedup_95"][0] <= drafted["speedup"] <= drafted["speedup_95"][1]
+    )
+    used = document["drafting"]["medusa"]
+    assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == ("medusa", 6, False, False)
+    assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(place / "mine/tree.json")
+    # Every accepted node has an accepted parent, and one node a depth is accepted a step.
+    assert used["static_tree"] == TREE.to_json() and len(drafted["hits"]) == TREE.size
+    assert all(drafted["hits"][node] <= drafted["hits"][TREE.parents[node]] for node in range(1, TREE.size))
+    assert sum(drafted["depths"]) == sum(row["steps"] for row in drafted["answers"]) == drafted["hits"][0]
+    assert len(list((place / "mine" / "bench").glob("*.md"))) == 1
+    part = bench_json(place, "--category", "b", "--methods", "ar,medusa")
+    assert set(part["methods"]["medusa"]["per_category"]) == {"b"} and part["methods"]["ar"]["questions"] == 2
+
+
+def test_80_columns_hold_the_table(place: Path) -> None:
+    done = bench(place, "--limit", "2", "--methods", "ar,medusa,medusa-dynamic")
+    assert done.exit_code == 0 and "2/2" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("report:")) <= 80
+    assert "…" not in done.stdout
+
+
+def test_sampling_reports_no_identity(place: Path) -> None:
+    document = bench_json(place, "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
+    assert document["sampling"]["mode"] == "exact" and document["methods"]["medusa"]["identical"] is None
+    assert set(document["quality"]) == {"ar", "medusa"}
 
 
 @pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps"])
@@ -118,207 +211,214 @@ def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.Monke
     networks: list[weakref.ref] = []
 
     def counted(*args, **rest):
-        held.append(sum(one() is not None for one in networks))
+        held.append(sum(network() is not None for network in networks))
         network, tokenizer = load_network(*args, **rest)
         networks.append(weakref.ref(network))
         return network, tokenizer
 
     monkeypatch.chdir(place)
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
-    for user in ("medusa_cli.benchmarks.baseline", "medusa_cli.engines.load"):
-        monkeypatch.setattr(f"{user}.load_network", counted)
+    for module in (running, engine_load):
+        monkeypatch.setattr(module, "load_network", counted)
     short = ["--context", "9"] if "--steps" in words else ["--max-new-tokens", "2"]
-    shown = medusa(*words.split(), "--run", str(place / "mine"), "--dtype", "fp32", *short)
-    assert shown.exit_code == 0, shown.stderr
+    done = medusa(*words.split(), "--run", str(place / "mine"), "--dtype", "fp32", *short)
+    assert done.exit_code == 0, done.stderr
     assert held == [0, 0]
 
 
-def test_a_penalty_that_the_model_comes_with_is_no_methods(place: Path, tmp_path: Path) -> None:
+def test_a_penalty_of_the_models_own_config_has_no_effect(place: Path, tmp_path: Path) -> None:
     model = shutil.copytree(place / "model", tmp_path / "model")
     rules = json.loads((model / "generation_config.json").read_text())
     rules |= {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_new_tokens": 9}
     (model / "generation_config.json").write_text(json.dumps(rules))
-    shown = bench(place, "--model", str(model), "--methods", "hf,ar", "--limit", "2", "--json")
-    assert shown.exit_code == 0, shown.stderr
-    assert json.loads(shown.stdout)["methods"]["hf"]["identical"] == 2
+    document = bench_json(place, "--model", str(model), "--methods", "hf,ar", "--limit", "2")
+    assert document["methods"]["hf"]["identical"] == 2
 
 
 @pytest.mark.parametrize(("named", "kept"), [(".", "x1"), ("../mine", "mine")])
-def test_a_bench_is_kept_under_the_models_folder_or_a_link_to_it(
+def test_a_bench_without_a_run_lies_under_the_models_name(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, kept: str
 ) -> None:
     monkeypatch.chdir(shutil.copytree(place / "model", tmp_path / "x1"))
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
     heads = ["--drafter", str(place / "mine/drafter"), "--tree", str(place / "mine/tree.json"), "--dtype", "fp32"]
     words = ["--questions", str(place / "q.jsonl"), "--limit", "1", "--max-new-tokens", "2", "--methods", "ar,medusa"]
-    shown = medusa("bench", "--model", named, *heads, *words)
-    assert shown.exit_code == 0, shown.stderr
+    done = medusa("bench", "--model", named, *heads, *words)
+    assert done.exit_code == 0, done.stderr
     assert [path.name for path in Path("runs").iterdir()] == [kept]
 
 
-def test_a_question_longer_than_the_context_is_named_before_anything_is_measured() -> None:
-    backbone, ran = tiny_backbone(positions=24), list[int]()
-    ran_by = lambda prompts, count, watch: ran.append(count) or [Continuation([9] * count, 1.0, None)] * len(prompts)  # noqa: E731
-    questions = [Question("short", "c", ("w1",)), Question("long", "c", ("w1 " * 40,))]
-    with pytest.raises(UserError, match="question 'long' has .* tokens, 'tiny-llama' has a context of 24"):
-        list(measure(backbone, {"ar": ran_by}, questions, 3))
-    assert not ran
+def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "mine", str(place / "model"))
+    run.bench_dir.write_text("in the way")
+    for more in ([], ["--json"]):
+        done = bench(place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more)
+        assert done.exit_code == 1 and "ar" in done.stdout and str(run.bench_dir) in done.stderr
 
 
-def test_a_turn_that_answers_make_longer_than_the_context_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    backbone = tiny_backbone(positions=24)
-    wordy = lambda prompts, count, watch: [Continuation([9] * count, 1.0, None)] * len(prompts)  # noqa: E731
-    questions = [Question("q", "c", ("w1", "w2", "w3")), Question("p", "c", ("w1",))]
-    for batch_size in (1, 2):
-        results = list(measure(backbone, {"ar": wordy, "medusa": wordy}, questions, 20, batch_size=batch_size))
-        assert [len(one.answers["medusa"].turns) for one in results] == [1, 1]
-        assert caplog.text.count("turn 2 of question 'q' has") == 1
-        known = list(measure(backbone, {"ar": wordy}, questions, 20, batch_size=batch_size, known=results))
-        assert [len(one.answers["ar"].turns) for one in known] == [1, 1]
-        assert caplog.text.count("turn 2 of question 'q' has") == 1
-        caplog.clear()
+# Methods
 
 
-def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
-    backbone = tiny_backbone()
-    calls: list[list[list[int]]] = []
-
-    def method(prompts, count, watch):
-        calls.append(prompts)
-        return [Continuation([9 + len(calls)] * (i + 1), 0.5, None) for i in range(len(prompts))]
-
-    questions = [Question("a", "c", ("w1", "w2")), Question("b", "c", ("w3",)), Question("d", "c", ("w4", "w5"))]
-    results = list(measure(backbone, {"ar": method}, questions, 3, batch_size=2))
-    assert [result.question.id for result in results] == ["a", "b", "d"]
-    assert [len(result.answers["ar"].turns) for result in results] == [2, 1, 2]
-    assert [len(prompts) for prompts in calls] == [2, 2, 1, 1, 1]  # the first call warms up
-    history = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": backbone.decode(results[0].answers["ar"].turns[0])},
-        {"role": "user", "content": "w2"},
-    ]
-    assert calls[2] == [backbone.encode_chat(history)]
+def test_transformers_own_methods_and_dynamic_trees_are_identical(place: Path) -> None:
+    document = bench_json(place, "--methods", "hf,hf-lookup,ar,medusa,medusa-dynamic")
+    assert list(document["methods"]) == ["hf", "hf-lookup", "ar", "medusa", "medusa-dynamic"]
+    assert all(figures["identical"] == 4 for figures in document["methods"].values())
+    assert document["drafting"]["medusa-dynamic"]["dynamic"]
+    assert bench_json(place, "--tree", "dynamic:4", "--methods", "ar,medusa")["drafting"]["medusa"]["nodes"] == 4
 
 
-def test_a_batch_answers_as_one_at_a_time_does_and_says_its_size(place: Path) -> None:
-    alone = json.loads(bench(place, "--json", "--tree", "static").stdout)
-    shown = bench(place, "--json", "--tree", "static", "--batch-size", "3")
-    assert shown.exit_code == 0, shown.stderr
-    document = json.loads(shown.stdout)
-    assert (alone["batch_size"], document["batch_size"]) == (1, 3)
-    assert "3 questions side by side" in document["facts"][-1]
-    for name, one in document["methods"].items():
-        assert one["identical"] == one["questions"] == 4 and one["divergences"] == []
-        assert one["tokens"] == alone["methods"][name]["tokens"]
-        assert one["acceptance_rate"] == pytest.approx(alone["methods"][name]["acceptance_rate"])
-    assert document["methods"]["ar"]["overhead"] == pytest.approx(1)
+def test_a_batch_answers_as_single_questions_do(place: Path) -> None:
+    words = ["--tree", "static", "--methods", "hf,ar,medusa,medusa-dynamic", "--batch-size"]
+    single, batched = bench_json(place, *words, "1"), bench_json(place, *words, "3")
+    for name, figures in batched["methods"].items():
+        assert figures["identical"] == 4 and figures["tokens"] == single["methods"][name]["tokens"]
+        assert figures["acceptance_length"] == pytest.approx(single["methods"][name]["acceptance_length"])
+    assert batched["methods"]["ar"]["overhead"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("method", ["hf-lookup", "llama.cpp"])
-def test_what_decodes_one_sequence_alone_is_no_batch_method(place: Path, method: str) -> None:
-    shown = bench(place, "--batch-size", "2", "--methods", f"ar,{method}")
-    assert shown.exit_code == 2 and f"--methods {method} decodes one sequence at a time" in shown.stderr
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_lookups_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
+    methods = "ar,lookup,medusa-alone,medusa"
+    document = bench_json(place, "--methods", methods, "--tree", "static", "--lookup", "--batch-size", size)
+    assert ",".join(document["methods"]) == methods
+    assert all(figures["identical"] == 4 for figures in document["methods"].values())
+    assert document["drafting"]["medusa"]["lookup"] and not document["drafting"]["medusa-alone"]["lookup"]
 
 
-def test_dynamic_trees_grow_side_by_side_too(place: Path) -> None:
-    words = ["--json", "--methods", "ar,medusa-dynamic", "--batch-size"]
-    together, alone = (json.loads(bench(place, *words, size).stdout)["methods"] for size in ("2", "1"))
-    grown = together["medusa-dynamic"]
-    assert grown["identical"] == grown["questions"] == 4
-    assert grown["acceptance_rate"] == pytest.approx(alone["medusa-dynamic"]["acceptance_rate"])
+def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Path) -> None:
+    model = str(place / "model")
+    outer = save_run(tmp_path / "mine", model)
+    save_run(tmp_path / "mine" / "hydra", model, kind=HydraHeads, calibrated=True)
+    save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
+    words = ["--run", str(outer.path), "--limit", "2", "--methods"]
+    document = bench_json(place, *words, "ar,medusa,hydra,second", "--tree", "static")
+    assert list(document["methods"]) == ["ar", "medusa", "hydra", "second"]
+    assert all(figures["identical"] == 2 for figures in document["methods"].values())
+    used = {name: (part["kind"], part["nodes"]) for name, part in document["drafting"].items()}
+    assert used == {"medusa": ("medusa", 6), "hydra": ("hydra", 6), "second": ("medusa", 3)}
+    assert bench_json(place, *words, "second", "--tree", "static", "--lookup")["drafting"]["second"]["lookup"]
+    assert bench_json(place, *words, "hydra", "--tree", "static:5")["drafting"]["hydra"]["nodes"] == 5
+    for more, code, part in (
+        (["medusa,amphista"], 1, "amphista"),
+        (["medusa,hydra", "--tree", "static:5"], 1, "calibrate"),
+        (["hydra", "--tree", "static:200"], 2, "--tree static:200"),
+        (["ar,medusa,hydra", "--drafter", str(outer.drafter_dir)], 2, "--drafter"),
+    ):
+        done = bench(place, *words, *more)
+        assert done.exit_code == code and part in done.stderr, (more, done.stderr)
 
 
-def test_figures_follow_from_tokens_and_seconds() -> None:
-    def stats(steps: int, accepted: int, seconds: float) -> Tally:
-        return Tally.of(Step([1] * 2, 5, accepted, 0.0, seconds) for _ in range(steps))
-
-    answers = {
-        "hf": Answers([[1] * 20], 2.0),
-        "ar": Answers([[1] * 20], 1.0, stats(20, 0, 0.05)),
-        "medusa": Answers([[1] * 20], 0.5, stats(10, 1, 0.06)),
-    }
-    methods = summarise([Measured(Question("1", "c", ("x",)), answers)])["methods"]
-    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
-    assert methods["medusa"]["acceptance_rate"] == pytest.approx(2)
-    assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+def test_dynamic_trees_use_the_drafter_that_medusa_stands_for(place: Path, tmp_path: Path) -> None:
+    model = str(place / "model")
+    outer = save_run(tmp_path / "mine", model, kind=HydraHeads)
+    save_run(tmp_path / "mine" / "medusa", model, heads=2, tree=Tree.chain(2))
+    words = ["--limit", "1", "--run", str(outer.path), "--tree", "static", "--methods"]
+    drafting = bench_json(place, *words, "hydra,medusa,medusa-dynamic")["drafting"]
+    assert drafting["medusa"]["drafter"] == drafting["medusa-dynamic"]["drafter"] != drafting["hydra"]["drafter"]
+    assert drafting["medusa-dynamic"]["dynamic"] and drafting["medusa-dynamic"]["nodes"] == 3
+    assert bench_json(place, *words, "medusa-dynamic")["drafting"]["medusa-dynamic"]["kind"] == "hydra"
 
 
-def test_categories_are_chosen_by_name() -> None:
-    questions = [Question(str(i), "abc"[i % 3], ("x",)) for i in range(9)]
-    assert of_categories(questions, None) == questions
-    assert {q.category for q in of_categories(questions, "a, c")} == {"a", "c"}
-    with pytest.raises(UsageError, match="'math' is none of these questions'; use some of a, b, c"):
-        of_categories(questions, "math")
+def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: Path, tmp_path: Path) -> None:
+    small, other = save_model(tmp_path / "small", layers=1), save_model(tmp_path / "other", vocab=80)
+    words = ["--limit", "2", "--methods", "hf,hf-assisted,ar", "--draft-model"]
+    assert bench_json(place, *words, small)["methods"]["hf-assisted"]["identical"] == 2
+    done = bench(place, *words, other)
+    assert done.exit_code == 1 and "--draft-model" in done.stderr
 
 
-def test_limits_are_spread_over_the_categories() -> None:
-    questions = [Question(str(i), "abc"[i // 4], ("x",)) for i in range(12)]
-    assert [q.category for q in spread(questions, 3)] == ["a", "b", "c"]
-    assert len(spread(questions, 5)) == 5 and spread(questions, None) == questions
-    with pytest.raises(UsageError, match="limit 0"):
-        spread(questions, 0)
-    same = [Question("1", "c", (f"w{i}",)) for i in range(4)]
-    assert spread(same, 2) == same[:2]  # whatever the ids
+def test_llama_cpp_decodes_greedily_from_a_known_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check_llama("smollm2-135m", None, Sampling())
+    with pytest.raises(UsageError, match="gguf"):
+        check_llama("other", None, Sampling())
+    with pytest.raises(UsageError, match="temperature"):
+        check_llama("other", Path("some.gguf"), Sampling("exact", 0.7))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="llama-cpp-python"):
+        check_llama("smollm2-135m", None, Sampling())
 
 
-def test_a_question_ends_with_its_line_whatever_it_holds(tmp_path: Path) -> None:
-    odd = "first\u2028second\x85third"
-    (tmp_path / "q.jsonl").write_text(json.dumps({"turns": [odd]}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [question.turns for question in read_questions(tmp_path / "q.jsonl")[0]] == [(odd,)]
+@pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
+def test_rounded_weights_are_held_against_the_plain_models_answers(place: Path) -> None:
+    words = ["--dtype", "bf16", "--limit", "2", "--methods", "hf,ar"]
+    document = bench_json(place, *words, "--engine", "int8")
+    assert (document["engine"], document["kernel"]) == ("fast", "int8")
+    assert 0.5 < document["quality"]["hf"]["agreement"] <= 1
+    assert bench_json(place, *words)["quality"] is None
+    refused = bench(place, "--engine", "int8", "--methods", "ar")  # over fp32
+    assert refused.exit_code == 2 and "--engine int8" in refused.stderr
 
 
-@pytest.mark.parametrize("text", ["", "not json\n", '{"turns": []}\n', '{"turns": [3]}\n', "[1]\n"])
-def test_files_without_questions_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "q.jsonl").write_text(text)
-    with pytest.raises(UserError, match="no usable question"):
-        read_questions(tmp_path / "q.jsonl")
+# Refusals
 
 
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["--methods", "hf,magic"], 2, "'magic' is unknown"),
-        (["--mt-bench"], 2, "exclude each other"),
+        (["--methods", "hf,magic"], 2, "'magic'"),
+        (["--mt-bench"], 2, "--mt-bench"),
         (["--limit", "0"], 2, "--limit 0"),
         (["--temperature", "-1"], 2, "temperature"),
         (["--top-p", "2"], 2, "--top-p"),
         (["--questions", "nowhere.jsonl"], 1, "nowhere.jsonl"),
         (["--run", "nowhere"], 1, "nowhere"),
         (["--drafter", "nowhere"], 1, "nowhere"),
-        (
-            ["--tree", "dynamc"],
-            1,
-            "--tree 'dynamc' is no file; use auto, static, static:N, dynamic, dynamic:N or a file",
-        ),
+        (["--tree", "dynamc"], 1, "--tree 'dynamc'"),
+        (["--tree", "dynamic:none"], 2, "'none'"),
         (["--device", "tpu"], 2, "tpu"),
+        (["--methods", "ar", "--gguf", "{place}/q.jsonl"], 2, "--gguf"),
+        (["--methods", "llama.cpp", "--gguf", "{place}/nowhere.gguf"], 2, "--gguf"),
+        (["--methods", "llama.cpp"], 2, "--methods llama.cpp"),
+        (["--methods", "ar,hf", "--drafter", "{place}/mine/drafter"], 2, "--drafter"),
+        (["--context", "20"], 2, "--context"),
+        (["--values", "3"], 2, "--values"),
+        (["--batch-size", "2", "--methods", "ar,hf-lookup"], 2, "hf-lookup"),
+        (["--methods", "hf,hf-assisted"], 2, "--draft-model"),
+        (["--methods", "hf,ar", "--draft-model", "{place}/model"], 2, "--draft-model"),
     ],
 )
-def test_mistakes_end_in_one_line(place: Path, words: list[str], code: int, part: str) -> None:
-    shown = bench(place, *words)
-    assert shown.exit_code == code and part in shown.stderr and "Traceback" not in shown.stderr
-    assert sum(line.startswith("error:") for line in shown.stderr.splitlines()) == 1
+def test_mistakes_end_in_one_line_before_anything_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, part: str
+) -> None:
+    monkeypatch.setattr("medusa_cli.commands.bench.load", lambda *args, **rest: pytest.fail("it was loaded"))
+    done = bench(place, *(word.format(place=place) for word in words))
+    assert done.exit_code == code and part in done.stderr and "Traceback" not in done.stderr
+    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
 
 
-def test_a_tree_deeper_than_the_heads_and_another_model_are_refused(place: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
     save_tree(tmp_path / "deep.json", Tree.chain(5), {})
-    shown = bench(place, "--tree", str(tmp_path / "deep.json"))
-    assert shown.exit_code == 1 and "5 deep, the drafter has 3 heads" in shown.stderr
-    other = save_model(tmp_path / "other", seed=9)
-    shown = bench(place, "--model", other)
-    assert shown.exit_code == 1 and "was made for the model" in shown.stderr
-
-
-def test_files_of_the_wrong_shape_are_named(place: Path, tmp_path: Path) -> None:
+    done = bench(place, "--tree", str(tmp_path / "deep.json"))
+    assert done.exit_code == 1 and "deep.json" in done.stderr
+    assert bench(place, "--model", save_model(tmp_path / "other", seed=9)).exit_code == 1
+    done = medusa("bench", "--model", str(place / "model"))
+    assert done.exit_code == 1 and "medusa train" in done.stderr
     run = save_run(tmp_path / "mine", str(place / "model"), calibrated=True, heads=2, tree=Tree.chain(2))
     words = ["--run", str(run.path), "--methods", "ar,medusa", "--limit", "1"]
     deep = json.loads(run.calibration_path.read_text())["accuracies"] * 2
     run.calibration_path.write_text(json.dumps({"accuracies": deep}))
-    shown = bench(place, *words, "--tree", "static:40")
-    assert shown.exit_code == 1 and "the tree static:40 is" in shown.stderr, shown.stderr
+    done = bench(place, *words, "--tree", "static:40")
+    assert done.exit_code == 1 and "static:40" in done.stderr
     run.calibration_path.write_text(json.dumps({"accuracies": deep, "temperatures": ["warm"]}))
-    shown = bench(place, *words, "--tree", "dynamic")
-    assert shown.exit_code == 1 and "expected float, got str at temperatures[0]" in shown.stderr
+    done = bench(place, *words, "--tree", "dynamic")
+    assert done.exit_code == 1 and "temperatures[0]" in done.stderr
     (run.drafter_dir / "config.json").write_text("[1]")
     for methods in ("ar,medusa", "ar,medusa,hydra"):
-        shown = bench(place, *words, "--methods", methods)
-        assert shown.exit_code == 1 and "config.json holds no JSON object" in shown.stderr, shown.stderr
+        done = bench(place, *words, "--methods", methods)
+        assert done.exit_code == 1 and "config.json" in done.stderr
+
+
+# The demo
+
+
+def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    words = ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12"]
+    done = medusa(*words)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.count("--- plain decoding") == done.stdout.count("--- with drafts") == 2
+    plain = done.stdout.split("--- plain decoding")[1].split("--- with drafts")[0]
+    assert "\n\n" in plain.partition("\n")[2].strip()  # the two turns' answers stand apart
+    document = json.loads(medusa(*words, "--json").stdout)
+    assert document["methods"]["medusa"]["identical"] == 2

@@ -4,19 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.cli import app
-from medusa_cli.decoding.costs import measure_costs
-from medusa_cli.runs.files import write_json
-from medusa_cli.tree.budget import Budget, Costs, break_even, budgets, judge, line
-from medusa_cli.tree.search import expected_length, node_values, search
-from tests.runs import save_model, save_run
+from medusa_cli.decode.costs import measure_costs
+from medusa_cli.runs.io import write_json
+from medusa_cli.tree.search import (
+    Budget,
+    Costs,
+    best_of_size,
+    break_even,
+    budgets,
+    expected_length,
+    interpolate,
+    node_values,
+    search,
+)
+from tests.helpers import medusa, medusa_drafter, save_model, save_run, tiny_backbone
 from tests.test_amphista import amphista
 from tests.test_firp import firp
-from tests.test_generate import medusa
 from tests.test_hydra import hydra
-from tests.tiny import tiny_backbone
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
 
@@ -30,7 +36,7 @@ def tiny_run(tmp_path: Path) -> Path:
 
 
 def medusa_tree(*words: str) -> Result:
-    return CliRunner().invoke(app, ["tree", *words])
+    return medusa("tree", *words)
 
 
 def costs_of(slope: float, each_level: float = 0.0) -> Costs:
@@ -47,8 +53,8 @@ def best(costs: Costs) -> Budget:
 def test_cost_lies_on_the_line_between_measured_sizes_and_beyond_them() -> None:
     points = {1: 0.010, 9: 0.018, 17: 0.050}
     expected = [0.010, 0.014, 0.018, 0.034, 0.05, 0.082]  # beyond the last, on its slope
-    assert [line(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
-    assert line({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
+    assert [interpolate(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
+    assert interpolate({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
     both = Costs(points, {1: 0.001, 3: 0.005})
     assert both.step(9, 2) == pytest.approx(0.021) and both.step(1, 0) == 0.010
     assert both.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
@@ -60,7 +66,7 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
     chosen = best(costs)
     shown = budgets(ACCURACIES, costs)
     rates = [
-        expected_length(search(ACCURACIES, n), ACCURACIES) / line(costs.verify, n)
+        expected_length(search(ACCURACIES, n), ACCURACIES) / interpolate(costs.verify, n)
         for n in [one.tree.size for one in shown]
     ]
     assert chosen.tokens_per_s == pytest.approx(max(rates))
@@ -69,7 +75,9 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
         assert chosen.tree.size == 28
     if slope == 0.2:
         assert chosen.tree.size == 1
-    assert judge(ACCURACIES, 8, costs).expected == pytest.approx(expected_length(search(ACCURACIES, 8), ACCURACIES))
+    assert best_of_size(ACCURACIES, 8, costs).expected == pytest.approx(
+        expected_length(search(ACCURACIES, 8), ACCURACIES)
+    )
 
 
 def test_a_further_node_pays_from_the_chance_that_makes_up_for_its_time() -> None:
@@ -88,7 +96,7 @@ def test_depth_is_left_where_it_costs_more_than_it_gives() -> None:
     assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
 
 
-@pytest.mark.parametrize("make", [medusa, hydra, amphista, firp])
+@pytest.mark.parametrize("make", [medusa_drafter, hydra, amphista, firp])
 def test_measured_costs_are_of_every_size_and_depth(make) -> None:
     backbone = tiny_backbone(layers=6)
     steps: list[int] = []

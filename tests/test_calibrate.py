@@ -8,26 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from medusa_cli import console
-from medusa_cli.backbone import Backbone
-from medusa_cli.cli import app
+from medusa_cli.data.packing import Dataset, Example
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.usable import ReadReport
-from medusa_cli.training.calibration import calibrate
-from medusa_cli.training.data import Dataset, Example
-from tests.test_training import conversation, model_folder, run, train_words, write_lines
-from tests.tiny import tiny_backbone
+from medusa_cli.train.calibration import calibrate
+from tests.helpers import conversation, medusa, tiny_backbone, write_lines
+from tests.test_training import model_folder, run, train_words
 
 __all__ = ["model_folder", "run"]  # fixtures
-
-
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
 
 
 class Oracle(torch.nn.Module):
@@ -56,7 +47,7 @@ def dataset_of(*answers: list[int]) -> Dataset:
     for i, tokens in enumerate(answers):
         made.append(Example(f"a{i}", torch.tensor(tokens), row))
         row += len(tokens)
-    return Dataset([], made, torch.zeros(row, 32).bfloat16(), ReadReport(), "")
+    return Dataset([], made, ReadReport(), "", torch.zeros(row, 32).bfloat16())
 
 
 def test_the_rank_that_is_right_is_counted_within_each_answer_alone() -> None:
@@ -75,7 +66,7 @@ def test_conversations_whose_prompts_are_seen_are_not_cut() -> None:
     tokens = torch.randint(0, 64, (700,))
     long = Example("long", tokens, 0, torch.zeros(700, dtype=torch.long))
     short = Example("short", tokens[:3], 700, torch.zeros(3, dtype=torch.long))
-    dataset = Dataset([], [long, short], torch.zeros(703, 32).bfloat16(), ReadReport(), "")
+    dataset = Dataset([], [long, short], ReadReport(), "", torch.zeros(703, 32).bfloat16())
     found = calibrate(tiny_backbone(), Oracle((0, 0)), dataset, top=1)  # type: ignore[arg-type]
     assert found.counted == [699 + 2, 698 + 1]
 
@@ -102,7 +93,7 @@ def test_the_temperature_that_fits_is_found(heat: float) -> None:
         Example(f"{i}.{j}", torch.stack([tokens[i, j], tokens[i, j]]), 2 * i) for i in range(count) for j in range(16)
     ]
     states = torch.arange(count).repeat_interleave(2)[:, None].expand(-1, 32).bfloat16()
-    dataset = Dataset([], answers, states, ReadReport(), "")
+    dataset = Dataset([], answers, ReadReport(), "", states)
     found = calibrate(tiny_backbone(), Unsure(scores), dataset, top=1)  # type: ignore[arg-type]
     assert found.temperatures[0] == pytest.approx(heat, abs=0.101)
 
@@ -118,10 +109,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         calibrate(backbone, oracle, dataset_of(), top=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="too short to calibrate 2 heads"):
         calibrate(backbone, oracle, dataset_of([1, 2]), top=3)  # type: ignore[arg-type]
-
-
-def medusa(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 def test_the_command_writes_accuracies_and_a_heat_map(run: Run, model_folder: str) -> None:

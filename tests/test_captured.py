@@ -5,12 +5,14 @@ import logging
 import pytest
 import torch
 
-from medusa_cli.decoding import Decoder, Sampling, answer, captured, choosing, trial
-from medusa_cli.decoding.sampling import Rule
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.decode import Decoder, Request, Sampling, answer
+from medusa_cli.decode import cuda_graph as captured
+from medusa_cli.decode import cuda_graph as choosing
+from medusa_cli.decode import cuda_graph as trial
+from medusa_cli.decode.sampling import Sampler
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, plain, tiny_backbone
 from tests.test_accept import target_probs
-from tests.test_generate import PROMPT, SPARSE, Oracle, plain
-from tests.tiny import FAMILIES, tiny_backbone
 
 RULES = {
     "greedy": Sampling(),
@@ -24,13 +26,13 @@ RULES = {
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the steps that ran as captured ones do."""
     kinds: list[str] = []
-    inner = captured._FixedStep.__call__
+    inner = captured._GraphStep.__call__
 
     def called(self, *given):
         kinds.append(self._kind)
         return inner(self, *given)
 
-    monkeypatch.setattr(captured._FixedStep, "__call__", called)
+    monkeypatch.setattr(captured._GraphStep, "__call__", called)
     return kinds
 
 
@@ -40,7 +42,7 @@ def test_fixed_steps_give_what_ordinary_ones_give(family: str, rule: Sampling, v
     """Greedy and sampled, the same tokens by the same seed."""
     backbone = tiny_backbone(family, engine="fast")
     expected = plain(backbone, 40, sampling=rule)
-    decoder = Decoder(backbone, Oracle(expected, 0.6), SPARSE, captured=True)
+    decoder = Decoder(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = list(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=rule))
     assert [t for s in steps for t in s.tokens] == expected
     assert len(verified) == len(steps) - 1 and sum(step.accepted for step in steps) > 5
@@ -48,10 +50,10 @@ def test_fixed_steps_give_what_ordinary_ones_give(family: str, rule: Sampling, v
 
 def test_sequences_of_every_kind_step_side_by_side(verified: list[str]) -> None:
     backbone = tiny_backbone("qwen3", engine="fast")
-    decoder = Decoder(backbone, slots=4, captured=True)
-    rows = [decoder.admit(PROMPT, max_new_tokens=20, stop_ids=(), sampling=rule) for rule in RULES.values()]
+    decoder = Decoder(backbone, slots=4, cuda_graphs=True)
+    rows = [decoder.admit(Request(PROMPT, max_new_tokens=20, stop_ids=(), sampling=rule)) for rule in RULES.values()]
     found = {id(sequence): list(first.tokens) for sequence, first in rows}
-    while decoder.rows:
+    while decoder.sequences:
         for sequence, step in decoder.step():
             found[id(sequence)] += step.tokens
     for (sequence, _), rule in zip(rows, RULES.values(), strict=True):
@@ -62,15 +64,15 @@ def test_sequences_of_every_kind_step_side_by_side(verified: list[str]) -> None:
 def test_trees_that_grow_are_not_captured(verified: list[str]) -> None:
     backbone = tiny_backbone("llama", engine="fast")
     backbone.engine.captures = True
-    assert Decoder(backbone, Oracle([1], 0.6), Growth(8, 3)).captured is None
-    assert Decoder(backbone, Oracle([1], 0.6), SPARSE).captured is not None
+    assert Decoder(backbone, Oracle([1], 0.6), DynamicTree(8, 3)).cuda_graphs is None
+    assert Decoder(backbone, Oracle([1], 0.6), SPARSE).cuda_graphs is not None
 
 
 def test_typical_acceptance_is_not_captured(verified: list[str]) -> None:
     backbone = tiny_backbone("llama", engine="fast")
     steps = list(
         answer(
-            Decoder(backbone, captured=True),
+            Decoder(backbone, cuda_graphs=True),
             PROMPT,
             max_new_tokens=5,
             stop_ids=(),
@@ -86,7 +88,7 @@ def test_what_is_chosen_is_distributed_as_the_target_is(rule: Sampling) -> None:
     nodes, draws = 3, 4000
     logits = 1.5 * torch.randn(nodes, 12, generator=torch.Generator().manual_seed(3))
     tree = Tree.from_choices([[0], [1]])
-    rules = [Rule(rule, number) for number in range(draws)]
+    rules = [Sampler(rule, number) for number in range(draws)]
     kind = choosing.kind_of(rules)
     said = choosing.demands(rules, tree, kind)
     assert said is not None
@@ -116,7 +118,7 @@ def test_a_trial_decides_once_whether_steps_are_captured(
 ) -> None:
     backbone = tiny_backbone(engine="fast")
     backbone.engine.captures = None
-    clock, inner, tried = [0.0], captured.Captured.verify, []
+    clock, inner, tried = [0.0], captured.CudaGraphs.verify, []
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
 
     def verify(self, *given):
@@ -135,10 +137,10 @@ def test_a_trial_decides_once_whether_steps_are_captured(
         clock[0] += 2.0
         return ordinary(*given)
 
-    monkeypatch.setattr(captured.Captured, "verify", verify)
+    monkeypatch.setattr(captured.CudaGraphs, "verify", verify)
     monkeypatch.setattr(trial, "_uncaptured", uncaptured)
     with caplog.at_level(logging.WARNING):
-        assert (Decoder(backbone).captured is not None) == taken
+        assert (Decoder(backbone).cuda_graphs is not None) == taken
         before = len(tried)
         Decoder(backbone)
     assert len(tried) == before > 0  # once for an engine
@@ -149,4 +151,4 @@ def test_a_trial_decides_once_whether_steps_are_captured(
 
 def test_engines_on_a_cpu_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_trial", lambda engine: pytest.fail("tried"))
-    assert Decoder(tiny_backbone(engine="fast")).captured is None
+    assert Decoder(tiny_backbone(engine="fast")).cuda_graphs is None

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from medusa_cli.api import Stream
-from medusa_cli.cli import app
-from medusa_cli.decoding import Piece
-from medusa_cli.decoding.text import TextStream
-from tests.runs import save_model, save_run
+from medusa_cli.decode import Piece
+from medusa_cli.decode.stream import TextStream
+from tests.helpers import medusa, save_model, save_run
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat(place: Path, *words: str, input: str | bytes | None = None) -> Result:
     common = ["--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "15"]
-    return CliRunner().invoke(app, ["chat", *common, *words], input=input)
+    return medusa("chat", *common, *words, input=input)
 
 
 def test_one_shot_prints_the_answer_alone_on_stdout(place: Path) -> None:
@@ -45,12 +44,12 @@ def test_a_model_without_a_drafter_chats_by_lookups_or_says_what_to_do(place: Pa
         "--max-new-tokens",
         "15",
     ]
-    refused = CliRunner().invoke(app, words)
+    refused = medusa(*words)
     assert refused.exit_code == 1 and "no drafter ships" in refused.stderr and "--lookup" in refused.stderr
-    shown, plain = CliRunner().invoke(app, [*words, "--lookup"]), CliRunner().invoke(app, [*words, "--baseline"])
+    shown, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
     assert shown.exit_code == plain.exit_code == 0, shown.stderr
-    assert shown.stdout == plain.stdout != "" and "drafts looked up in the text" in shown.stderr
-    neither = CliRunner().invoke(app, [*words, "--lookup", "--baseline"])
+    assert shown.stdout == plain.stdout != "" and "n-grams" in shown.stderr
+    neither = medusa(*words, "--lookup", "--baseline")
     assert neither.exit_code == 2 and "--baseline and --lookup exclude each other" in neither.stderr
 
 
@@ -153,5 +152,5 @@ def test_streamed_pieces_join_to_the_text_and_split_no_character(size: int) -> N
     data = list(text.encode())
     stream = TextStream(Bytes())  # type: ignore[arg-type]
     pieces = [stream.add(data[i : i + size]) for i in range(0, len(data), size)]
-    assert "".join(pieces) + stream.rest() == text
+    assert "".join(pieces) + stream.flush() == text
     assert not any("\ufffd" in piece for piece in pieces)

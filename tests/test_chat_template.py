@@ -4,24 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from tests.runs import save_model
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from medusa_cli import __version__, cli, options
 from medusa_cli import assets as store
@@ -24,6 +23,7 @@ from medusa_cli.commands import assets as assets_command
 from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import DistillRecipe
+from tests.helpers import medusa
 
 NAMES = [
     "distill",
@@ -50,7 +50,6 @@ OWN = {
     ("--max-new-tokens", "serve"),
     ("--temperature", "doctor"),
 }
-runner = CliRunner()
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +80,7 @@ def test_help_is_instant() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
 def test_bare_and_help_name_every_command(words: list[str]) -> None:
-    shown = runner.invoke(cli.app, words)
+    shown = medusa(*words)
     assert shown.exit_code == 0
     listed = [line.split()[0] for line in shown.stdout.split("Commands:")[1].splitlines() if line.strip()]
     assert listed == NAMES
@@ -90,14 +89,14 @@ def test_bare_and_help_name_every_command(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help_and_the_common_flags(name: str) -> None:
-    shown = runner.invoke(cli.app, [name, "--help"])
+    shown = medusa(name, "--help")
     assert shown.exit_code == 0
     for flag in ("--quiet", "--debug"):
         assert flag in shown.stdout, flag
 
 
 def test_version() -> None:
-    assert runner.invoke(cli.app, ["--version"]).stdout == f"medusa {__version__}\n"
+    assert medusa("--version").stdout == f"medusa {__version__}\n"
 
 
 def test_completion_for_the_shell() -> None:
@@ -145,7 +144,7 @@ def test_what_help_says_of_defaults_is_so() -> None:
 
 
 def test_the_words_of_devices_and_engines_are_those_that_load() -> None:
-    from medusa_cli.engines import load
+    from medusa_cli.engine import load
 
     assert options.ENGINES == load.ENGINES and set(options.DTYPES) == {"auto", *load.DTYPES}
 
@@ -168,7 +167,7 @@ def test_the_words_of_devices_and_engines_are_those_that_load() -> None:
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
-    shown = runner.invoke(cli.app, words)
+    shown = medusa(*words)
     assert shown.exit_code == 2
     assert shown.stdout == ""
     assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
@@ -201,7 +200,7 @@ def test_bad_usage_is_one_line_and_code_2(words: list[str], said: str) -> None:
 )
 def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, said: str) -> None:
     fails(monkeypatch, reason)
-    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    shown = medusa("assets", "--quiet")
     assert shown.exit_code == code
     assert shown.stdout == ""
     assert said in shown.stderr and shown.stderr.count("\n") == 1
@@ -210,7 +209,7 @@ def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, reason: BaseExce
 
 def test_debug_adds_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, UserError("the file is empty"))
-    shown = runner.invoke(cli.app, ["assets", "--debug"])
+    shown = medusa("assets", "--debug")
     assert shown.exit_code == 1
     assert "Traceback" in shown.stderr
     assert shown.stderr.endswith("error: the file is empty\n")
@@ -218,14 +217,14 @@ def test_debug_adds_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, KeyboardInterrupt())
-    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    shown = medusa("assets", "--quiet")
     assert (shown.exit_code, shown.stderr) == (130, "interrupted\n")
     assert "Traceback" not in shown.stderr
 
 
 def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, typer.Exit(3))
-    shown = runner.invoke(cli.app, ["assets", "--quiet"])
+    shown = medusa("assets", "--quiet")
     assert (shown.exit_code, shown.stderr) == (3, "")
 
 
@@ -258,12 +257,12 @@ def test_assets_says_where_things_are(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(store, "model_dir", lambda name: str(tmp_path / name))
     for name, path in files.items():
         monkeypatch.setattr(store, name, lambda path=path: path)
-    shown = runner.invoke(cli.app, ["assets", "--json"])
+    shown = medusa("assets", "--json")
     found: dict[str, Any] = json.loads(shown.stdout)
     assert found == {
         store.DEFAULT_MODEL: str(tmp_path / store.DEFAULT_MODEL),
         "sharegpt": str(tmp_path / "s.json"),
         "mt-bench": str(tmp_path / "q.jsonl"),
     }
-    one = runner.invoke(cli.app, ["assets", "mt-bench"])
+    one = medusa("assets", "mt-bench")
     assert one.stdout == f"mt-bench: {tmp_path / 'q.jsonl'}\n"

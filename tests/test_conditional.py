@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import generate, generate_batch, generate_plain
-from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, load_drafter
-from medusa_cli.drafters.conditional import Conditional
-from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.decode import generate, generate_batch, generate_plain
+from medusa_cli.drafters import DRAFTERS, Batch, NewTokens, load_drafter
+from medusa_cli.drafters.heads import Conditional, HeadDrafter
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.model import Backbone
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.training import Trainer, build_drafter, load_dataset
-from medusa_cli.training.calibration import calibrate
-from medusa_cli.tree import Growth, Tree
-from tests.test_training import SETTINGS, write_lines
-from tests.tiny import FAMILIES, tiny_backbone
+from medusa_cli.train import Trainer, build_drafter, load_dataset
+from medusa_cli.train.calibration import calibrate
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, tiny_backbone, write_lines
+from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 PROMPT = [5, 9, 20, 11, 7]
@@ -63,7 +63,7 @@ def test_confidences_are_those_of_all_guesses_where_all_are_candidates_and_share
     found, places = bias.confident(scores, tokens, 4, 1.3)
     assert torch.allclose(found, whole.topk(4).values, atol=1e-5) and torch.equal(places, whole.topk(4).indices)
     assert torch.equal(bias.best(scores, tokens[None], 4)[0], places)
-    monkeypatch.setattr("medusa_cli.drafters.conditional.CANDIDATES", 8)
+    monkeypatch.setattr("medusa_cli.drafters.heads.CANDIDATES", 8)
     found, places = bias.confident(scores, tokens, 8, 1.3)
     assert set(places[0].tolist()) == set(scores.topk(8).indices[0].tolist())  # the same guesses, in another order
     assert not torch.equal(places[0], places[2])
@@ -74,12 +74,12 @@ def test_confidences_are_those_of_all_guesses_where_all_are_candidates_and_share
     assert torch.allclose(found, some - (some.exp().sum(-1, keepdim=True) + rest).log(), atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [TREE, Growth(20, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(20, 3)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["medusa", "medusa of low rank", "amphista"])
-def test_each_node_holds_the_guess_that_follows_its_parent(kind: str, shape: Tree | Growth) -> None:
+def test_each_node_holds_the_guess_that_follows_its_parent(kind: str, shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = conditioned(backbone, kind)
-    confirmed = Confirmed(torch.tensor([8]), torch.randn(1, backbone.hidden_size), 11, 0)
+    confirmed = NewTokens(torch.tensor([8]), torch.randn(1, backbone.hidden_size), 11, 0)
     (draft,) = drafter.draft(backbone, [drafter], [confirmed], shape)
     assert draft.tree.size > 9 and draft.tree.max_depth == 3
     parents = {parent for parent in draft.tree.parents if parent > 0}
@@ -95,9 +95,11 @@ def test_each_node_holds_the_guess_that_follows_its_parent(kind: str, shape: Tre
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 3), Growth(5, 3, least=0.05)], ids=["static", "dynamic", "least"])
+@pytest.mark.parametrize(
+    "shape", [TREE, DynamicTree(9, 3), DynamicTree(5, 3, min_chance=0.05)], ids=["static", "dynamic", "least"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_conditional_drafting_is_lossless(kind: str, shape: Tree | Growth, engine: str) -> None:
+def test_conditional_drafting_is_lossless(kind: str, shape: Tree | DynamicTree, engine: str) -> None:
     for family in FAMILIES if kind == "medusa" else ("qwen3",):
         backbone = tiny_backbone(family, layers=4, engine=engine)
         drafted = generate(backbone, conditioned(backbone, kind), shape, PROMPT, max_new_tokens=40, stop_ids=())
@@ -124,11 +126,11 @@ def test_the_loss_is_the_cross_entropy_after_the_true_token_before(kind: str) ->
     hidden, tokens = torch.randn(9, backbone.hidden_size), torch.randint(5, 60, (9,))
     segment = torch.tensor([0] * 4 + [1] * 5)
     batch = Batch(hidden, tokens, segment)
-    losses = drafter.loss(backbone, batch)
-    states, expected = drafter.encode(backbone, batch), torch.zeros(())
-    for k in range(1, 4):
-        rows = batch.targets(k)
-        scores = drafter.inner(k - 1, states(k - 1, rows)) @ drafter.matrix(backbone, k - 1).T
+    losses = drafter_loss(drafter, backbone, batch, TrainRecipe())
+    rows_of, expected = [batch.targets(k) for k in range(1, 4)], torch.zeros(())
+    for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
+        rows = rows_of[k - 1]
+        scores = drafter.inner(k - 1, states) @ drafter.matrix(backbone, k - 1).T
         scores = scores + drafter.conditional.before[tokens[rows + k - 1]] @ drafter.conditional.after.T
         expected = expected + 0.8**k * len(rows) / 9 * F.cross_entropy(scores, tokens[rows + k])
     assert float(losses.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)

@@ -1,21 +1,13 @@
 """Results on stdout, everything else on stderr, one document under --json."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from medusa_cli import console
-from medusa_cli.progress import show_bar
-
-
-@pytest.fixture(autouse=True)
-def loud() -> Iterator[None]:
-    console.configure()
-    yield
-    console.configure()
+from medusa_cli.console import show_bar
 
 
 def test_results_on_stdout_the_rest_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

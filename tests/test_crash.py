@@ -30,7 +30,7 @@ def test_a_damaged_run_would_be_noticed() -> None:
 @pytest.mark.slow
 def test_a_broken_recovery_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of a conversation whose line was never written stay in the file: so a run would be after every kill."""
-    monkeypatch.setattr("medusa_cli.states.StateStore.truncate", lambda store, rows: None)
+    monkeypatch.setattr("medusa_cli.data.states.StateStore.truncate", lambda store, rows: None)
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     (tmp_path / "reference").mkdir()
     prepare(tmp_path / "reference")

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from medusa_cli.backbone.dialogue import encode, token_ids
+from medusa_cli.data.conversation import conversation_of
 from medusa_cli.errors import UserError
-from medusa_cli.runs.usable import Malformed
-from medusa_cli.training.parsing import record_of
-from tests.tiny import tiny_backbone
+from medusa_cli.model.chat_template import encode, token_ids
+from medusa_cli.runs.io import Malformed
+from tests.helpers import tiny_backbone
 
 
 def blank_tokenizer() -> Any:
@@ -28,16 +28,16 @@ def blank_tokenizer() -> Any:
     return tokenizer
 
 
-class Speaker:
+class ChatTokenizer:
     id, tokenizer, vocab_size, eos_ids = "blank", blank_tokenizer(), 9, frozenset({1})
 
 
 def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> None:
     messages = [{"role": role, "content": text} for role, text in
                 (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w1"))]  # fmt: skip
-    tokens, spans = encode(Speaker(), messages)
-    assert tokens == Speaker.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    names = Speaker.tokenizer.convert_ids_to_tokens
+    tokens, spans = encode(ChatTokenizer(), messages)
+    assert tokens == ChatTokenizer.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    names = ChatTokenizer.tokenizer.convert_ids_to_tokens
     assert [names(tokens[start:end]) for start, end in spans] == [
         ["\u2581w2", "\u2581w3", "<end>"],
         ["\u2581w1", "<end>"],
@@ -50,7 +50,7 @@ def test_answers_have_the_tokens_that_they_have_in_the_whole_conversation() -> N
 ])  # fmt: skip
 def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
     with pytest.raises(Malformed, match="half a character"):
-        record_of(record, tiny_backbone("llama"))
+        conversation_of(record, tiny_backbone("llama"))
 
 
 @pytest.mark.parametrize(

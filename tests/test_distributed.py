@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from medusa_cli.errors import UsageError
-from medusa_cli.training import World
-from medusa_cli.training.begun import begun, join, part_of
+from medusa_cli.train import Distributed
+from medusa_cli.train.prefill import merge_partial, partial_path, partial_states
 from tests import forked
-from tests.runs import save_model
+from tests.helpers import save_model
 from tests.test_joint import records
 
 COMMON = [
@@ -84,20 +84,20 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
 def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> None:
     whole = tmp_path / "states-x.bin"
     for rank, size, data in ((0, 3, b"of the first"), (1, 3, b""), (2, 3, b" and the third"), (7, 8, b"interrupted")):
-        part_of(whole, rank, size).write_bytes(data)
-    join(whole, 3)
+        partial_path(whole, rank, size).write_bytes(data)
+    merge_partial(whole, 3)
     assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
-    join(whole, 3)  # by one who had waited for another
+    merge_partial(whole, 3)  # by one who had waited for another
     assert whole.read_bytes() == b"of the first and the third"
 
 
 def test_a_join_that_was_killed_leaves_a_part_that_is_cut(tmp_path: Path) -> None:
     """Whatever a part holds, what counts is its whole conversations: of five rows here, those of 2 and 1 rows."""
-    part = part_of(tmp_path / "cache" / "states-x.bin", 0, 2)
+    part = partial_path(tmp_path / "cache" / "states-x.bin", 0, 2)
     for held, whole in ((0, 0), (1, 0), (2, 1), (3, 2), (5, 2)):
         part.parent.mkdir(exist_ok=True)
         part.write_bytes(torch.arange(4 * held).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
-        with begun(part, 4, [2, 1]) as (store, there):
+        with partial_states(part, 4, [2, 1]) as (store, there):
             assert store is not None and (there, store.rows) == (whole, [0, 2, 3][whole])
             store.append(torch.zeros(1, 4))
         assert part.stat().st_size == 8 * ([0, 2, 3][whole] + 1)
@@ -117,22 +117,22 @@ def test_who_waited_for_another_to_make_the_whole_has_nothing_left_to_do(
 
     def joined() -> None:
         for rank, data in enumerate(rows):
-            part_of(whole, rank, size).write_bytes(data)
-        join(whole, size)
+            partial_path(whole, rank, size).write_bytes(data)
+        merge_partial(whole, size)
 
     while_waiting(monkeypatch, joined)
-    with begun(part_of(whole, 0, size), 4, [2, 1]) as (store, there):
+    with partial_states(partial_path(whole, 0, size), 4, [2, 1]) as (store, there):
         assert (store, there) == (None, 2)
-    join(whole, size)
+    merge_partial(whole, size)
     assert whole.read_bytes() == b"".join(rows) and list(tmp_path.iterdir()) == [whole]
 
 
 def test_who_waited_for_a_part_that_is_gone_writes_one_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = part_of(tmp_path / "states-x.bin")
+    part = partial_path(tmp_path / "states-x.bin")
     while_waiting(monkeypatch, part.unlink)
-    with begun(part, 4, [2, 1]) as (store, there):
+    with partial_states(part, 4, [2, 1]) as (store, there):
         assert store is not None and there == 0
         store.append(torch.zeros(3, 4))
     assert part.read_bytes() == bytes(24)
@@ -142,7 +142,7 @@ def test_who_waited_for_a_part_that_is_gone_writes_one_that_is_there(
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_stretches_are_the_items_in_order_and_of_like_size(count: int, size: int) -> None:
     items = [f"i{n}" for n in range(count)]
-    parts = [World(rank, size).stretch(items) for rank in range(size)]
+    parts = [Distributed(rank, size).contiguous_shard(items) for rank in range(size)]
     assert sum(parts, []) == items and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -171,13 +171,13 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_processes_talk_where_the_asked_device_is(
     joined: dict[str, Any], device: str, backend: str | None, name: str, place: str
 ) -> None:
-    assert World.join(device, backend).device(device) == place
+    assert Distributed.join(device, backend).device(device) == place
     assert joined["name"] == name and joined.get("device") == (1 if place == "cuda:1" else None)
     assert joined["timeout"] > timedelta(days=1)  # a first pass over real data takes hours
 
 
 def test_more_processes_than_gpus_are_refused(joined: dict[str, Any]) -> None:
     joined["gpus"] = 1
-    with pytest.raises(UsageError, match="process 2 of this machine finds only 1 GPUs.*--nproc_per_node 1"):
-        World.join()
-    assert World.join("cpu").rank == 1
+    with pytest.raises(UsageError, match=r"process 2 .*--nproc_per_node 1"):
+        Distributed.join()
+    assert Distributed.join("cpu").rank == 1

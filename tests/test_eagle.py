@@ -6,21 +6,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.cli import app
-from medusa_cli.decoding import generate, generate_batch, generate_plain
-from medusa_cli.drafters import Batch, Confirmed, Eagle, load_drafter
-from medusa_cli.drafters.base import Objective
-from medusa_cli.drafters.blocks import rotary, rotated
-from medusa_cli.drafters.merged import Shared, merged_attention, plain_attention
+from medusa_cli.decode import generate, generate_batch, generate_plain
+from medusa_cli.drafters import Batch, Eagle, NewTokens, load_drafter
+from medusa_cli.drafters.eagle import SharedPrefixAttention, merged_attention, plain_attention
+from medusa_cli.drafters.layers import rotary, rotated
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.reading import read_json
+from medusa_cli.model import Backbone
+from medusa_cli.runs.io import read_json
+from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
-from medusa_cli.tree import Growth, Tree
-from tests.tiny import FAMILIES, guesses, tiny_backbone
-from tests.watching import Watching
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, Recording, guesses, medusa, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1], [0, 0, 2, 0]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
@@ -36,13 +34,13 @@ def eagle(backbone: Backbone, vocabulary: str = "draft", heads: int = 4) -> Eagl
     return drafter.eval()
 
 
-class Watched(Watching, Eagle):
+class Watched(Recording, Eagle):
     pass
 
 
-@pytest.mark.parametrize("shape", [TREE, Growth(20, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(20, 4)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("vocabulary", ["draft", "own"])
-def test_what_drafting_draws_is_what_training_reads(vocabulary: str, shape: Tree | Growth) -> None:
+def test_what_drafting_draws_is_what_training_reads(vocabulary: str, shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = eagle(backbone, vocabulary)
     drafter.__class__ = Watched
@@ -75,7 +73,8 @@ def test_unrolled_steps_are_one_pass_under_the_papers_mask() -> None:
     sequence = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
     segment = torch.tensor([-1, -1, 0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1])
     batch = Batch(hidden, tokens, segment, sequence=sequence)
-    made = drafter.encode(backbone, batch)
+    learnt = [batch.targets(level + 1) for level in range(steps)]
+    made = list(drafter.head_states(backbone, batch, learnt))
     for number in range(2):
         rows = torch.nonzero(sequence == number).squeeze(1)
         count = len(rows)
@@ -99,12 +98,9 @@ def test_unrolled_steps_are_one_pass_under_the_papers_mask() -> None:
             states = layer.leave(states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
             expected.append(drafter.norm(states))
         for level in range(steps):
-            learnt = batch.targets(level + 1)
-            mine = learnt[sequence[learnt] == number]
-            assert len(mine) and torch.allclose(made(level, mine), expected[level][mine - int(rows[0])], atol=1e-4), (
-                number,
-                level,
-            )
+            own = sequence[learnt[level]] == number
+            wanted = expected[level][learnt[level][own] - int(rows[0])]
+            assert len(wanted) and torch.allclose(made[level][own], wanted, atol=1e-4), (number, level)
 
 
 def test_the_layer_turns_as_llama_does() -> None:
@@ -115,9 +111,9 @@ def test_the_layer_turns_as_llama_does() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 4)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eagle_is_lossless(family: str, shape: Tree | Growth, engine: str) -> None:
+def test_eagle_is_lossless(family: str, shape: Tree | DynamicTree, engine: str) -> None:
     backbone = tiny_backbone(family, layers=4, engine=engine)
     drafted = generate(backbone, eagle(backbone), shape, PROMPT, max_new_tokens=40, stop_ids=())
     plain = generate_plain(backbone, PROMPT, max_new_tokens=40, stop_ids=())
@@ -136,13 +132,15 @@ def test_sequences_side_by_side_draft_what_each_drafts_alone() -> None:
     assert together == alone
 
 
-@pytest.mark.parametrize("shape", [TREE, Growth(20, 4), Growth(6, 4, least=0.05)], ids=["static", "dynamic", "least"])
-def test_several_sequences_share_a_level_of_either_kind_of_tree(shape: Tree | Growth) -> None:
+@pytest.mark.parametrize(
+    "shape", [TREE, DynamicTree(20, 4), DynamicTree(6, 4, min_chance=0.05)], ids=["static", "dynamic", "least"]
+)
+def test_several_sequences_share_a_level_of_either_kind_of_tree(shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone(layers=4)
     drafter, width = eagle(backbone, "own"), 4 * backbone.hidden_size
     torch.manual_seed(3)
-    first = [Confirmed(torch.randint(5, 60, (n,)), torch.randn(n, width), 9 + n, 0) for n in (1, 6, 3)]
-    then = [Confirmed(torch.tensor([one.root, 8]), torch.randn(2, width), 30, len(one.tokens)) for one in first]
+    first = [NewTokens(torch.randint(5, 60, (n,)), torch.randn(n, width), 9 + n, 0) for n in (1, 6, 3)]
+    then = [NewTokens(torch.tensor([one.root, 8]), torch.randn(2, width), 30, len(one.tokens)) for one in first]
     forks = [drafter.fork() for _ in first]
     together = [drafter.draft(backbone, forks, one, shape) for one in (first, then)]
     for number in range(3):
@@ -158,13 +156,17 @@ def test_every_weight_learns_by_the_answers_alone() -> None:
     drafter = eagle(backbone).train()
     hidden, tokens = torch.randn(12, 4 * 32), DRAFT_IDS[torch.randint(0, 8, (12,))]
     segment, sequence = torch.tensor([-1] * 4 + [0] * 8), torch.zeros(12, dtype=torch.long)
-    found = drafter.loss(backbone, Batch(hidden, tokens, segment, sequence=sequence), Objective(soft=0.5))
+    found = drafter_loss(
+        drafter, backbone, Batch(hidden, tokens, segment, sequence=sequence), TrainRecipe(soft=0.5, regress=0.0)
+    )
     assert found.counted.tolist() == [7, 6, 5, 4]
     found.total.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
     other = torch.where(torch.arange(12) < 4, DRAFT_IDS[torch.randint(0, 8, (12,))], tokens)
     # Other words in the prompt are seen (they move the loss), but the targets are as they were.
-    again = drafter.loss(backbone, Batch(hidden, other, segment, sequence=sequence), Objective(soft=0.5))
+    again = drafter_loss(
+        drafter, backbone, Batch(hidden, other, segment, sequence=sequence), TrainRecipe(soft=0.5, regress=0.0)
+    )
     assert not torch.equal(again.total, found.total) and again.counted.tolist() == found.counted.tolist()
 
 
@@ -190,7 +192,7 @@ def test_the_file_is_laid_out_as_serving_engines_read_it(vocabulary: str, tmp_pa
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 4, 8)
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, Eagle) and loaded.config == drafter.config
-    confirmed = Confirmed(torch.arange(5, 8), torch.randn(3, 4 * 32), 5, 0)
+    confirmed = NewTokens(torch.arange(5, 8), torch.randn(3, 4 * 32), 5, 0)
     ours, theirs = (one.draft(backbone, [one], [confirmed], TREE)[0].tokens for one in (drafter, loaded))
     assert torch.equal(ours, theirs)
 
@@ -202,7 +204,7 @@ def test_a_fresh_one_guesses_what_the_lm_head_says_of_the_highest_state_it_reads
     torch.nn.init.uniform_(backbone.model.base_model.norm.weight, 0.5, 2.0)
     drafter = Eagle.create(backbone, 2, 1, "own").eval()
     states = torch.randn(1, 4 * 32)
-    confirmed = Confirmed(torch.tensor([5]), states, 6, 0)
+    confirmed = NewTokens(torch.tensor([5]), states, 6, 0)
     (draft,) = drafter.draft(backbone, [drafter], [confirmed], Tree.from_choices([[0], [1]]))
     scores = backbone.lm_head_weight @ backbone.model.base_model.norm(states[0, 64:96])
     assert draft.tokens[1:].tolist() == scores.topk(2).indices.tolist()
@@ -226,7 +228,7 @@ def test_attention_merged_of_two_parts_has_the_values_and_gradients_of_one_softm
     for attention in (merged_attention, plain_attention):
         keys, values, queries, *own = (leaf.clone().requires_grad_() for leaf in leaves)
         pairs = list(zip(own[::2], own[1::2], strict=True))
-        seen = attention(queries, Shared(keys, values, mask, slots), pairs)
+        seen = attention(queries, SharedPrefixAttention(keys, values, mask, slots), pairs)
         seen.mul(weight).sum().backward()
         found.append([seen, *(leaf.grad for leaf in (keys, values, queries, *own))])
     for one, other in zip(*found, strict=True):
@@ -244,7 +246,7 @@ def test_a_training_promises_the_time_that_its_kind_takes(tmp_path: Path) -> Non
             "--data",
             "none.jsonl",
         ]
-        said = " ".join(CliRunner().invoke(app, words).stderr.split())
+        said = " ".join(medusa(*words).stderr.split())
         return int(said.partition("at most ")[2].partition(" min")[0])
 
     assert minutes("eagle") > 2 * minutes("medusa") > 0

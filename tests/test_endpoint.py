@@ -4,29 +4,25 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from medusa_cli import console
-from medusa_cli.cli import app
-from medusa_cli.commands.answering import Meter, from_here, from_server
-from medusa_cli.commands.endpoint_load import endpoint_load
-from medusa_cli.distilling.distilled import Distilled, Settings
-from medusa_cli.distilling.endpoint import Endpoint, Failed, _retry_after, distill_endpoint, with_tokens
-from medusa_cli.distilling.failures import Failures
-from medusa_cli.distilling.records import RecordWriter
-from medusa_cli.distilling.seeds import Seed
-from medusa_cli.distilling.tokenizer import Tokenizer
-from medusa_cli.engines import load_backbone
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenise
+from medusa_cli.distill.records import Answered, Failed, Outcome, TooLong
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.runs.http import ChatServers, retry_after
+from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.recipe import DistillRecipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.usable import Malformed
-from tests.runs import save_model
+from tests.helpers import medusa, save_model
 
 
 class Server:
@@ -101,21 +97,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("endpoint") / "model")
 
 
-SEEDS = [Seed(f"s{i}", (f"w{i} w{i + 1}", f"w{i + 2}")) for i in range(10, 22)]
+seed = Conversation.from_turns
+SEEDS = [seed(f"s{i}", [f"w{i} w{i + 1}", f"w{i + 2}"]) for i in range(10, 22)]
+RULES = DistillRecipe(max_new_tokens=16)
 
 
-def run_all(server: Server, model: str, **options) -> list[Distilled | Failed]:
-    endpoint = Endpoint([server.url], "served", Tokenizer(model), first_pause=0.01, **options)
-    return list(distill_endpoint(endpoint, SEEDS, Settings(max_new_tokens=16), concurrency=4))
+@pytest.fixture(autouse=True)
+def pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", 0.01)
+
+
+def answers(
+    url: str | list[str], model: str, seeds=SEEDS, rules: DistillRecipe = RULES, concurrency: int = 4
+) -> list[Outcome]:
+    """Returns what became of the seeds at one server, or at several."""
+    servers = ChatServers([url] if isinstance(url, str) else url, "served")
+    return list(answer_remotely(servers, Tokenizer(model), seeds, rules, concurrency))
+
+
+def conversations(outcomes: list[Outcome]) -> list[Conversation]:
+    return [outcome.conversation for outcome in outcomes if isinstance(outcome, Answered)]
 
 
 def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Server, model: str) -> None:
-    made = run_all(server, model)
-    assert {one.id for one in made} == {seed.id for seed in SEEDS} and len(made) == len(SEEDS)
+    made = conversations(answers(server.url, model))
+    assert sorted(one.id for one in made) == sorted(one.id for one in SEEDS)
     assert 1 < server.most_together <= 4
-    backbone = load_backbone(model, dtype="fp32")
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     for one in made:
-        assert isinstance(one, Distilled)
         roles = [message["role"] for message in one.messages]
         assert roles == ["user", "assistant", "user", "assistant"]
         assert one.messages[3]["content"] == "w3 " + one.messages[2]["content"]  # three messages came before it
@@ -130,9 +139,8 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Ser
 def test_draws_depend_on_the_random_seed_and_the_conversation(server: Server, model: str) -> None:
     def sent(random_seed: int, temperature: float) -> dict[str, int]:
         server.requests.clear()
-        endpoint = Endpoint([server.url], "served", Tokenizer(model))
-        asked = Settings(max_new_tokens=16, random_seed=random_seed, temperature=temperature)
-        assert len(list(distill_endpoint(endpoint, SEEDS[:3], asked))) == 3
+        rules = replace(RULES, random_seed=random_seed, temperature=temperature)
+        assert len(answers(server.url, model, SEEDS[:3], rules)) == 3
         return {one["messages"][0]["content"]: one.get("seed") for one in server.requests}
 
     first = sent(1, 0.7)
@@ -141,40 +149,17 @@ def test_draws_depend_on_the_random_seed_and_the_conversation(server: Server, mo
     assert set(sent(1, 0.0).values()) == {None}
 
 
-def test_the_bar_fills_where_prompts_are_too_long(server: Server, model: str, tmp_path: Path) -> None:
-    class Bar:
-        done = 0
-
-        def advance(self, count: int) -> None:
-            self.done += count
-
-        def describe(self, text: str) -> None: ...
-
-    seeds, settings = [Seed("long", ("w10 " * 90,)), SEEDS[0]], Settings(max_new_tokens=16, capacity=64)
-    for number, bar in enumerate((Bar(), Bar())):
-        run = Run.open(f"{tmp_path}/{number}", create=True)
-        files = (RecordWriter(run, 32, {}), Failures(run), Meter(bar))
-        if number:
-            skipped = from_server(Endpoint([server.url], "served", Tokenizer(model)), seeds, settings, 1, *files)
-        else:
-            skipped = from_here(load_backbone(model, dtype="fp32"), seeds, settings, *files)
-        assert [seed.id for seed in skipped] == ["long"] and bar.done == 2
-
-
 def test_a_seeds_system_prompt_opens_the_conversation(server: Server, model: str) -> None:
-    endpoint = Endpoint([server.url], "served", Tokenizer(model))
-    seed = Seed("one", ("w20",), system="w30")
-    (made,) = distill_endpoint(endpoint, [seed], Settings(max_new_tokens=16))
-    assert isinstance(made, Distilled)
+    (made,) = conversations(answers(server.url, model, [seed("one", ["w20"], "w30")]))
     assert [m["role"] for m in made.messages] == ["system", "user", "assistant"]
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "w30"}
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_an_address_may_end_as_the_servers_paths_begin(server: Server, model: str, end: str) -> None:
-    endpoint = Endpoint([server.url + end], "served", Tokenizer(model))
-    assert endpoint.check() == [] and endpoint.listed() == ["served"]
-    endpoint.find(["served"])
+    servers = ChatServers([server.url + end], "served")
+    assert servers.check() == [] and servers.models() == ["served"]
+    assert servers.complete([{"role": "user", "content": "w1"}]) == ("w1 w1", "stop")
 
 
 def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model: str) -> None:
@@ -188,7 +173,7 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model
         return 503 if text.startswith("w13") and seen[text] < 3 else None
 
     server.fault = spoil
-    made = run_all(server, model)
+    made = answers(server.url, model)
     failed = [one for one in made if isinstance(one, Failed)]
     assert [one.id for one in failed] == ["s12"] and "status 422" in failed[0].reason
     assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
@@ -196,58 +181,50 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model
 
 @pytest.mark.parametrize(("pause", "headers"), [(60.0, {}), (0.0, {"Retry-After": "60"})])
 def test_a_server_that_fails_is_left_alone_and_the_other_takes_its_work(
-    server: Server, other: Server, model: str, pause: float, headers: dict
+    server: Server, other: Server, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", pause)
     server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
-    endpoint = Endpoint([server.url, other.url], "served", Tokenizer(model), first_pause=pause)
-    made = list(distill_endpoint(endpoint, SEEDS, Settings(max_new_tokens=16), concurrency=4))
-    assert sorted(one.id for one in made if isinstance(one, Distilled)) == sorted(seed.id for seed in SEEDS)
+    made = conversations(answers([server.url, other.url], model))
+    assert sorted(one.id for one in made) == sorted(one.id for one in SEEDS)
     assert len(server.requests) <= 4 + 4  # those under way when it began to fail
     assert len(other.requests) >= 2 * len(SEEDS) - 4
 
 
 def test_a_server_says_how_long_it_wants_to_be_left_alone() -> None:
     soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
-    assert _retry_after("7") == 7 and 90 < _retry_after(soon) <= 100
-    assert _retry_after("") == _retry_after("soon") == 0
+    assert retry_after("7") == 7 and 90 < retry_after(soon) <= 100
+    assert retry_after("") == retry_after("soon") == 0
 
 
 def test_the_first_name_that_the_server_knows_is_taken(server: Server, model: str) -> None:
-    server.fault = lambda number, body: None if body["model"] == "second" else 404
-    endpoint = Endpoint([server.url], "", Tokenizer(model), first_pause=0.01)
-    endpoint.find(["first", "second", "third"])
-    assert endpoint.model == "second" and len(server.requests) == 2
-    with pytest.raises(UserError, match="'first': status 404.*; give the name .* as endpoint_model"):
-        endpoint.find(["first", "third"])
-    assert endpoint.listed() == ["served"]
+    server.fault = lambda number, body: None if body["model"] == "served" else 404
+    servers, silent = connect(server.url, None, Tokenizer(model))
+    assert servers.model == "served" and silent == [] and len(server.requests) == 2
+    with pytest.raises(UserError, match="status 404.*endpoint_model"):
+        connect(server.url, "third", Tokenizer(model))
 
 
 def test_what_there_is_no_room_for_is_not_asked(server: Server, model: str) -> None:
     seeds = [
-        Seed("long", ("w10 " * 90,)),
-        Seed("later", ("w11", "w12 " * 90)),
-        Seed("endless", ("w13" * 10_000,)),
-        Seed("whole", ("w14", "w15")),
+        seed("long", ["w10 " * 90]),
+        seed("later", ["w11", "w12 " * 90]),
+        seed("endless", ["w13" * 10_000]),
+        seed("whole", ["w14", "w15"]),
     ]
-    endpoint, skipped = Endpoint([server.url], "served", Tokenizer(model)), []
-    settings = Settings(max_new_tokens=16, capacity=100)
-    made = list(distill_endpoint(endpoint, seeds, settings, concurrency=1, on_skip=skipped.append))
-    assert [seed.id for seed in skipped] == ["long", "endless"]
-    assert [(one.id, len(one.spans)) for one in made if isinstance(one, Distilled)] == [("later", 1), ("whole", 2)]
+    made = answers(server.url, model, seeds, replace(RULES, context=100), concurrency=1)
+    assert [one.id for one in made if isinstance(one, TooLong)] == ["long", "endless"]
+    assert [(one.id, len(one.spans)) for one in conversations(made)] == [("later", 1), ("whole", 2)]
     assert len(server.requests) == 3
 
 
 def test_an_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
     speaker = Tokenizer(model)
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    whole, cut = (with_tokens(speaker, "x", messages, [ended]) for ended in (True, False))
+    whole, cut = (tokenise(speaker, "x", messages, [ended]) for ended in (True, False))
     assert whole.spans[0][1] == cut.spans[0][1] + 1 and whole.tokens == cut.tokens
     with pytest.raises(Malformed, match="do not give the text back"):
-        with_tokens(speaker, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True])
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
+        tokenise(speaker, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True])
 
 
 @pytest.fixture
@@ -264,8 +241,7 @@ def test_a_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     server: Server, model: str, seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
-    monkeypatch.setattr("medusa_cli.distilling.endpoint.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("medusa_cli.distilling.endpoint.ATTEMPTS", 2)
+    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 2)
     run = tmp_path / "run"
     words = ["distill", "--seed", seeds, "--run", str(run), "--model", model, "--endpoint", server.url,
              "--endpoint-model", "served", "--max-new-tokens", "16", "--concurrency", "3", "--json"]  # fmt: skip
@@ -293,8 +269,7 @@ def test_a_server_that_dies_half_way_costs_no_sample_and_doubles_none(
 def test_of_two_servers_one_may_die_half_way_and_be_away_at_the_next_start(
     server: Server, other: Server, model: str, seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.distilling.endpoint.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("medusa_cli.distilling.endpoint.ATTEMPTS", 3)
+    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 3)
     run = tmp_path / "run"
     words = ["distill", "--seed", seeds, "--run", str(run), "--model", model, "--endpoint", f"{server.url},{other.url}",
              "--endpoint-model", "served", "--max-new-tokens", "16", "--concurrency", "3", "--json"]  # fmt: skip
@@ -313,21 +288,6 @@ def test_of_two_servers_one_may_die_half_way_and_be_away_at_the_next_start(
     assert f"{server.url} does not answer (ConnectionError); the others take its work" in " ".join(again.stderr.split())
     ids = [json.loads(line)["id"] for line in (run / "distill.jsonl").read_text().splitlines()]
     assert sorted(ids) == sorted(seed.id for seed in SEEDS)
-
-
-def test_failures_are_written_down_as_they_come(server: Server, model: str, tmp_path: Path) -> None:
-    class Writer:
-        def write(self, sample: Distilled) -> None:
-            raise KeyboardInterrupt
-
-    server.fault = lambda number, body: 422 if number <= 2 else None
-    run, speaker = Run.open(f"{tmp_path}/run", create=True), Tokenizer(model)
-    (run.path / "distill-failed.jsonl").write_text("from before\n")
-    with pytest.raises(KeyboardInterrupt), console.progress("", total=9, unit="") as bar:
-        from_server(Endpoint([server.url], "served", speaker), SEEDS, Settings(max_new_tokens=16), 1, Writer(),
-                    Failures(run), Meter(bar))  # fmt: skip
-    lines = (run.path / "distill-failed.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [seed.id for seed in SEEDS[:2]]
 
 
 def test_what_the_template_refuses_here_is_counted_as_failed(model: str, seeds: str, tmp_path: Path) -> None:
@@ -359,16 +319,5 @@ def test_a_model_the_server_does_not_know_is_said_at_once(
     server.fault = lambda number, body: 400
     words = ["distill", "--seed", seeds, "--run", str(tmp_path / "run"), "--model", model, "--endpoint", server.url]
     done = medusa(*words, "--endpoint-model", "other")
-    assert done.exit_code == 1 and "does not answer for the model 'other': status 400" in done.stderr
+    assert done.exit_code == 1 and "'other'" in done.stderr and "status 400" in done.stderr
     assert len(server.requests) == 1 and not (tmp_path / "run" / "distill.jsonl").exists()
-
-
-def test_the_load_bench_asks_the_same_both_ways(
-    server: Server, model: str, seeds: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr("medusa_cli.console.result", shown.append)
-    endpoint_load(server.url, "served", model, seed=seeds, questions=6, max_new_tokens=8, concurrency=4, rounds=2)
-    asked = [one["messages"][0]["content"] for one in server.requests if one["messages"][0]["content"] != "Hello"]
-    assert len(set(asked)) == 6 and {asked.count(one) for one in set(asked)} <= {4, 5}  # some warmed the server up
-    assert len(shown) == 3 and "of the server's own throughput" in shown[2]

@@ -3,7 +3,7 @@
 import pytest
 
 from medusa_cli.errors import UsageError, UserError, in_flags
-from medusa_cli.serving.refusal import refusal_for
+from medusa_cli.serve.errors import refusal_for
 
 ERROR = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
 

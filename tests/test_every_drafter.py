@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli import console
-from medusa_cli.cli import app
 from medusa_cli.drafters import DRAFTERS
-from tests.runs import save_model, save_questions
-from tests.test_training import SETTINGS, write_lines
+from tests.helpers import medusa, save_model, save_questions, write_lines
+from tests.test_training import SETTINGS
 
 OWN = {
     "medusa": [],
@@ -21,16 +19,8 @@ OWN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
-
-
-def medusa(*words: str) -> Result:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 0, result.output
-    return result
+def succeed(*words: str) -> Result:
+    return medusa(*words, exit_code=0)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +30,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_model(folder / "model", layers=4)
     seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n}"}]} for n in range(40)]
     seed, outer = write_lines(folder / "seeds.jsonl", seeds), ["--run", str(folder / "run"), "--quiet"]
-    medusa("distill", "--seed", str(seed), "--model", model, "--dtype", "fp32", "--max-new-tokens", "24", *outer)
+    succeed("distill", "--seed", str(seed), "--model", model, "--dtype", "fp32", "--max-new-tokens", "24", *outer)
     save_questions(folder / "q.jsonl")
     for name, own in OWN.items():
         run = ["--run", str(folder / "run" / name), "--quiet"]
-        medusa("train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32")
-        medusa("calibrate", *run, "--dtype", "fp32", "--top", "4")
-        medusa("tree", *run, "--budget", "9")
+        succeed("train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32")
+        succeed("calibrate", *run, "--dtype", "fp32", "--top", "4")
+        succeed("tree", *run, "--budget", "9")
     return folder
 
 
@@ -67,9 +57,9 @@ def test_each_answers_in_chat_what_the_model_does(place: Path, name: str) -> Non
         "20",
         "--json",
     ]
-    plain = json.loads(medusa("chat", *words, "--baseline").stdout)
+    plain = json.loads(succeed("chat", *words, "--baseline").stdout)
     for tree in ([], ["--tree", "dynamic"]):
-        drafted = json.loads(medusa("chat", *words, *tree).stdout)
+        drafted = json.loads(succeed("chat", *words, *tree).stdout)
         assert drafted["answer"] == plain["answer"] != ""
         assert drafted["acceptance_rate"] >= 1
 
@@ -77,7 +67,7 @@ def test_each_answers_in_chat_what_the_model_does(place: Path, name: str) -> Non
 def test_all_are_set_side_by_side_in_one_bench(place: Path) -> None:
     words = ["--run", str(place / "run"), "--questions", str(place / "q.jsonl"), "--dtype", "fp32"]
     methods = ["ar", *sorted(OWN)]
-    shown = medusa(
+    shown = succeed(
         "bench",
         *words,
         "--methods",
@@ -94,5 +84,5 @@ def test_all_are_set_side_by_side_in_one_bench(place: Path) -> None:
     for name in OWN:
         one = found[name]
         assert one["identical"] == one["questions"] == 4 and one["tokens"] == found["ar"]["tokens"], name
-        assert one["acceptance_rate"] > 1 and one["speedup"] > 0, name  # each learnt something
-    assert found["ar"]["acceptance_rate"] == 1
+        assert one["acceptance_length"] > 1 and one["speedup"] > 0, name  # each learnt something
+    assert found["ar"]["acceptance_length"] == 1

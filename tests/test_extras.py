@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from medusa_cli import cli
 from medusa_cli.extras import EXTRAS
-from tests.runs import save_model, save_run
+from tests.helpers import medusa, save_model, save_run
 
 PACKAGE = Path(cli.__file__).parent
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -85,7 +84,7 @@ def test_a_command_names_the_extra_it_misses(
     if words[0] == "chat":
         model = save_model(tmp_path / "model")
         words = [*words, "--model", model, "--run", f"{save_run(tmp_path / 'run', model).path}/", "--prompt", "w1"]
-    done = CliRunner().invoke(cli.app, words)
+    done = medusa(*words)
     assert done.exit_code == 1
     assert said in " ".join(done.stderr.split()), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -100,7 +99,7 @@ def test_a_tree_is_saved_without_its_picture(monkeypatch: pytest.MonkeyPatch, tm
     model = save_model(tmp_path / "model")
     run = save_run(tmp_path / "run", model, tree=None, calibrated=True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(cli.app, ["tree", "--run", f"{run.path}/", "--budget", "5"])
+    done = medusa("tree", "--run", f"{run.path}/", "--budget", "5")
     assert done.exit_code == 0, done.output
     assert run.tree_path.is_file() and not run.tree_path.with_suffix(".png").exists()
 

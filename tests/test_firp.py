@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Step, generate, generate_batch, generate_plain
+from medusa_cli.decode import Step, generate, generate_batch, generate_plain
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.drafters.firp import spread
-from medusa_cli.engines import attach
+from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
 from medusa_cli.runs.run import provenance
-from medusa_cli.tree import Growth, Tree
-from tests.passes import rows_of, run
-from tests.tiny import FAMILIES, tiny_backbone
-from tests.watching import Watching
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, Recording, forward, rows_of, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -70,11 +68,11 @@ def test_pseudo_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
-    out = run(backbone, PROMPT, cache, logits="last", pseudo=drafter.pseudo(3))
+    out = forward(backbone, PROMPT, cache, logits="last", pseudo=drafter.extra_rows(3))
     assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
     assert torch.allclose(out.ahead[-1], reference(family, drafter, PROMPT), atol=1e-4)
     tokens = torch.arange(20, 20 + TREE.size)
-    out = run(backbone, tokens, cache, TREE, pseudo=drafter.pseudo(3))
+    out = forward(backbone, tokens, cache, TREE, pseudo=drafter.extra_rows(3))
     assert out.ahead is not None and out.ahead.shape == (TREE.size, 3, backbone.hidden_size)
     for node in (0, 3, 8):
         path = PROMPT + tokens[TREE.path(node)].tolist()
@@ -86,7 +84,7 @@ def test_a_prompt_of_several_pieces_ends_in_its_last_tokens_pseudo_rows(engine: 
     backbone = backbone_of("llama", engine, positions=1024)
     drafter = firp(backbone)
     prompt = [5 + i * 7 % 50 for i in range(530)]
-    out = run(backbone, prompt, logits="last", pseudo=drafter.pseudo(2))
+    out = forward(backbone, prompt, logits="last", pseudo=drafter.extra_rows(2))
     expected = reference("llama", drafter, prompt, positions=1024)
     assert out.hidden.shape[0] == 530 and torch.allclose(out.ahead[-1], expected[:2], atol=1e-3)
 
@@ -98,12 +96,12 @@ def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str
     drafter = firp(backbone)
     nodes, path = torch.arange(20, 20 + TREE.size), TREE.path(7)
     caches, outputs = [], []
-    for pseudo in (None, drafter.pseudo(3)):
+    for pseudo in (None, drafter.extra_rows(3)):
         cache = backbone.engine.new_cache(1, 8)
-        run(backbone, PROMPT, cache, pseudo=pseudo)
-        outputs.append(run(backbone, nodes, cache, TREE, pseudo=pseudo))
+        forward(backbone, PROMPT, cache, pseudo=pseudo)
+        outputs.append(forward(backbone, nodes, cache, TREE, pseudo=pseudo))
         cache.keep(0, path)
-        outputs.append(run(backbone, [9, 8], cache, pseudo=pseudo))
+        outputs.append(forward(backbone, [9, 8], cache, pseudo=pseudo))
         caches.append(cache)
     for without, ridden in zip(outputs[:2], outputs[2:], strict=True):
         assert torch.allclose(without.logits, ridden.logits, atol=1e-4)
@@ -113,14 +111,14 @@ def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str
     assert torch.allclose(*map(rows_of, caches), atol=1e-4)
     # What comes after sees the kept rows alone: the same as one chain without any pseudo row.
     whole = PROMPT + nodes[path].tolist() + [9, 8]
-    alone = run(backbone, whole)
+    alone = forward(backbone, whole)
     assert torch.allclose(outputs[3].logits, alone.logits[-2:], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Tree.chain(3), Growth(9, 3), Tree.root_only()], ids=str)
-def test_firp_is_lossless(family: str, engine: str, shape: Tree | Growth) -> None:
+@pytest.mark.parametrize("shape", [TREE, Tree.chain(3), DynamicTree(9, 3), Tree.root_only()], ids=str)
+def test_firp_is_lossless(family: str, engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, vocabulary="draft" if engine == "fast" else "shared")
     steps = generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=())
@@ -128,14 +126,14 @@ def test_firp_is_lossless(family: str, engine: str, shape: Tree | Growth) -> Non
     assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
 
 
-class Watched(Watching, Firp):
+class Watched(Recording, Firp):
     pass
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), Growth(60, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"])
 def test_every_guess_comes_from_its_heads_pseudo_state_after_the_accepted_path(
-    engine: str, shape: Tree | Growth
+    engine: str, shape: Tree | DynamicTree
 ) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone, layers=[2, 3, 4])
@@ -163,8 +161,8 @@ def test_the_contexts_end_is_reached_and_not_passed() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 3)], ids=str)
-def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | Growth) -> None:
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=str)
+def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone)
     passes: list[int] = []
@@ -215,8 +213,8 @@ PROMPTS = [PROMPT, [8], [30 + i for i in range(17)], [6, 6, 50], [12, 50]]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Growth(9, 3)], ids=["static", "dynamic"])
-def test_many_prompts_at_once_get_what_each_gets_alone(family: str, engine: str, shape: Tree | Growth) -> None:
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=["static", "dynamic"])
+def test_many_prompts_at_once_get_what_each_gets_alone(family: str, engine: str, shape: Tree | DynamicTree) -> None:
     backbone, count = backbone_of(family, engine), 24
     drafter = firp(backbone, layers=[2, 3, 4])
     steps: list[list[Step]] = [[] for _ in PROMPTS]

@@ -1,6 +1,5 @@
 """FIRP in training: its states are decoding's, its loss by hand, learning, resuming, the commands, refusals."""
 
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -8,24 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli import console
-from medusa_cli.cli import app
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Batch
-from medusa_cli.drafters.base import Objective
-from medusa_cli.drafters.firp import check_layers
-from medusa_cli.engines.trace import ahead, trace
+from medusa_cli.engine.extra_rows import ahead, trace
 from medusa_cli.errors import UserError
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter
-from medusa_cli.training.conversations import Conversation, batch_of
-from medusa_cli.training.setup import whole_conversations
-from medusa_cli.training.trials import figures, try_layers
+from medusa_cli.train import Stepped, Stopped, Trainer, Validated, build_drafter
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import whole_conversations
+from tests.helpers import FAMILIES, conversation, medusa, write_lines
 from tests.test_firp import DEPTH, backbone_of, firp, reference
-from tests.test_training import conversation, write_lines
-from tests.tiny import FAMILIES
 
 SETTINGS = [
     "drafter=firp",
@@ -43,31 +38,25 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
-
-
 def conversations(*lengths: int) -> list[Conversation]:
     chance = random.Random(1)
     made = []
     for i, length in enumerate(lengths):
-        tokens = torch.tensor([chance.randrange(5, 60) for _ in range(length)])
-        made.append(Conversation(f"c{i}", tokens, [(3, length // 2), (length // 2 + 1, length)]))
+        tokens = [chance.randrange(5, 60) for _ in range(length)]
+        made.append(Conversation(f"c{i}", tokens=tokens, spans=[(3, length // 2), (length // 2 + 1, length)]))
     return made
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, monkeypatch) -> None:
-    monkeypatch.setattr("medusa_cli.engines.trace.CHUNK", 4)
+    monkeypatch.setattr("medusa_cli.engine.extra_rows.CHUNK", 4)
     backbone = backbone_of(family)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
     items = conversations(13, 22, 9)
     batch = batch_of(backbone, items, traced=True)
     with torch.no_grad():
-        found = ahead(backbone, batch.trace, drafter._pseudo(list(drafter.steps)), batch.rows)
+        found = ahead(backbone, batch.trace, drafter._extra_rows(list(drafter.steps)), batch.rows)
     row = 0
     for one in items:
         for start, end in one.spans:
@@ -75,7 +64,7 @@ def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, 
             for at in range(start, end) if end - start > 1 else ():
                 assert batch.next[row] == one.tokens[at]
                 if at % 3 == 0:
-                    expected = reference(family, drafter, one.tokens[:at].tolist())
+                    expected = reference(family, drafter, one.tokens[:at])
                     assert torch.allclose(found[row], expected, atol=1e-4), (one.id, at)
                 row += 1
     assert row == len(batch.next)
@@ -86,11 +75,11 @@ def test_the_loss_is_the_kl_to_the_distribution_so_many_steps_on(vocabulary: str
     backbone = backbone_of()
     drafter = firp(backbone, vocabulary=vocabulary)
     [one] = conversations(17)[:1]
-    one = Conversation(one.id, one.tokens, [(4, 17)])
+    one = Conversation(one.id, tokens=one.tokens, spans=[(4, 17)])
     batch = batch_of(backbone, [one], traced=True)
     drafter.train()
-    losses = drafter.loss(backbone, batch, Objective(0.7))
-    states = ahead(backbone, batch.trace, drafter._pseudo(list(drafter.steps)), batch.rows)
+    losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
+    states = ahead(backbone, batch.trace, drafter._extra_rows(list(drafter.steps)), batch.rows)
     rows = backbone.lm_head_weight[drafter.draft_ids]
     known = drafter.places(torch.device("cpu")) >= 0
     total: Any = 0.0
@@ -116,7 +105,7 @@ def test_a_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     backbone = backbone_of()
     drafter = firp(backbone)
     items = conversations(9, 30)
-    pseudo = drafter._pseudo(list(drafter.steps))
+    pseudo = drafter._extra_rows(list(drafter.steps))
     both, alone = batch_of(backbone, items, traced=True), batch_of(backbone, items[:1], traced=True)
     with torch.no_grad():
         mixed = ahead(backbone, both.trace, pseudo, both.rows)[: len(alone.next)]
@@ -165,10 +154,6 @@ def test_a_training_cut_off_goes_on_as_if_it_had_not_been(run: Run, tmp_path: Pa
     assert seen == pytest.approx(whole, rel=1e-5)
 
 
-def medusa(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     backbone = backbone_of()
@@ -203,17 +188,19 @@ def test_the_commands_from_train_to_chat(run: Run, model: str) -> None:
 
 
 def test_no_gradient_is_lost_in_packed_weights(model: str) -> None:
-    from medusa_cli.engines import load_backbone
+    from medusa_cli.engine import load_backbone
 
     gradients = []
-    for backbone in (backbone_of(), load_backbone(model, dtype="fp32", engine="eager", gradients=True)):
+    for backbone in (backbone_of(), load_backbone(model, LoadOptions(dtype="fp32", engine="eager"), gradients=True)):
         drafter = firp(backbone).train()
-        drafter.loss(backbone, batch_of(backbone, conversations(20), traced=True)).total.backward()
+        drafter_loss(
+            drafter, backbone, batch_of(backbone, conversations(20), traced=True), TrainRecipe()
+        ).total.backward()
         gradients.append([weight.grad for weight in drafter.parameters()])
     assert all(torch.allclose(*both, atol=1e-5) for both in zip(*gradients, strict=True))
-    packed = load_backbone(model, dtype="fp32", engine="eager")
+    packed = load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
     with pytest.raises(UserError, match="packed weights lose gradients"):
-        drafter.loss(packed, batch_of(packed, conversations(20), traced=True))
+        drafter_loss(drafter, packed, batch_of(packed, conversations(20), traced=True), TrainRecipe())
 
 
 def test_bad_settings_end_in_one_line(run: Run, model: str) -> None:
@@ -239,64 +226,6 @@ def test_bad_settings_end_in_one_line(run: Run, model: str) -> None:
         assert "Traceback" not in result.stderr
 
 
-def test_layers_and_mask_are_compared(run: Run, model: str) -> None:
-    words = [
-        "bench-firp",
-        *SETTINGS[3:],
-        "--run",
-        str(run.path),
-        "--model",
-        model,
-        "--dtype",
-        "fp32",
-        "--tokens",
-        "200",
-    ]
-    result = medusa(*words, "--json", "--quiet")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert document == json.loads((run.path / "bench" / "firp-layers.json").read_text())
-    tried = {key: [(one["layers"], one["masked"]) for one in rows] for key, rows in document["figures"].items()}
-    assert tried["5"] == [([layer], False) for layer in range(1, DEPTH)]
-    assert tried["6"] == [([3, 4], False), ([3, 5], False)] and tried["7"] == [([3, 4], False), ([3, 4], True)]
-    assert all(0 <= share <= 1 for rows in document["figures"].values() for one in rows for share in one["accuracies"])
-    result = medusa(*words, "--figure", "7")
-    assert result.exit_code == 0 and "3, 4 masked" in result.stdout
-    assert medusa(*words, "--figure", "8").exit_code == 2
-    assert not (run.path / "checkpoint.pt").exists()  # a bench leaves the run's own training alone
-
-
-@pytest.mark.parametrize("depth", range(2, 40))
-def test_every_layer_that_is_tried_is_one_that_heads_can_enter_at(depth: int) -> None:
-    for choices in figures(depth).values():
-        for layers, _ in choices:
-            check_layers(layers, len(layers), depth)
-
-
-def test_layers_cannot_be_compared_without_room_or_held_out_conversations(run: Run, model: str) -> None:
-    with pytest.raises(UserError, match="a model of one layer"):
-        figures(1)
-    words = ["bench-firp", *SETTINGS[3:], "--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
-    result = medusa(*words, "train.validation_fraction=0")
-    assert result.exit_code == 1 and "no conversation is held out" in result.stderr, result.output
-    assert "train.validation_fraction=0" in result.stderr
-
-
-def test_a_trial_says_what_was_trained_not_what_was_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-
-    def unmasked(backbone, recipe, dataset):
-        built.append(recipe.masked)
-        return build_drafter(backbone, dataclasses.replace(recipe, masked=False), dataset)
-
-    monkeypatch.setattr("medusa_cli.training.trials.build_drafter", unmasked)
-    recipe = load_recipe(None, [*SETTINGS, "train.epochs=1", "train.max_tokens=100"])
-    backbone = backbone_of()
-    dataset = whole_conversations(run, backbone, recipe, None, 0.2)
-    [trial] = try_layers(backbone, dataset, recipe, [((3, 4), True)])
-    assert built == [True] and trial.masked is False and trial.layers == (3, 4)
-
-
 def test_a_finished_training_is_measured_anew_on_other_conversations(run: Run, model: str, tmp_path: Path) -> None:
     assert medusa(*words_of(run, model)).exit_code == 0
     data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(50, 56)])
@@ -314,4 +243,4 @@ def test_a_batch_without_a_trace_is_refused() -> None:
     backbone = backbone_of()
     batch = Batch(torch.randn(4, 32), torch.arange(4), torch.zeros(4, dtype=torch.long))
     with pytest.raises(UserError, match="traces of whole sequences"):
-        firp(backbone).loss(backbone, batch)
+        drafter_loss(firp(backbone), backbone, batch, TrainRecipe())

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.backbone import adapter
 from medusa_cli.cli import COMMANDS, app
-from medusa_cli.distilling.tokenizer import Tokenizer
+from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.model import lora as adapter
 from tests.checkpoints import medusa_heads, write
-from tests.runs import save_model, save_run
-from tests.tiny import tiny_model
+from tests.helpers import medusa, save_model, save_run, tiny_model
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
 CODE = """
@@ -66,7 +65,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ask(model: str, *words: str, input: str = "y\ny\ny\n") -> Result:
     common = ["--model", model, "--dtype", "fp32", "--baseline", "--prompt", "w1", "--max-new-tokens", "4"]
-    return CliRunner().invoke(app, ["chat", *common, *words], input=input)
+    return medusa("chat", *common, *words, input=input)
 
 
 @pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
@@ -133,12 +132,12 @@ def test_a_command_runs_a_models_code_with_the_flag_alone(
     write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads(), {})
     booby_trapped(tmp_path / "model", "own-kind")
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("medusa_cli.serving.server.prepare", lambda *_: SimpleNamespace(run=lambda door: None))
+    monkeypatch.setattr("medusa_cli.serve.server.prepare", lambda *_: SimpleNamespace(run=lambda door: None))
     words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
-    done = CliRunner().invoke(app, words)
+    done = medusa(*words)
     assert done.exit_code == 1 and "--trust-remote-code" in done.stderr, done.output
     assert not (tmp_path / "model" / "ran").exists()
-    done = CliRunner().invoke(app, [*words, "--trust-remote-code"])
+    done = medusa(*words, "--trust-remote-code")
     assert done.exit_code == 0, (done.exception, done.output)
     assert (tmp_path / "model" / "ran").exists()
 

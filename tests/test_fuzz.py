@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzzing import COMMANDS, FILES, Ground, cases
+from tests.helpers import medusa
 
 EXAMPLES = 2
 
@@ -43,10 +44,7 @@ def test_whatever_is_read_ends_in_a_result_or_in_one_message(
 
 def test_what_is_whole_is_taken(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ground itself is sound: unchanged files give results, or the fuzzing would find faults in its own setting."""
-    from typer.testing import CliRunner
-
-    from medusa_cli.cli import app
 
     monkeypatch.chdir(Path(ground.home).parent)
     for name in ("run/run.json", "joint/adapter/adapter_config.json", "run/calibration.json", "run/distill.jsonl"):
-        assert CliRunner().invoke(app, ground.filled(FILES[name])).exit_code == 0, name
+        assert medusa(*ground.filled(FILES[name])).exit_code == 0, name

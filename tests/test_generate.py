@@ -1,65 +1,16 @@
 """Decoding is lossless whatever is drafted: always right, never right, sometimes right, on every family."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Sampling, Stats, generate, generate_batch, generate_plain
-from medusa_cli.decoding.ending import Ending
-from medusa_cli.drafters import Confirmed, Draft, Drafter, Losses, MedusaHeads
-from medusa_cli.engines import Cache
+from medusa_cli.decode import Request, Sampling, Stats, generate, generate_batch, generate_plain
+from medusa_cli.decode.sequence import StopCriteria
+from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
-from tests.tiny import END_ID, FAMILIES, tiny_backbone
+from tests.helpers import END_ID, FAMILIES, PROMPT, SPARSE, Oracle, medusa_drafter, plain, tiny_backbone
 
-PROMPT = [5, 9, 20, 11, 7]
-SPARSE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
 TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
-
-
-class Oracle(Drafter):
-    """A stub that knows the answer and puts right tokens on a share of the nodes."""
-
-    name = "oracle"
-    num_heads = 8
-    config = None
-
-    def __init__(self, answer: Sequence[int], right: float) -> None:
-        super().__init__()
-        self.answer, self.right, self.drafts = list(answer), right, 0
-        self.chance = torch.Generator().manual_seed(0)
-
-    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[Confirmed], shape: Tree) -> list[Draft]:
-        assert len(sequences) == len(confirmed)
-        return [self.guess(backbone, one, shape) for one in confirmed]
-
-    def guess(self, backbone: Backbone, confirmed: Confirmed, tree: Tree) -> Draft:
-        assert confirmed.hidden.shape == (len(confirmed.tokens), backbone.hidden_size)
-        done = confirmed.start + len(confirmed.tokens) - len(PROMPT)
-        assert self.answer[done : done + 1] in ([confirmed.root], [])
-        self.drafts += 1
-        tokens = [confirmed.root]
-        for node in range(1, tree.size):
-            ahead = self.answer[done + tree.depths[node] : done + tree.depths[node] + 1]
-            good = float(torch.rand(1, generator=self.chance)) < self.right
-            wrong = int(torch.randint(5, backbone.vocab_size, (1,), generator=self.chance))
-            tokens.append(ahead[0] if good and ahead else wrong)
-        return Draft(torch.tensor(tokens), tree)
-
-    def loss(self, backbone, batch, decay=0.8) -> Losses:
-        raise AssertionError("not trained")
-
-    logits = save = loss
-
-    @classmethod
-    def load(cls, folder, backbone):
-        raise AssertionError("not saved")
-
-
-def plain(backbone: Backbone, count: int = 90, **rules) -> list[int]:
-    return [t for s in generate_plain(backbone, PROMPT, max_new_tokens=count, stop_ids=(), **rules) for t in s.tokens]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,20 +40,11 @@ def test_plain_decoding_is_the_models_own_greedy_decoding(family: str) -> None:
     assert theirs[0, len(PROMPT) :].tolist() == ours
 
 
-def medusa(backbone: Backbone, vocabulary: str = "own") -> MedusaHeads:
-    torch.manual_seed(1)
-    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
-    heads = MedusaHeads.create(backbone, 4, 2, vocabulary, ids)
-    for weight in heads.parameters():
-        weight.data += 0.3 * torch.randn_like(weight)
-    return heads.eval()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
 def test_medusa_heads_are_lossless(family: str, vocabulary: str) -> None:
     backbone = tiny_backbone(family)
-    heads = medusa(backbone, vocabulary)
+    heads = medusa_drafter(backbone, vocabulary)
     steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=60, stop_ids=())
     assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
 
@@ -179,9 +121,9 @@ def test_a_stop_string_whose_characters_take_several_tokens_each_is_met() -> Non
             return bytes(text[id % len(text)] for id in ids).decode(errors="replace")
 
     text, stop = "\u9f98\u9f98\u0e2a\u0e27".encode(), "\u9f98\u9f98\u0e2a\u0e27" * 3
-    ending = Ending(backbone, PROMPT, 60, (), [stop])
+    ending = StopCriteria(backbone, Request(PROMPT, 60, stop_ids=(), stop_strings=[stop]))
     ending._tokenizer = Bytes()
-    assert len(ending.cut(list(range(len(whole))))) == len(stop.encode()) and ending.reason == "stop"
+    assert len(ending.truncate(list(range(len(whole))))) == len(stop.encode()) and ending.reason == "stop"
 
 
 def test_a_stop_string_may_be_a_special_token_which_is_never_shown() -> None:
@@ -227,7 +169,7 @@ def test_a_generous_token_limit_makes_no_cache_beyond_what_the_context_needs(
     )
     rules = {"max_new_tokens": 1_000_000, "stop_ids": ()}
     if drafted:
-        steps = generate(backbone, medusa(backbone), SPARSE, PROMPT, **rules)
+        steps = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, **rules)
     else:
         steps = generate_plain(backbone, PROMPT, **rules)
     assert len([t for s in steps for t in s.tokens]) == 300 - len(PROMPT)
@@ -250,13 +192,13 @@ def test_one_backbone_pass_a_step() -> None:
     calls = []
     inner = backbone.model.base_model.forward
     backbone.model.base_model.forward = lambda *a, **k: calls.append(1) or inner(*a, **k)
-    steps = list(generate(backbone, medusa(backbone), SPARSE, PROMPT, max_new_tokens=40, stop_ids=()))
+    steps = list(generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=40, stop_ids=()))
     assert len(calls) == len(steps)
 
 
 def test_exact_sampling_is_reproducible_and_typical_accepts_more() -> None:
     backbone = tiny_backbone()
-    heads = medusa(backbone)
+    heads = medusa_drafter(backbone)
 
     def run(rule: Sampling) -> list[int]:
         steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=40, sampling=rule, stop_ids=())

@@ -8,16 +8,15 @@ import typer
 from typer.testing import CliRunner
 
 from medusa_cli import options
-from medusa_cli.commands.groups import Said, Where, but, spread_out
-from medusa_cli.commands.loading import follow
+from medusa_cli.options import LoadFlags, OutputFlags, but, follow, spread_out
 
 
 def shout(
     asked: typer.Context,
     *,
     word: Annotated[str, typer.Option(help="What.")] = "a",
-    place: Annotated[Where, but("engine", "load_in_4bit", "load_in_8bit")],
-    said: Said,
+    place: Annotated[LoadFlags, but("engine", "load_in_4bit", "load_in_8bit")],
+    said: OutputFlags,
 ) -> None:
     """Shout."""
     typer.echo(f"{asked.info_name} {word} {place.device} {place.engine} {place.trust_remote_code} {said.json}")
@@ -39,10 +38,9 @@ def test_fields_stand_in_their_parameters_place_as_the_options_they_are() -> Non
 
 
 def test_two_ways_of_rounding_are_left_to_the_loader_to_refuse(tmp_path: Path) -> None:
-    both = Where(load_in_4bit=True, load_in_8bit=True)
+    both = LoadFlags(load_in_4bit=True, load_in_8bit=True)
     assert follow(tmp_path, both) == both
 
 
 def test_what_nobody_asked_to_be_rounded_is_loaded_whole() -> None:
-    assert Where().loading["load_in_4bit"] is False and Where(load_in_8bit=True).loading["load_in_8bit"] is True
-    assert set(Where().network) == set(Where().loading) - {"engine"}
+    assert LoadFlags().loading.load_in_4bit is False and LoadFlags(load_in_8bit=True).loading.load_in_8bit is True

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli.cli import app
 from medusa_cli.runs.run import Run
-from medusa_cli.training import Stepped, Validated
-from medusa_cli.training.schedule import turn_of
+from medusa_cli.train import Stepped, Validated
+from medusa_cli.train.schedule import turn_of
+from tests.helpers import conversation, medusa, write_lines
 from tests.test_firp_training import SETTINGS, trainer
-from tests.test_training import conversation, write_lines
 
 
 @pytest.fixture
@@ -69,6 +67,6 @@ def test_stopped_in_the_second_turn_it_goes_on_as_if_it_had_not_been(run: Run, t
 @pytest.mark.parametrize("name", ["medusa", "hydra", "amphista"])
 def test_heads_that_learn_at_once_refuse_it(run: Run, name: str) -> None:
     words = ["train", *SETTINGS[1:], f"drafter={name}", "train.heads_in_turn=true", "--run", str(run.path)]
-    result = CliRunner().invoke(app, words)
+    result = medusa(*words)
     assert result.exit_code == 2
     assert f"train.heads_in_turn=true says nothing to {name}" in result.stderr

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.backbone.history import fit
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from tests.runs import save_model
+from medusa_cli.model.chat_template import fit
+from tests.helpers import medusa, save_model
 
 QUESTION = {"role": "user", "content": "q"}
 
@@ -68,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def chat(model: str, *words: str, input: str) -> Result:
     common = ["--model", model, "--baseline", "--dtype", "fp32", "--max-new-tokens", "8"]
-    return CliRunner().invoke(app, ["chat", *common, *words], input=input)
+    return medusa("chat", *common, *words, input=input)
 
 
 def test_every_turn_of_a_long_chat_is_answered(model: str, tmp_path: Path) -> None:

@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
-from medusa_cli.drafters.base import Objective
+from medusa_cli.decode import generate, generate_plain
+from medusa_cli.drafters import Batch, HydraHeads, NewTokens, load_drafter
+from medusa_cli.model import Backbone
+from medusa_cli.runs.io import ReadReport
+from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
-from medusa_cli.runs.usable import ReadReport
-from medusa_cli.tree import Growth, Tree
-from tests.passes import drafted
-from tests.tiny import FAMILIES, guesses, tiny_backbone
-from tests.watching import Watching
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import FAMILIES, Recording, drafted, guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])
@@ -38,7 +37,7 @@ def test_each_node_holds_the_guess_that_follows_its_path(kind: tuple[str, str, i
     heads = hydra(backbone, *kind)
     hidden = torch.randn(1, backbone.hidden_size)
     heads.truncate(0)
-    draft = drafted(heads, backbone, Confirmed(torch.arange(1), hidden, 11, 0), TREE)
+    draft = drafted(heads, backbone, NewTokens(torch.arange(1), hidden, 11, 0), TREE)
     assert draft.tokens[0] == 11
     for node in range(1, TREE.size):
         # Teacher forcing with the path as the truth: the head's guesses must be the same.
@@ -66,25 +65,25 @@ def test_the_prefix_layers_cache_is_what_one_pass_over_the_answer_gives() -> Non
     heads.truncate(0)
     # A prompt of four states, of which the last alone counts, then runs of three and two.
     for first, last in ((0, 4), (4, 7), (7, 9)):
-        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
-        state = heads._context(confirmed if first else heads.opening(confirmed))
+        confirmed = NewTokens(tokens[first:last], hidden[first:last], int(tokens[last - 1]), first)
+        state = heads._context(confirmed if first else heads.first_input(confirmed))
     batch = Batch(hidden[3:], tokens[3:], torch.zeros(6, dtype=torch.long))
-    states = heads.encode(backbone, batch)(0, torch.tensor([5]))
+    states = next(heads.head_states(backbone, batch, [torch.tensor([5])]))
     embedded = heads.embed(backbone, tokens[8:9])
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), states, atol=1e-5)
     heads.truncate(0)
-    again = heads._context(heads.opening(Confirmed(tokens[:4], hidden[:4], 5, 0)))
+    again = heads._context(heads.first_input(NewTokens(tokens[:4], hidden[:4], 5, 0)))
     alone = heads.prefix[1](heads.prefix[0](hidden[None, 3:4]))[0]
     assert torch.allclose(again, alone, atol=1e-5)
 
 
-class Watched(Watching, HydraHeads):
+class Watched(Recording, HydraHeads):
     pass
 
 
-@pytest.mark.parametrize("shape", [TREE, Growth(20, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(20, 3)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_cached_drafting_equals_recomputing_the_whole_answer(prefix: int, shape: Tree | Growth) -> None:
+def test_cached_drafting_equals_recomputing_the_whole_answer(prefix: int, shape: Tree | DynamicTree) -> None:
     backbone = tiny_backbone()
     heads = hydra(backbone, "own", prefix=prefix)
     heads.__class__ = Watched
@@ -127,7 +126,12 @@ def test_the_loss_is_each_heads_cross_entropy_after_the_true_tokens(soft: float,
     count = 7
     hidden, tokens = torch.randn(count, backbone.hidden_size), DRAFT_IDS[torch.randint(0, 8, (count,))]
     heads.train()
-    losses = heads.loss(backbone, Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)), Objective(0.8, soft))
+    losses = drafter_loss(
+        heads,
+        backbone,
+        Batch(hidden, tokens, torch.zeros(count, dtype=torch.long)),
+        TrainRecipe(decay=0.8, soft=soft, regress=0.0),
+    )
     context = hidden[None]
     for layer in heads.prefix:
         context = layer(context)
@@ -158,7 +162,7 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str,
     heads.save(tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, HydraHeads) and loaded.config == heads.config
-    confirmed = Confirmed(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
+    confirmed = NewTokens(torch.arange(1), torch.randn(1, backbone.hidden_size), 5, 0)
     ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
@@ -166,8 +170,8 @@ def test_loaded_heads_draft_what_saved_ones_did(tmp_path: Path, kind: tuple[str,
 def test_a_setting_that_says_nothing_to_a_drafter_is_refused() -> None:
     from medusa_cli.errors import UsageError
     from medusa_cli.runs.recipe import load_recipe
-    from medusa_cli.training import Dataset, build_drafter
+    from medusa_cli.train import Dataset, build_drafter
 
     recipe = load_recipe(None, ["drafter.prefix_layers=1"]).drafter
     with pytest.raises(UsageError, match="drafter.prefix_layers=1 says nothing to medusa"):
-        build_drafter(tiny_backbone(), recipe, Dataset([], [], torch.zeros(0, 32), ReadReport(), ""))
+        build_drafter(tiny_backbone(), recipe, Dataset([], [], ReadReport(), "", torch.zeros(0, 32)))

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.identity import weights_of
-from medusa_cli.backbone.network import load_network
-from medusa_cli.engines import load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import write_json
-from medusa_cli.runs.reading import read_json
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.identity import weights_of
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.io import read_json, write_json
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
-from tests.runs import save_model
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers import save_model, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def saved(network: torch.nn.Module, folder: Path, **options) -> str:
 
 def tuned(model: str, folder: Path) -> str:
     """The model fine-tuned a little in every linear layer and nowhere else: norms and embeddings stay."""
-    network, _ = load_network(model, dtype="fp32")
+    network, _ = load_network(model, LoadOptions(dtype="fp32"))
     torch.manual_seed(0)
     for module in network.modules():
         if isinstance(module, torch.nn.Linear):
@@ -42,33 +42,37 @@ def tuned(model: str, folder: Path) -> str:
 
 
 def test_a_fine_tune_of_the_linear_layers_is_another_model(model: str, tmp_path: Path) -> None:
-    one, other = (load_backbone(name, dtype="fp32").identity for name in (model, tuned(model, tmp_path / "tuned")))
+    one, other = (
+        load_backbone(name, LoadOptions(dtype="fp32")).identity for name in (model, tuned(model, tmp_path / "tuned"))
+    )
     assert one["fingerprint"] == other["fingerprint"]  # all that an earlier version looked at
     assert one["weights"] != other["weights"]
     with pytest.raises(UserError, match="was made for the model"):
         check_backbone(one, other, "the drafter")
-    in_memory = [Backbone(load_network(one["id"], dtype="fp32")[0]).identity["weights"] for one in (one, other)]
+    in_memory = [
+        Backbone(load_network(one["id"], LoadOptions(dtype="fp32"))[0]).identity["weights"] for one in (one, other)
+    ]
     assert in_memory[0] != in_memory[1]
 
 
 def test_every_way_to_load_a_checkpoint_names_it_alike(model: str, tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     assert bitsandbytes
-    network, _ = load_network(model, dtype="fp32")
+    network, _ = load_network(model, LoadOptions(dtype="fp32"))
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     for name, weight in network.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     adapter.save(network, tmp_path / "adapter", "tiny")
     ways = [
-        {"dtype": "fp32"},
-        {"dtype": "bf16"},
-        {"dtype": "fp32", "engine": "fast"},
-        {"dtype": "fp32", "adapter": tmp_path / "adapter"},
-        {"load_in_4bit": True},
-        {"load_in_8bit": True},
+        LoadOptions(dtype="fp32"),
+        LoadOptions(dtype="bf16"),
+        LoadOptions(dtype="fp32", engine="fast"),
+        LoadOptions(load_in_4bit=True),
+        LoadOptions(load_in_8bit=True),
     ]
-    found = [load_backbone(model, **way).identity for way in ways]
+    found = [load_backbone(model, way).identity for way in ways]
+    found.insert(3, load_backbone(model, LoadOptions(dtype="fp32"), adapter=tmp_path / "adapter").identity)
     assert len({one["weights"] for one in found}) == 1
     assert [one.get("rounding") for one in found] == [None] * 4 + ["4bit", "8bit"]
     for one in found:
@@ -98,8 +102,8 @@ def test_many_tensors_are_thinned_alike_in_any_number_of_files(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = weights_of(model)
-    monkeypatch.setattr("medusa_cli.backbone.identity.MOST", 7)
-    parts = saved(load_network(model, dtype="fp32")[0], tmp_path / "parts", max_shard_size="60KB")
+    monkeypatch.setattr("medusa_cli.model.identity.MOST", 7)
+    parts = saved(load_network(model, LoadOptions(dtype="fp32"))[0], tmp_path / "parts", max_shard_size="60KB")
     assert weights_of(model) == weights_of(parts) != whole
 
 
@@ -110,22 +114,23 @@ def test_a_checkpoint_of_pickles_is_refused_and_has_no_digest(model: str, tmp_pa
     torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert weights_of(str(folder)) is None
     with pytest.raises(UserError, match="could not be loaded: .*model.safetensors"):
-        load_backbone(str(folder), dtype="fp32")
+        load_backbone(str(folder), LoadOptions(dtype="fp32"))
 
 
 def test_a_random_model_is_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     for name in ("small", "other"):
-        monkeypatch.setitem(__import__("medusa_cli.backbone.blank", fromlist=["SHAPES"]).SHAPES, name, shape)
+        monkeypatch.setitem(__import__("medusa_cli.model.random_model", fromlist=["SHAPES"]).SHAPES, name, shape)
     one, again, other = (
-        load_backbone(f"random:{name}", dtype="fp32", engine="eager") for name in ("small", "small", "other")
+        load_backbone(f"random:{name}", LoadOptions(dtype="fp32", engine="eager"))
+        for name in ("small", "small", "other")
     )
     assert one.identity["weights"] == again.identity["weights"] != other.identity["weights"]
 
 
 def test_a_run_from_before_the_digest_still_opens_and_learns_it(model: str, tmp_path: Path) -> None:
-    run, identity = Run.open(f"{tmp_path}/run", create=True), load_backbone(model, dtype="fp32").identity
+    run, identity = Run.open(f"{tmp_path}/run", create=True), load_backbone(model, LoadOptions(dtype="fp32")).identity
     run.bind(identity)
     marker = run.path / "run.json"
     old = read_json(marker)
@@ -133,6 +138,6 @@ def test_a_run_from_before_the_digest_still_opens_and_learns_it(model: str, tmp_
     write_json(marker, old)
     run.bind({**identity, "adapter": "an adapter is no part of what a run is bound to"})
     assert read_json(marker)["backbone"] == identity
-    other = load_backbone(tuned(model, tmp_path / "tuned"), dtype="fp32").identity
+    other = load_backbone(tuned(model, tmp_path / "tuned"), LoadOptions(dtype="fp32")).identity
     with pytest.raises(UserError, match=json.dumps(str(run.path))[1:-1]):
         run.bind(other)

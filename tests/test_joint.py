@@ -9,43 +9,42 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli import engines
-from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.network import load_network
-from medusa_cli.cli import app
+from medusa_cli import engine as engines
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, held_out_ids, micro_batches
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.usable import ReadReport
-from medusa_cli.training import Stepped, Trainer, Validated, split_conversations
-from medusa_cli.training.conversations import Conversations, bucketed
-from medusa_cli.training.data import held_out_ids
-from medusa_cli.training.joint import Joint
-from medusa_cli.training.leaving import _tuned_run
-from medusa_cli.training.log import read_log
-from medusa_cli.training.parsing import Record
-from medusa_cli.training.schedule import lambda_0
-from medusa_cli.training.setup import joint_backbone
-from tests import passes
-from tests.runs import save_model
-from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
+from medusa_cli.train import Stepped, Trainer, Validated, split_conversations
+from medusa_cli.train.log import read_log
+from medusa_cli.train.results import _tuned_run
+from medusa_cli.train.schedule import lambda_0
+from medusa_cli.train.setup import joint_backbone
+from medusa_cli.train.stage2 import Stage2
+from tests import helpers
+from tests.helpers import FAMILIES, medusa, save_model, tiny_backbone, tiny_model, tiny_tokenizer
 
 SETTINGS = ["train.stage=2", "train.dtype=fp32", "train.lora_rank=4", "train.lora_alpha=8", "train.lora_dropout=0"]
 
 
-def records(count: int = 12, seed: int = 0) -> list[Record]:
+def records(count: int = 12, seed: int = 0) -> list[Conversation]:
     chance = random.Random(seed)
     found = []
     for i in range(count):
         tokens = [chance.randrange(8, 60) for _ in range(chance.randrange(14, 30))]
-        found.append(Record(f"c{i}", tokens, [(4, 8), (10, len(tokens))], None))
+        found.append(Conversation(f"c{i}", tokens=tokens, spans=[(4, 8), (10, len(tokens))]))
     return found
 
 
-def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Conversations, Joint]:
+def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Dataset[Conversation], Stage2]:
     recipe = load_recipe(None, [*SETTINGS, *words])
     torch.manual_seed(0)
     network = tiny_model(family)
@@ -59,7 +58,7 @@ def joint(family: str = "llama", *words: str) -> tuple[Backbone, MedusaHeads, Co
                 weight.normal_(std=0.05)
     heads = MedusaHeads.create(backbone, 2, 1, "own")
     data = split_conversations(records(), ReadReport(), max_length=24, fraction=0.2)
-    return backbone, heads, data, Joint(backbone, heads, data, recipe.train)
+    return backbone, heads, data, Stage2(backbone, heads, data, recipe.train)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +69,7 @@ def test_padded_rows_are_each_sequence_alone(family: str) -> None:
     with torch.no_grad():
         found = backbone.states(padded)
     for i, ids in enumerate(rows):
-        alone = passes.run(backbone, ids).hidden
+        alone = helpers.forward(backbone, ids).hidden
         assert torch.allclose(found[i, : len(ids)], alone, atol=2e-5)
 
 
@@ -82,9 +81,9 @@ def test_the_loss_is_the_language_models_plus_lambda_0_times_the_heads(objective
     model, terms = [], [[], []]
     with torch.no_grad():
         for one in items:
-            out = passes.run(backbone, one.tokens)
+            out = helpers.forward(backbone, one.tokens)
             with adapter.adapter_off(backbone.model):
-                original = passes.run(backbone, one.tokens)
+                original = helpers.forward(backbone, one.tokens)
             for start, end in one.spans:
                 for at in range(start, end):
                     log_p, log_q = out.logits[at - 1].log_softmax(-1), original.logits[at - 1].log_softmax(-1)
@@ -145,7 +144,7 @@ def test_a_fresh_adapter_is_the_original_and_quality_says_so() -> None:
 
 def test_batches_hold_every_conversation_once_and_no_more_tokens_than_allowed() -> None:
     items = split_conversations(records(40), ReadReport(), max_length=20, fraction=0.0).train
-    batches = bucketed(items, 64, random.Random(1))
+    batches = micro_batches(items, 64, random.Random(1))
     assert sorted(one.id for batch in batches for one in batch) == sorted(one.id for one in items)
     assert all(max(len(one.tokens) for one in batch) * len(batch) <= 64 for batch in batches)
     assert all(len(one.tokens) <= 20 and one.spans[-1][1] <= 20 for one in items)
@@ -176,7 +175,7 @@ def train(place: tuple[str, str], *words: str) -> Result:
         "drafter.vocabulary=own",
     ]
     small = ["train.batch_tokens=96", "train.epochs=1", "train.lora_rank=4", "train.validation_every=2"]
-    return CliRunner().invoke(app, [*common, *small, *words])
+    return medusa(*common, *small, *words)
 
 
 def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str, str]) -> None:
@@ -196,9 +195,8 @@ def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str
     assert config["provenance"]["backbone"]["adapter"] == adapter.digest(Path(run) / "adapter")
     saved = json.loads((Path(run) / "adapter" / "adapter_config.json").read_text())
     assert saved["r"] == 4 and "lm_head" in saved["target_modules"]
-    runner = CliRunner()
-    assert runner.invoke(app, ["calibrate", "--run", run, "--top", "3"]).exit_code == 0
-    assert runner.invoke(app, ["tree", "--run", run, "--budget", "5"]).exit_code == 0
+    assert medusa("calibrate", "--run", run, "--top", "3").exit_code == 0
+    assert medusa("tree", "--run", run, "--budget", "5").exit_code == 0
     questions = Path(run) / "q.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["w1 w2"]}) + "\n")
     words = [
@@ -213,13 +211,13 @@ def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str
         "16",
         "--json",
     ]
-    benched = runner.invoke(app, words)
+    benched = medusa(*words)
     assert benched.exit_code == 0, benched.output
     methods = json.loads(benched.stdout)["methods"]
     assert methods["hf"]["identical"] == methods["medusa"]["identical"] == 1
     # Without the adapter the drafter is refused, and a new stage-1 training drops it.
-    lost = runner.invoke(app, ["chat", "--drafter", f"{run}/drafter", "--tree", f"{run}/tree.json", "--model", model,
-                               "--prompt", "w1"])  # fmt: skip
+    words = ["--drafter", f"{run}/drafter", "--tree", f"{run}/tree.json", "--model", model, "--prompt", "w1"]
+    lost = medusa("chat", *words)
     assert lost.exit_code == 1 and "was trained for the model with adapter" in lost.stderr
     assert train(place).exit_code == 0
     assert not (Path(run) / "adapter").exists()
@@ -228,7 +226,7 @@ def test_stage_2_starts_from_stage_1_and_what_it_leaves_decodes(place: tuple[str
 @pytest.mark.filterwarnings("error::FutureWarning")  # users should see none
 def test_a_merged_adapter_computes_what_an_unmerged_one_does(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family="qwen2")  # tied: the trap is a merge into the embeddings
-    network, _ = load_network(model, dtype="fp32")
+    network, _ = load_network(model, LoadOptions(dtype="fp32"))
     embedding = network.get_input_embeddings().weight.clone()
     adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     for name, weight in network.named_parameters():
@@ -238,18 +236,18 @@ def test_a_merged_adapter_computes_what_an_unmerged_one_does(tmp_path: Path) -> 
     unmerged = Backbone(network)
     engines.attach(unmerged)
     ids = torch.arange(5, 25)
-    expected = passes.run(unmerged, ids).logits
+    expected = helpers.forward(unmerged, ids).logits
     with adapter.adapter_off(network):
-        original = passes.run(unmerged, ids).logits
+        original = helpers.forward(unmerged, ids).logits
     assert not torch.allclose(expected, original, atol=1e-2)
     for engine in ("eager", "fast"):
-        merged = engines.load_backbone(model, dtype="fp32", engine=engine, adapter=tmp_path / "adapter")
-        assert torch.allclose(passes.run(merged, ids).logits, expected, atol=1e-4)
+        merged = engines.load_backbone(model, LoadOptions(dtype="fp32", engine=engine), adapter=tmp_path / "adapter")
+        assert torch.allclose(helpers.forward(merged, ids).logits, expected, atol=1e-4)
         assert torch.equal(merged.embedding.weight, embedding)
-    plain = engines.load_backbone(model, dtype="fp32")
+    plain = engines.load_backbone(model, LoadOptions(dtype="fp32"))
     assert merged.identity == {**plain.identity, "adapter": adapter.digest(tmp_path / "adapter")}
     with pytest.raises(UserError, match="holds no adapter"):
-        engines.load_backbone(model, dtype="fp32", adapter=tmp_path / "nothing")
+        engines.load_backbone(model, LoadOptions(dtype="fp32"), adapter=tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(("tuning", "dropout"), [("lora", 0.0), ("lora", 0.05), ("full", 0.0)])
@@ -261,9 +259,7 @@ def test_a_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, d
     recipe = load_recipe(None, words)
 
     def trainer(run: Run, resume: bool = False) -> Trainer:
-        backbone = joint_backbone(
-            recipe, {"device": "cpu", "dtype": "fp32", "load_in_4bit": False, "load_in_8bit": False}
-        )
+        backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
         data = split_conversations(records(24), ReadReport(), max_length=24, fraction=0.2)
         torch.manual_seed(0)
         return Trainer(backbone, MedusaHeads.create(backbone, 2, 1, "own"), data, recipe, run, resume=resume)
@@ -292,7 +288,7 @@ def test_a_checkpoint_of_bf16_is_trained_in_fp32_where_the_recipe_says_so(tmp_pa
     lines = [{"id": one.id, "tokens": one.tokens, "spans": one.spans} for one in records(8)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["train", "--run", str(tmp_path / "run"), "--model", str(model), "--data", str(data), *SETTINGS]
-    done = CliRunner().invoke(app, [*words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1"])
+    done = medusa(*words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1")
     assert done.exit_code == 0, done.output
 
 
@@ -302,9 +298,7 @@ def test_held_out_figures_do_not_hang_on_how_conversations_are_gathered(tmp_path
     found = []
     for tokens in (32, 96, 1024):
         recipe = load_recipe(None, [*SETTINGS, f"model={model}", f"train.batch_tokens={tokens}"])
-        backbone = joint_backbone(
-            recipe, {"device": "cpu", "dtype": "fp32", "load_in_4bit": False, "load_in_8bit": False}
-        )
+        backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
         torch.manual_seed(0)
         heads = MedusaHeads.create(backbone, 2, 1, "own")
         one = Trainer(backbone, heads, data, recipe, Run(tmp_path / "run")).validate(0)
@@ -326,19 +320,18 @@ def test_a_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str]) -> No
     validation = [line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"][-1]
     copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
     assert copied == [*lines, {"id": "odd", "messages": said}]
-    beside = json.loads(CliRunner().invoke(app, ["compare", run, "--json"]).stdout)[0]
+    beside = json.loads(medusa("compare", run, "--json").stdout)[0]
     digest = json.loads(Path(run, "tuned", "drafter", "config.json").read_text())["provenance"]["data"]["digest"]
     assert beside["data"] == digest, "what it was trained on is told by the drafter beside the tuned model"
     assert beside["kl"] is None and beside["agreement"] is None, "the original is gone: nothing to be held against"
-    done = CliRunner().invoke(app, ["compare", run, "--data", f"{run}/distill.jsonl"])
+    done = medusa("compare", run, "--data", f"{run}/distill.jsonl")
     assert done.exit_code == 1 and "was trained in full" in done.stderr, done.output
     tuned = Path(run) / "tuned"
     assert (tuned / "model" / "config.json").is_file() and (tuned / "drafter" / "config.json").is_file()
-    runner = CliRunner()
-    measured = runner.invoke(app, ["calibrate", "--run", str(tuned), "--top", "3", "--json"])
+    measured = medusa("calibrate", "--run", str(tuned), "--top", "3", "--json")
     assert json.loads(measured.stdout)["positions"] == validation["positions"], measured.output
-    assert runner.invoke(app, ["tree", "--run", str(tuned), "--budget", "4"]).exit_code == 0
-    said = runner.invoke(app, ["chat", "--run", str(tuned), "--prompt", "w1 w2", "--max-new-tokens", "8"])
+    assert medusa("tree", "--run", str(tuned), "--budget", "4").exit_code == 0
+    said = medusa("chat", "--run", str(tuned), "--prompt", "w1 w2", "--max-new-tokens", "8")
     assert said.exit_code == 0, said.output
 
 
@@ -386,7 +379,7 @@ def test_a_model_that_moves_far_from_the_original_is_warned_of(place: tuple[str,
 
 
 def compared(*words: str) -> list[dict]:
-    done = CliRunner().invoke(app, [*words, "--json"])
+    done = medusa(*words, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -402,16 +395,16 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
         assert done.exit_code == 0 and f"the heads start from {run}/drafter" in done.stderr, done.output
         assert not (tmp_path / name / "distill.jsonl").exists()
     words = ["compare", run, str(tmp_path / "medusa2"), str(tmp_path / "direct")]
-    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    rows = json.loads(medusa(*words, "--json").stdout)
     frozen, medusa2, direct = rows
     assert frozen["kl"] == 0 and frozen["agreement"] == frozen["perplexity_ratio"] == 1
     assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
-    shown = CliRunner().invoke(app, words)
+    shown = medusa(*words)
     assert shown.exit_code == 0 and "constant 1" in shown.stdout and "frozen" in shown.stdout, shown.output
     # Anew on the same conversations: those that were held out give what the trainings' own validations gave.
     held, told = tmp_path / "held.jsonl", tmp_path / "told.jsonl"
     lines = Path(run, "distill.jsonl").read_text().splitlines()
-    out = held_out_ids([Record(json.loads(line)["id"], [], [], None) for line in lines], 0.05)
+    out = held_out_ids([json.loads(line)["id"] for line in lines], 0.05)
     held.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
     told.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
     on_held, on_told = (compared(*words, "--data", str(file)) for file in (held, told))
@@ -422,18 +415,18 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert on_held[0]["perplexity_ratio"] == on_held[0]["agreement"] == 1 and on_told[2]["kl"] != on_held[2]["kl"]
     few = compared(*words, "--data", str(told), "--max-samples", "2")
     assert few[0]["measured"] < on_told[0]["measured"]
-    done = CliRunner().invoke(app, [*words, "--max-samples", "2"])
+    done = medusa(*words, "--max-samples", "2")
     assert done.exit_code == 2 and "--max-samples 2 bounds --data" in done.stderr
-    done = CliRunner().invoke(app, [*words, "--data", str(told), "--dtype", "fp16"])
+    done = medusa(*words, "--data", str(told), "--dtype", "fp16")
     assert done.exit_code == 2 and "--dtype fp16 is no type that trainings compute in" in done.stderr
-    done = CliRunner().invoke(app, [*words, "--data", "nowhere.jsonl"])
+    done = medusa(*words, "--data", "nowhere.jsonl")
     assert done.exit_code == 1 and "--data nowhere.jsonl does not exist" in done.stderr
     # With rates of nothing, going on from stage 2 leaves what it left.
     again, data = str(tmp_path / "again"), ["--data", f"{run}/distill.jsonl"]
     words = ["--stage", "2", "--from", str(tmp_path / "medusa2"), *data, "train.lr=0", "train.backbone_lr=0"]
     done = train((model, again), *words)
     assert done.exit_code == 0 and "the heads and the adapter start from" in done.stderr, done.output
-    row = json.loads(CliRunner().invoke(app, ["compare", again, "--json"]).stdout)[0]
+    row = json.loads(medusa("compare", again, "--json").stdout)[0]
     assert row["kl"] == pytest.approx(medusa2["kl"], rel=1e-3) and row["accuracies"] == medusa2["accuracies"]
     # The heads alone, all the time: the adapter stays what it is.
     last = tmp_path / "last"
@@ -444,14 +437,14 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     theirs, ours = (load_file(one / "drafter" / MedusaHeads.weights_file) for one in (tmp_path / "medusa2", last))
     assert not any(torch.equal(ours[name], weight) for name, weight in theirs.items() if "weight" in name)
-    rows = json.loads(CliRunner().invoke(app, ["compare", str(last), "--json"]).stdout)
+    rows = json.loads(medusa("compare", str(last), "--json").stdout)
     assert rows[0]["lambda_0"] == "heads alone" and rows[0]["kl"] == pytest.approx(medusa2["kl"], rel=1e-3)
     done = train((model, again), *words, "train.lora_rank=2")
     assert done.exit_code == 1 and "keep train.lora_rank" in done.stderr, done.output
     # Heads of another shape are not what --from promised.
     done = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_heads=1")
     assert done.exit_code == 1 and "holds no heads of this model and this shape" in done.stderr
-    done = CliRunner().invoke(app, ["compare", str(tmp_path / "third")])
+    done = medusa("compare", str(tmp_path / "third"))
     assert done.exit_code == 1 and "holds no training with a validation" in done.stderr
 
 
@@ -484,7 +477,10 @@ def test_lora_on_the_last_layers_alone_is_saved_merged_and_taken_up_as_such(
     names = load_file(folder / adapter.WEIGHTS)
     assert {name.split(".layers.")[1][0] for name in names if ".layers." in name} == {"1"}
     assert any("lm_head" in name for name in names) and len(names) == 2 * (7 + 1)
-    merged, plain = adapter.merge(load_network(model, dtype="fp32")[0], folder), load_network(model, dtype="fp32")[0]
+    merged, plain = (
+        adapter.merge(load_network(model, LoadOptions(dtype="fp32"))[0], folder),
+        load_network(model, LoadOptions(dtype="fp32"))[0],
+    )
     ours, theirs = (dict(one.named_parameters()) for one in (merged, plain))
     changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
     assert changed and all("layers.1." in name or "lm_head" in name for name in changed)
@@ -512,9 +508,9 @@ def test_heads_that_know_what_was_drafted_before_them_learn_in_stage_2_too(place
     assert checks[0]["parts"]["kl"] == pytest.approx(0, abs=1e-6) and checks[-1]["parts"]["kl"] > 1e-4
     after = load_file(run / "drafter" / "drafter.safetensors")
     assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("weight"))
-    said = CliRunner().invoke(app, ["calibrate", "--run", str(run), "--top", "3", "--dtype", "fp32", "--quiet"])
+    said = medusa("calibrate", "--run", str(run), "--top", "3", "--dtype", "fp32", "--quiet")
     assert said.exit_code == 0, said.output
-    found = CliRunner().invoke(app, ["doctor", "--run", str(run), "--quick", "--json", "--dtype", "fp32"])
+    found = medusa("doctor", "--run", str(run), "--quick", "--json", "--dtype", "fp32")
     assert found.exit_code == 0, found.output
     backbone = json.loads(found.stdout)["findings"][0]
     assert backbone["verdict"] == "ok" and f"with adapter {adapter.digest(run / 'adapter')}" in backbone["seen"]

@@ -8,13 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.benchmarks.bench import save
-from medusa_cli.benchmarks.judge import Grading, tally, tasks
-from medusa_cli.benchmarks.questions import Question
-from medusa_cli.cli import app
-from tests.benches import save_bench
+from medusa_cli.bench.judge import Task, tally, tasks
+from medusa_cli.bench.questions import Question
+from medusa_cli.bench.run import save
+from tests.helpers import medusa, save_bench
 
 
 class Judged:
@@ -60,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(place: Path, *words: str) -> Result:
     common = ["bench", "--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
-    return CliRunner().invoke(app, [*common, "--limit", "2", "--max-new-tokens", "8", "--json", *words])
+    return medusa(*common, "--limit", "2", "--max-new-tokens", "8", "--json", *words)
 
 
 def newest(place: Path) -> Path:
@@ -98,39 +97,38 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     assert {one["path"] for one in judge.asked} == {"/v1/chat/completions"}
     assert {(one["model"], one["key"], one["temperature"]) for one in judge.asked} == {("wise", "Bearer secret", 0)}
     count = len(judge.asked)
-    again = CliRunner().invoke(app, ["report", str(newest(place)), "--judge", judge.url, "--judge-model", "wise"])
+    again = medusa("report", str(newest(place)), "--judge", judge.url, "--judge-model", "wise")
     assert again.exit_code == 0 and len(judge.asked) == count  # nothing is asked twice
     page = newest(place).with_suffix(".md").read_text()
     assert "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page and "| mine | medusa | 8.00 |" in page
-    assert "is the model's first choice" in page  # typical acceptance: what the plain model thinks of the answers
 
 
 def test_benches_of_one_second_leave_one_another_alone(place: Path, tmp_path: Path) -> None:
     document = json.loads(bench(place, "--methods", "ar").stdout)
     first, second = (save({**document, "title": title}, tmp_path) for title in ("first", "second"))
-    assert [json.loads(one.with_suffix(".json").read_text())["title"] for one in (first, second)] == ["first", "second"]
-    assert [one.stem for one in sorted(tmp_path.glob("*.json"))] == [first.stem, second.stem]  # the newest one last
+    assert [json.loads(path.read_text())["title"] for path in (first, second)] == ["first", "second"]
+    assert [path.stem for path in sorted(tmp_path.glob("*.json"))] == [first.stem, second.stem]  # the newest one last
     with ThreadPoolExecutor(8) as pool:  # several at once take names of their own, too
         saved = list(pool.map(lambda title: save({**document, "title": title}, tmp_path), map(str, range(8))))
-    assert [json.loads(one.with_suffix(".json").read_text())["title"] for one in saved] == [str(n) for n in range(8)]
+    assert [json.loads(path.read_text())["title"] for path in saved] == [str(n) for n in range(8)]
 
 
 def test_a_judgement_goes_on_after_a_failure(place: Path, judge: Judged) -> None:
     assert bench(place, *SAMPLED).exit_code == 0
     words = ["report", str(newest(place)), "--judge", judge.url, "--judge-model", "wise"]
     judge.status = 401
-    failed = CliRunner().invoke(app, words)
-    assert failed.exit_code == 1 and "answered 401" in failed.stderr and "check --judge-model" in failed.stderr
+    failed = medusa(*words)
+    assert failed.exit_code == 1 and "401" in failed.stderr and "--judge-model" in failed.stderr
     judge.status = 200
     log = newest(place).with_suffix("") / "judgement.jsonl"
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert medusa(*words).exit_code == 0
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the fourth
     judge.asked.clear()
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert medusa(*words).exit_code == 0
     assert len(judge.asked) == len(lines) - 3 and len(log.read_text().splitlines()) == len(lines)
     judge.asked.clear()
-    assert CliRunner().invoke(app, [*words[:-1], "other"]).exit_code == 0
+    assert medusa(*words[:-1], "other").exit_code == 0
     assert len(judge.asked) == len(lines)  # another judge's verdicts are its own
 
 
@@ -155,11 +153,11 @@ def test_pairs_count_where_both_orders_agree_and_same_answers_are_ties() -> None
 
 
 def test_words_without_a_verdict_count_for_nothing(place: Path, judge: Judged) -> None:
-    task = Grading("medusa", "1", 0, 0, "", "")
+    task = Task("medusa", "1", 0, 0, "")
     assert task.read("no grade") is None and task.read("[[11]]") is None and task.read("[[3]] no, [[4]]") == 4
     judge.say = lambda text: "I would rather not."
     done = bench(place, *SAMPLED, "--judge", f"{judge.url}/v1/", "--judge-model", "shy")
-    assert done.exit_code == 0 and "held no grade" in done.stderr
+    assert done.exit_code == 0 and "shy" in done.stderr
     found = json.loads(done.stdout)["judge"]
     assert found["single"] == {} and found["unread"] == len(judge.asked) and found["pairs"]["medusa"]["answers"] == 0
 
@@ -167,9 +165,9 @@ def test_words_without_a_verdict_count_for_nothing(place: Path, judge: Judged) -
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["--judge", "http://127.0.0.1:9"], 2, "needs the name of a model; give --judge-model NAME"),
-        (["--judge-model", "wise"], 2, "--judge-model wise says nothing without a server"),
-        (["--judge", "nowhere", "--judge-model", "wise"], 1, "--judge nowhere/v1/chat/completions does not answer"),
+        (["--judge", "http://127.0.0.1:9"], 2, "--judge-model"),
+        (["--judge-model", "wise"], 2, "--judge URL"),
+        (["--judge", "nowhere", "--judge-model", "wise"], 1, "--judge nowhere"),
     ],
 )
 def test_mistakes_end_in_one_line_and_cost_nothing_measured(
@@ -184,5 +182,5 @@ def test_a_bench_without_answers_cannot_be_judged(place: Path, tmp_path: Path) -
     assert bench(place, "--methods", "ar,medusa").exit_code == 0
     (tmp_path / "old.json").write_text(newest(place).read_text())
     words = ["report", str(tmp_path / "old.json"), "--judge", "http://127.0.0.1:9", "--judge-model", "wise"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 1 and "its benches keep the answers" in done.stderr
+    done = medusa(*words)
+    assert done.exit_code == 1 and "medusa bench" in done.stderr

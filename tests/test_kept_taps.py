@@ -3,26 +3,22 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.cli import app
-from medusa_cli.distilling import Seed, Settings, distill
-from medusa_cli.engines import load_backbone
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.distill import answer_locally
+from medusa_cli.engine import load_backbone
+from medusa_cli.runs.recipe import DistillRecipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.training import load_dataset
-from tests import forked, passes
-from tests.runs import save_model
-from tests.tiny import tiny_backbone
+from medusa_cli.train import load_dataset
+from tests import forked, helpers
+from tests.helpers import medusa, save_model, tiny_backbone
 
 SHORT = ("train.max_tokens=60", "train.batch_tokens=32", "train.warmup_steps=1", "drafter.num_heads=2")
-
-
-def medusa(*words: Any) -> Result:
-    return CliRunner().invoke(app, [str(one) for one in words])
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +51,17 @@ def distilled(made: Path, place: Path, name: str, *more: str) -> Result:
 
 def test_every_row_holds_the_states_of_its_position_the_final_ones_last() -> None:
     backbone = tiny_backbone("llama", layers=4)
-    seeds = [Seed(f"s{i}", (f"w{i} w1", "w2 w3")) for i in range(5)]
-    settings = Settings(max_new_tokens=10, batch_size=2, capacity=96, taps=(1, 3))
-    for sample in distill(backbone, seeds, settings):
-        whole = passes.run(backbone, sample.tokens, taps=(0, 2, -1)).hidden
-        assert sample.states.shape == (len(sample.tokens) - 1, 3 * backbone.hidden_size)
+    seeds = [Conversation.from_turns(f"s{i}", [f"w{i} w1", "w2 w3"]) for i in range(5)]
+    settings = DistillRecipe(max_new_tokens=10, batch_size=2, context=96, taps=(1, 3))
+    for sample in answer_locally(backbone, seeds, settings):
+        whole = helpers.forward(backbone, sample.conversation.tokens, taps=(0, 2, -1)).hidden
+        assert sample.states.shape == (len(sample.conversation.tokens) - 1, 3 * backbone.hidden_size)
         assert torch.allclose(sample.states.float(), whole[:-1], rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("taps", [(-1,), (0, -1), (2, -1), (0, 2, -1)])
 def test_a_data_set_of_some_of_the_kept_layers_is_that_of_a_prefill(place: Path, taps: tuple[int, ...]) -> None:
-    backbone = load_backbone(str(place / "model"), dtype="fp32")
+    backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
     passes_made: list[int] = []
     ours = load_dataset(Run(place / "kept"), backbone, taps=taps, on_total=passes_made.append)
     assert ours.kept and not passes_made
@@ -107,7 +103,7 @@ def test_a_distillation_goes_on_with_its_own_layers_and_merges_with_no_others(ma
     alike = medusa("merge", place / "kept", "--run", place / "all", "--json")
     assert alike.exit_code == 0 and json.loads(alike.stdout)["taken"] == 8
     assert (place / "all" / "states.bin").read_bytes() == (place / "kept" / "states.bin").read_bytes()
-    backbone = load_backbone(str(place / "model"), dtype="fp32")
+    backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
     assert load_dataset(Run(place / "all"), backbone, taps=(0, 2, -1)).kept
 
 
@@ -115,7 +111,7 @@ def test_several_processes_keep_the_states_that_one_keeps(made: Path, place: Pat
     done = forked.run(words(made, place, "two", "--taps", "1,3"), place / "said", size=2)
     assert done.returncode == 0, done.stderr
     assert not list((place / "two").glob("parts/*"))
-    backbone = load_backbone(str(place / "model"), dtype="fp32")
+    backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
     held = []
     for name in ("kept", "two"):
         data = load_dataset(Run(place / name), backbone, taps=(0, 2, -1))

@@ -11,26 +11,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone.cpu import has_bf16
-from medusa_cli.backbone.layers import Unsupported
-from medusa_cli.engines.kernels import Half, Kernel, Packed, Plain, Rounded, kernel_named, kernels_for
-from medusa_cli.engines.kernels.half import can_half
-from medusa_cli.engines.kernels.modules import pack_linears
-from medusa_cli.engines.kernels.packed import can_pack
-from medusa_cli.engines.tracing import trace
+from medusa_cli.engine.jit import trace
+from medusa_cli.engine.kernels import (
+    Fp16Kernel,
+    IntKernel,
+    Kernel,
+    PackedKernel,
+    PlainKernel,
+    can_half,
+    can_pack,
+    kernel_named,
+    kernels_for,
+    pack_linears,
+)
+from medusa_cli.model.layers import Unsupported
+from medusa_cli.model.load import has_bf16
 
 CPU = torch.device("cpu")
 HALF = pytest.mark.skipif(not can_half(), reason="this build of torch has no fp16 kernel")
 PACK = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="this build of torch has no oneDNN")
 BF16 = pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 KERNELS = [
-    pytest.param(Half(), id="fp16-weights", marks=HALF),
-    pytest.param(Packed(torch.float32), id="fp32", marks=PACK),
-    pytest.param(Plain(torch.float32), id="plain"),
-    pytest.param(Packed(torch.bfloat16), id="bf16", marks=BF16),
-    pytest.param(Plain(torch.bfloat16), id="plain-bf16"),
-    pytest.param(Rounded(8), id="int8", marks=BF16),
-    pytest.param(Rounded(4), id="int4", marks=BF16),
+    pytest.param(Fp16Kernel(), id="fp16-weights", marks=HALF),
+    pytest.param(PackedKernel(torch.float32), id="fp32", marks=PACK),
+    pytest.param(PlainKernel(torch.float32), id="plain"),
+    pytest.param(PackedKernel(torch.bfloat16), id="bf16", marks=BF16),
+    pytest.param(PlainKernel(torch.bfloat16), id="plain-bf16"),
+    pytest.param(IntKernel(8), id="int8", marks=BF16),
+    pytest.param(IntKernel(4), id="int4", marks=BF16),
 ]
 # How far a product may be from that of the same weights in fp64, as a share of its size: the rows' own rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -93,9 +101,9 @@ def test_layers_that_cannot_be_joined_are_said_to_be() -> None:
         pass
 
     with pytest.raises(Unsupported, match="Quantised"):
-        Plain(torch.float32).join([Quantised(8, 8)])
+        PlainKernel(torch.float32).join([Quantised(8, 8)])
     with pytest.raises(Unsupported, match="only some of its fused layers have a bias"):
-        Plain(torch.float32).join([nn.Linear(8, 8), nn.Linear(8, 8, bias=False)])
+        PlainKernel(torch.float32).join([nn.Linear(8, 8), nn.Linear(8, 8, bias=False)])
 
 
 @HALF
@@ -105,10 +113,10 @@ def test_fp16_weights_hold_those_of_bf16_of_any_size_to_the_last_bit(power: int)
     weight = weight_of() * 2.0**power
     assert torch.equal(weight, weight.to(torch.bfloat16).float())
     bias, x = torch.randn(48) * 2.0**power, torch.randn(5, 64)
-    product = Half().pack(weight, bias)
+    product = Fp16Kernel().pack(weight, bias)
     assert off(product(x), F.linear(x.double(), weight.double(), bias.double())) < TOLERANCE[torch.float32]
     # One weight at a time: a unit row reads a column, and nothing may be lost of it.
-    columns = Half().pack(weight)(torch.eye(64))
+    columns = Fp16Kernel().pack(weight)(torch.eye(64))
     assert torch.equal(columns.T, weight)
 
 
@@ -117,9 +125,9 @@ def test_fp16_weights_hold_those_of_bf16_of_any_size_to_the_last_bit(power: int)
 def test_a_weight_that_no_fp16_can_hold_stays_in_fp32(largest: float) -> None:
     """Huge ones are scaled down; huge and tiny ones side by side have no scale that suits both."""
     weight = weight_of()
-    halved, x = Half().pack(weight), torch.randn(5, 64)
+    halved, x = Fp16Kernel().pack(weight), torch.randn(5, 64)
     weight[0, 0], weight[1, 1] = largest, 2.0**-30
-    product = Half().pack(weight)
+    product = Fp16Kernel().pack(weight)
     assert product.nbytes == weight.nbytes == 2 * halved.nbytes
     expected = F.linear(x.double(), weight.double())
     assert off(product(x), expected) < TOLERANCE[torch.float32]
@@ -129,7 +137,7 @@ def test_a_weight_that_no_fp16_can_hold_stays_in_fp32(largest: float) -> None:
 @HALF
 @pytest.mark.parametrize("weight", [torch.zeros(8, 16), torch.full((8, 16), 65504.0)], ids=["zeros", "largest"])
 def test_zeros_and_the_largest_weights_of_fp16_are_held(weight: Tensor) -> None:
-    product = Half().pack(weight)
+    product = Fp16Kernel().pack(weight)
     assert product.nbytes == weight.nbytes // 2 and torch.equal(product(torch.eye(16)).T, weight)
 
 
@@ -137,7 +145,7 @@ def test_zeros_and_the_largest_weights_of_fp16_are_held(weight: Tensor) -> None:
 def test_fp32_weights_that_bf16_could_not_hold_lose_nothing() -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 64)
-    product = Half().pack(weight)
+    product = Fp16Kernel().pack(weight)
     assert product.nbytes == weight.nbytes and torch.equal(product(torch.eye(64)).T, weight)
 
 
@@ -195,7 +203,7 @@ def test_what_cannot_be_traced_is_no_error() -> None:
         def forward(self, x: Tensor) -> Any:
             raise RuntimeError("no graph")
 
-    module = Odd(Packed(torch.float32))
+    module = Odd(PackedKernel(torch.float32))
     assert trace(module, (torch.randn(3, 64),), [module]) is None
     assert module.wide.slot.tensor is module.wide.slot.own  # left as it was
 
@@ -210,7 +218,7 @@ def test_a_modules_linear_layers_give_way_to_a_kernel(kernel: Kernel) -> None:
     expected = module(x.float()).detach()
     pack_linears(module, kernel)
     plain = [one for one in module.modules() if type(one) is nn.Linear]
-    if isinstance(kernel, Plain):
+    if isinstance(kernel, PlainKernel):
         assert len(plain) == 2  # torch's own product is what they do already
     else:
         assert not plain and off(module(x), expected) < 2 * allowed(kernel)
@@ -228,7 +236,7 @@ def test_kernels_are_named_and_the_first_of_a_type_is_exact() -> None:
 
 
 def test_without_instructions_for_it_bf16_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.engines.kernels.packed.has_bf16", lambda: False)
+    monkeypatch.setattr("medusa_cli.engine.kernels.has_bf16", lambda: False)
     assert [kernel.name for kernel in kernels_for(torch.bfloat16, CPU)] == ["plain"]
     with pytest.raises(Unsupported, match="no packed kernel for bf16 on cpu"):
-        Packed(torch.bfloat16).pack(weight_of())
+        PackedKernel(torch.bfloat16).pack(weight_of())

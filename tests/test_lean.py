@@ -8,18 +8,28 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.engines import Plan, attach, load_backbone, tracing
-from medusa_cli.engines import lean as lean_engine
-from medusa_cli.engines.kernels import Packed, Plain
+from medusa_cli.decode import generate, generate_plain
+from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine import fast as lean_engine
+from medusa_cli.engine import jit as tracing
+from medusa_cli.engine.kernels import PackedKernel, PlainKernel
 from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree
-from medusa_cli.tree.forest import side_by_side
-from tests.passes import rows_of, run, saved
+from medusa_cli.tree.tree import batch_trees
+from tests.helpers import (
+    FAMILIES,
+    SPARSE,
+    forward,
+    medusa_drafter,
+    rows_of,
+    save_network,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+)
 from tests.test_firp import firp
-from tests.test_generate import SPARSE, medusa
-from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
 
 LATER = tracing.TRACED_FROM
 
@@ -45,10 +55,10 @@ def test_chain_tree_and_kept_path_equal_the_eager_engine(family: str, taps: tupl
     outputs = []
     for backbone in both(family, layers=4):
         cache = backbone.engine.new_cache(1, 4)
-        prompt = run(backbone, torch.arange(5, 18), cache, taps=taps)
-        nodes = run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE, taps=taps)
+        prompt = forward(backbone, torch.arange(5, 18), cache, taps=taps)
+        nodes = forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE, taps=taps)
         cache.keep(0, TREE.path(7))  # not contiguous
-        after = run(backbone, torch.tensor([9, 8]), cache, taps=taps)
+        after = forward(backbone, torch.tensor([9, 8]), cache, taps=taps)
         outputs.append([part for out in (prompt, nodes, after) for part in (out.logits, out.hidden)])
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -58,11 +68,11 @@ def test_what_was_forgotten_or_never_written_is_not_seen() -> None:
     backbone, outputs = both("llama")[0], []
     for rest in (0.0, 50.0):
         cache = backbone.engine.new_cache(1, 200)
-        run(backbone, torch.arange(5, 18), cache)
+        forward(backbone, torch.arange(5, 18), cache)
         with torch.inference_mode():
             cache.values[:, :, :, 13:] = rest
             cache.keys[:, :, :, 13:] = rest
-        outputs.append(run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+        outputs.append(forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
     assert torch.equal(*outputs)
 
 
@@ -76,10 +86,10 @@ def test_slots_of_different_lengths_equal_the_eager_engine(family: str, taps: tu
         cache = backbone.engine.new_cache(3, 4, plain=plain)  # grows
         assert cache.transposed == (backbone.engine.name == "fast" and not plain)
         for slot, count in enumerate((3, 21, 7)):
-            run(backbone, torch.arange(5, 5 + count), cache, slot=slot)
+            forward(backbone, torch.arange(5, 5 + count), cache, slot=slot)
         found = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]
         nodes = [torch.arange(30 + i, 30 + i + tree.size) for i, tree in enumerate(trees)]
-        found.append(backbone.engine.forward(Plan(*side_by_side(nodes, trees), taps=taps), cache))
+        found.append(backbone.engine.forward(Plan(*batch_trees(nodes, trees), taps=taps), cache))
         for slot, path in enumerate((TREE.path(7), [0, 1, 2], [0])):
             cache.keep(slot, path)
         found.append(backbone.engine.forward(Plan(torch.tensor([[8], [7], [6]]), taps=taps), cache))
@@ -96,7 +106,7 @@ def test_slots_of_different_lengths_equal_the_eager_engine(family: str, taps: tu
 def test_pseudo_rows_of_one_and_of_many_equal_the_eager_engine(family: str, masked: bool) -> None:
     results = []
     for backbone in both(family, layers=6):
-        pseudo = firp(backbone, masked=masked, layers=[2, 3, 3]).pseudo(3)
+        pseudo = firp(backbone, masked=masked, layers=[2, 3, 3]).extra_rows(3)
         cache = backbone.engine.new_cache(3, 4)
         found = [
             backbone.engine.forward(Plan.chain(torch.arange(5, 5 + count), slot=slot, pseudo=pseudo), cache)
@@ -117,7 +127,7 @@ def test_a_pass_of_many_rows_equals_the_eager_engine(family: str) -> None:
     found = []
     for backbone in both(family, positions=1024):
         cache = backbone.engine.new_cache(2, 4)
-        out = run(backbone, ids, cache, slot=1)
+        out = forward(backbone, ids, cache, slot=1)
         after = backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache)
         found.append((out.logits, out.hidden, after.logits.clone()))
     assert lean_engine.MANY < 512 < len(ids)
@@ -126,12 +136,12 @@ def test_a_pass_of_many_rows_equals_the_eager_engine(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernel", [Packed(torch.float32), Plain(torch.float32)], ids=lambda one: one.name)
+@pytest.mark.parametrize("kernel", [PackedKernel(torch.float32), PlainKernel(torch.float32)], ids=lambda one: one.name)
 def test_every_fp32_kernel_computes_what_the_network_does(family: str, kernel: Any) -> None:
     fast, eager = Backbone(tiny_model(family)), tiny_backbone(family)
     attach(fast, "fast", kernel)
     for rows in (1, 5, 40):
-        ours, theirs = (run(one, torch.arange(5, 5 + rows)) for one in (fast, eager))
+        ours, theirs = (forward(one, torch.arange(5, 5 + rows)) for one in (fast, eager))
         assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
 
 
@@ -152,8 +162,8 @@ def passes(backbone: Backbone) -> list[torch.Tensor]:
     """The logits of passes of several sizes, of one slot and of two."""
     cache, found = backbone.engine.new_cache(2, 4), []
     for count in (9, 1, 30):
-        found.append(run(backbone, torch.arange(5, 5 + count), cache).logits.clone())
-        found.append(run(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+        found.append(forward(backbone, torch.arange(5, 5 + count), cache).logits.clone())
+        found.append(forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
         found.append(backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache).logits.clone())
     return found
 
@@ -164,14 +174,14 @@ def test_the_head_of_a_family_keeps_its_bias() -> None:
     fast, eager = (Backbone(one) for one in (model, copy.deepcopy(model)))
     attach(fast, "fast")
     attach(eager)
-    assert torch.allclose(run(fast, [5, 6, 7]).logits, run(eager, [5, 6, 7]).logits, atol=1e-4)
+    assert torch.allclose(forward(fast, [5, 6, 7]).logits, forward(eager, [5, 6, 7]).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafted_greedy_decoding_is_the_eager_engines_plain_decoding(family: str) -> None:
     fast, eager = both(family)
     prompt = [5, 9, 20, 11, 7]
-    drafted = generate(fast, medusa(eager), SPARSE, prompt, max_new_tokens=60, stop_ids=())
+    drafted = generate(fast, medusa_drafter(eager), SPARSE, prompt, max_new_tokens=60, stop_ids=())
     plain = generate_plain(eager, prompt, max_new_tokens=60, stop_ids=())
     assert [t for s in drafted for t in s.tokens] == [t for s in plain for t in s.tokens]
 
@@ -181,7 +191,7 @@ def test_logits_come_in_fp32_whatever_the_weights_are() -> None:
         backbone = Backbone(tiny_model().to(torch.bfloat16), tiny_tokenizer())
         attach(backbone, engine)
         for rows in (1, 3):
-            logits = run(backbone, torch.arange(5, 5 + rows)).logits
+            logits = forward(backbone, torch.arange(5, 5 + rows)).logits
             assert logits is not None and logits.dtype == torch.float32 and logits.shape == (rows, backbone.vocab_size)
 
 
@@ -217,10 +227,10 @@ def strange(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["gpt2", "partly rotary"])
 def test_models_it_does_not_know_keep_the_eager_engine(kind: str, tmp_path: Path) -> None:
-    model = saved(strange(kind), tmp_path)
-    assert load_backbone(model, dtype="fp32").engine.name == "eager"
+    model = save_network(strange(kind), tmp_path)
+    assert load_backbone(model, LoadOptions(dtype="fp32")).engine.name == "eager"
     with pytest.raises(UsageError, match="engine fast cannot run the model"):
-        load_backbone(model, dtype="fp32", engine="fast")
+        load_backbone(model, LoadOptions(dtype="fp32", engine="fast"))
 
 
 def test_layers_with_the_usual_parts_that_compute_something_else_are_found_out() -> None:
@@ -236,6 +246,6 @@ def test_a_pass_is_traced_only_when_its_kind_comes_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(tracing, "trace", lambda *given: made.append(1) or inner(*given))
     backbone, eager = tiny_backbone("qwen3", engine="fast"), tiny_backbone("qwen3")
     for count in range(1, LATER + 3):
-        found, expected = (run(one, [5, 9, 11 + count]).hidden for one in (backbone, eager))
+        found, expected = (forward(one, [5, 9, 11 + count]).hidden for one in (backbone, eager))
         assert torch.allclose(found, expected, atol=1e-4)
         assert len(made) == (count + 1 >= LATER)  # the check at loading was the first pass

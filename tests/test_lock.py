@@ -11,20 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import TEMPORARY
-from medusa_cli.runs.lock import NAME, sole_writer
-from medusa_cli.runs.run import Run
-from tests.runs import save_model, save_run
-from tests.test_training import conversation, write_lines
+from medusa_cli.runs.io import TEMPORARY
+from medusa_cli.runs.run import NAME, Run, sole_writer
+from tests.helpers import conversation, medusa, save_model, save_run, write_lines
 
 HOLD = """
 import pathlib, sys
-from medusa_cli.runs.files import replacing
-from medusa_cli.runs.lock import sole_writer
+from medusa_cli.runs.io import replacing
+from medusa_cli.runs.run import sole_writer
 folder = pathlib.Path(sys.argv[1])
 with sole_writer(folder, "medusa distill", print), replacing(folder / "train.png") as part:
     print("held", flush=True)
@@ -44,10 +40,6 @@ def held(folder: Path) -> Iterator[subprocess.Popen]:
     finally:
         writer.kill()
         writer.communicate()
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The heads' losses against plain autograd, their targets with a biased or adapted lm_head, and exact accumulation."""
 
-import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,83 +9,64 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone, adapter
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, Example
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
-from medusa_cli.drafters.base import Batch, Confirmed, Objective
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.losses import linear_loss
-from medusa_cli.drafters.scored import Scored
-from medusa_cli.engines import attach
+from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.runs.io import ReadReport
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.usable import ReadReport
-from medusa_cli.training import Trainer, split_conversations
-from medusa_cli.training.build import check_drafter
-from medusa_cli.training.conversations import Conversations
-from medusa_cli.training.data import Dataset, Example
-from medusa_cli.training.joint import Joint
-from medusa_cli.training.parsing import Record
+from medusa_cli.train import Trainer, split_conversations
+from medusa_cli.train.losses import SampledSoftmax, blockwise_loss, drafter_loss, linear_loss
+from medusa_cli.train.setup import check_drafter
+from medusa_cli.train.stage2 import Stage2
 from medusa_cli.tree import Tree
-from tests.passes import drafted, run
-from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
 
 DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
 
 
-def by_hand(kind: str, logits: Tensor, targets: Tensor, p: Tensor, soft: float) -> Tensor:
-    """The mean loss of rows of logits [n, M], one row and one token at a time."""
-    rows, shared = [], []
-    for row, target, aim in zip(logits.log_softmax(-1), targets, p, strict=True):
-        ce = -(1 - soft) * row[target] - soft * sum(aim[i] * row[i] for i in range(len(row)))
-        kl = sum(aim[i] * (aim[i].log() - row[i]) for i in range(len(row)) if aim[i] > 0)
-        tv = 0.5 * sum((row[i].exp() - aim[i]).abs() for i in range(len(row)))
-        shared.append(float(sum(torch.minimum(row[i].exp(), aim[i]) for i in range(len(row))).detach()))
-        rows.append((ce, kl, tv))
-    share = math.exp(-3 * sum(shared) / len(shared))
-    chosen = {"ce": lambda ce, kl, tv: ce, "kl": lambda ce, kl, tv: kl}.get(
-        kind, lambda ce, kl, tv: share * kl + (1 - share) * tv
-    )
-    return sum(chosen(*row) for row in rows) / len(rows)
+def reference_loss(kind: str, logits: Tensor, targets: Tensor, p: Tensor, soft: float) -> Tensor:
+    """Returns the mean loss of rows of logits [n, M] by plain autograd."""
+    log_q = logits.log_softmax(-1)
+    if kind == "ce":
+        hard = F.nll_loss(log_q, targets, reduction="none")
+        return ((1 - soft) * hard - soft * (p * log_q).sum(-1)).mean()
+    kl = (torch.special.xlogy(p, p) - p * log_q).sum(-1).mean()
+    variation = 0.5 * (log_q.exp() - p).abs().sum(-1).mean()
+    share = torch.exp(-3 * (1 - variation)).detach()
+    return share * kl + (1 - share) * variation
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("kind", "soft"), [("ce", 0.0), ("ce", 0.3), ("ce", 1.0), ("kl", 0.0), ("lk", 0.0)])
-def test_losses_and_their_gradients_are_those_of_autograd(
-    kind: str, soft: float, biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("medusa_cli.drafters.losses.ROWS", 4)  # several blocks, the last one short
+@pytest.mark.parametrize(("kind", "soft"), [("ce", 0.0), ("ce", 0.3), ("ce", 1.0), ("lk", 0.0)])
+def test_losses_and_their_gradients_are_those_of_autograd(kind: str, soft: float, biased: bool, monkeypatch) -> None:
+    rows = 4 if kind == "ce" else 128  # several blocks, the last one short; the LK loss's weight is each block's own
+    monkeypatch.setattr("medusa_cli.train.losses.ROWS", rows)
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     bias = torch.randn(9) if biased else None
     targets, p = torch.randint(0, 9, (11,)), (2 * torch.randn(11, 9)).softmax(-1)
     p[0] = F.one_hot(torch.tensor(2), 9)  # a sure teacher: 0 log 0 is 0
     logits = F.linear(hidden, weight, bias)
-    expected = by_hand(kind, logits, targets, p, soft)
+    expected = reference_loss(kind, logits, targets, p, soft)
     wanted = torch.autograd.grad(3 * expected, [hidden, weight], retain_graph=True)
-    loss, hits = linear_loss(hidden, weight, targets, p, soft, kind=kind, bias=bias)
+    loss, hits = linear_loss(hidden, weight, targets, p, soft=soft, kind=kind, bias=bias)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     assert int(hits) == int((logits.argmax(-1) == targets).sum())
     for ours, theirs in zip(torch.autograd.grad(3 * loss, [hidden, weight]), wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_lk_turns_from_kl_to_total_variation_as_the_two_meet() -> None:
-    far, near = torch.tensor([[8.0, -8.0, 0.0]]), torch.tensor([[0.1, 0.0, 0.0]])
-    for logits in (far, near):
-        p, q = torch.tensor([[0.0, 1.0, 0.0]]) if logits is far else torch.full((1, 3), 1 / 3), logits.softmax(-1)
-        loss = {kind: float(linear_loss(logits, torch.eye(3), torch.zeros(1).long(), p, kind=kind)[0])
-                for kind in ("kl", "lk")}  # fmt: skip
-        variation = float(0.5 * (p - q).abs().sum())
-        weight = (loss["lk"] - variation) / (loss["kl"] - variation)
-        assert weight == pytest.approx(math.exp(-3 * (1 - variation)), rel=1e-2)
-    assert weight < 0.06
-
-
 def test_a_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
     torch.manual_seed(0)
     scores, mass = torch.randn(40), torch.arange(40.0)
-    drawn = [Scored.draw(mass, mass < 0, 16) for _ in range(4000)]
+    drawn = [SampledSoftmax.draw(mass, mass < 0, 16) for _ in range(4000)]
     for one in drawn:
         assert len(one.rows) == len(set(one.rows.tolist())) == 16
         assert set(range(28, 40)) <= set(one.rows.tolist())  # three quarters: the likeliest, for sure
@@ -94,7 +74,7 @@ def test_a_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
     assert float(sums.mean()) == pytest.approx(float(scores.exp().sum()), rel=0.02)
     assert float(sums.std()) > 0
     for wanted in (torch.arange(40) < 3, torch.arange(40) < 30, torch.ones(40) > 0):  # whatever their mass, and all
-        rows = Scored.draw(mass, wanted, 16).rows.tolist()
+        rows = SampledSoftmax.draw(mass, wanted, 16).rows.tolist()
         assert set(wanted.nonzero().flatten().tolist()) <= set(rows) and len(rows) == len(set(rows))
 
 
@@ -108,9 +88,11 @@ def test_a_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
         (HydraHeads, "own", {"matrices": "one"}),
     ],
 )
-@pytest.mark.parametrize("objective", [Objective(), Objective(soft=0.5), Objective(kind="lk")])
+@pytest.mark.parametrize(
+    "objective", [TrainRecipe(regress=0.0), TrainRecipe(soft=0.5, regress=0.0), TrainRecipe(loss="lk", regress=0.0)]
+)
 def test_few_scored_tokens_teach_what_all_do(
-    drafter: type[HeadDrafter], vocabulary: str, more: dict[str, Any], objective: Objective
+    drafter: type[HeadDrafter], vocabulary: str, more: dict[str, Any], objective: TrainRecipe
 ) -> None:
     backbone = biased_backbone()
     ids = torch.randperm(64)[:48] if vocabulary == "draft" else None
@@ -123,7 +105,7 @@ def test_few_scored_tokens_teach_what_all_do(
     learning = [one for one in heads.parameters() if one.requires_grad]
 
     def taught(scored: int | None) -> tuple[list[int], Tensor]:
-        found = heads.loss(backbone, batch, replace(objective, scored=scored))
+        found = drafter_loss(heads, backbone, batch, replace(objective, scored=scored))
         gradients = torch.autograd.grad(found.total, learning, allow_unused=True)
         return found.learnt.tolist(), torch.cat([one.flatten() for one in gradients if one is not None])
 
@@ -135,16 +117,15 @@ def test_few_scored_tokens_teach_what_all_do(
     mean = torch.stack([one for _, one in drawn]).mean(0)
     assert F.cosine_similarity(mean, whole, dim=0) > 0.96
     with torch.no_grad():  # what is measured is measured over all
-        few, all_ = (heads.loss(backbone, batch, replace(objective, scored=one)).total for one in (40, None))
+        few, all_ = (drafter_loss(heads, backbone, batch, replace(objective, scored=one)).total for one in (40, None))
     assert torch.equal(few, all_)
 
 
-def test_a_recipe_that_asks_for_two_targets_is_refused() -> None:
-    assert load_recipe(None, ["train.loss=lk"]).train.loss == "lk"
+def test_the_lk_loss_refuses_soft_targets() -> None:
     check_drafter(load_recipe(None, ["train.loss=lk"]))
-    with pytest.raises(UsageError, match="train.soft=0.5 says nothing to train.loss=kl"):
-        check_drafter(load_recipe(None, ["train.loss=kl", "train.soft=0.5"]))
-    with pytest.raises(UsageError, match="train.loss='tv' is unknown"):
+    with pytest.raises(UsageError, match=r"train\.soft=0\.5"):
+        check_drafter(load_recipe(None, ["train.loss=lk", "train.soft=0.5"]))
+    with pytest.raises(UsageError, match=r"train\.loss"):
         load_recipe(None, ["train.loss=tv"])
 
 
@@ -169,7 +150,7 @@ def test_soft_targets_know_the_bias_of_the_lm_head(vocabulary: str) -> None:
     backbone = biased_backbone()
     heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
     batch = packed(backbone)
-    loss = heads.loss(backbone, batch, Objective(soft=1.0)).per_head[0]
+    loss = drafter_loss(heads, backbone, batch, TrainRecipe(soft=1.0)).per_head[0]
     head = backbone.model.lm_head
     p = head(batch.hidden)[1:, heads.draft_ids].softmax(-1)
     states = heads.blocks[0](batch.hidden[:-1])
@@ -185,7 +166,7 @@ def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
     expected = backbone.model.lm_head(batch.hidden)  # fresh heads leave the states as they are
     for scores in heads.logits(backbone, batch):
         assert torch.allclose(scores, expected, atol=1e-4)
-    confirmed = Confirmed(torch.tensor([3]), batch.hidden[:1], 5, 0)
+    confirmed = NewTokens(torch.tensor([3]), batch.hidden[:1], 5, 0)
     draft = drafted(heads, backbone, confirmed, Tree.from_choices([[0], [1]]))
     assert draft.tokens.tolist() == [5, *expected[0].topk(2).indices.tolist()]
 
@@ -200,12 +181,12 @@ def test_firp_guesses_with_the_bias_of_the_lm_head(vocabulary: str) -> None:
     assert torch.allclose(heads.score(backbone, 0, states), expected, atol=1e-4)
 
 
-def records(count: int) -> list[Record]:
+def records(count: int) -> list[Conversation]:
     chance = random.Random(0)
     found = []
     for i in range(count):
         tokens = [chance.randrange(8, 60) for _ in range(chance.randrange(8, 30))]
-        found.append(Record(f"c{i}", tokens, [(4, len(tokens))], None))
+        found.append(Conversation(f"c{i}", tokens=tokens, spans=[(4, len(tokens))]))
     return found
 
 
@@ -228,10 +209,10 @@ def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
     data = split_conversations(records(3), ReadReport(), max_length=30, fraction=0.0)
     train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
-    found = Joint(backbone, heads, data, train).losses(data.train, 0.9).heads
+    found = Stage2(backbone, heads, data, train).losses(data.train, 0.9)
     terms: list[float] = []
     for one in data.train:
-        out = run(backbone, one.tokens)
+        out = forward(backbone, one.tokens)
         p = out.logits[:, heads.draft_ids].softmax(-1)
         ((start, end),) = one.spans
         for at in range(start, end - 1):
@@ -268,13 +249,12 @@ def test_a_token_weighs_the_same_in_whatever_micro_batch_it_is(tmp_path: Any, st
     data: Any
     if stage == 2:
         data = split_conversations(records(6), ReadReport(), max_length=30, fraction=0.0)
-        assert isinstance(data, Conversations)
         items: list[Any] = data.train
     else:
         lengths = [3, 21, 9, 2, 30]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         items = [Example(str(s), torch.randint(4, 60, (n,)), s) for n, s in zip(lengths, starts, strict=True)]
-        data = Dataset(items, [], torch.randn(sum(lengths), backbone.hidden_size), ReadReport(), "x")
+        data = Dataset(items, [], ReadReport(), "x", torch.randn(sum(lengths), backbone.hidden_size))
     together, loss = gradients_of(backbone, heads, data, [items], tmp_path, stage)
     for one in heads.parameters():
         one.grad = None
@@ -286,3 +266,41 @@ def test_a_token_weighs_the_same_in_whatever_micro_batch_it_is(tmp_path: Any, st
     for ours, theirs in zip(apart, together, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or theirs is None or torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def kl_to(teacher: Tensor) -> object:
+    def loss(scores: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        aim = teacher[block]
+        return F.kl_div(scores, aim, reduction="sum", log_target=True), scores.exp() - aim.exp()
+
+    return loss
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_by_blocks_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 30).to(dtype)
+    hidden = torch.randn(13, 6, dtype=dtype, requires_grad=True)
+    teacher = torch.randn(13, 30).log_softmax(-1)
+    plain = F.kl_div(linear(hidden).float().log_softmax(-1), teacher, reduction="sum", log_target=True)
+    expected = torch.autograd.grad(plain * 3, [hidden, *linear.parameters()])
+    found = blockwise_loss(kl_to(teacher), linear, hidden, list(linear.parameters()), rows)  # type: ignore[arg-type]
+    near = 1e-5 if dtype == torch.float32 else 3e-2
+    assert found.item() == pytest.approx(plain.item(), rel=near)
+    got = torch.autograd.grad(found * 3, [hidden, *linear.parameters()])
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=near, atol=near * float(other.abs().max()))
+
+
+def test_what_does_not_learn_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 30)
+    linear.weight.requires_grad_(False)
+    hidden, teacher = torch.randn(9, 6), torch.randn(9, 30).log_softmax(-1)
+    blockwise_loss(kl_to(teacher), linear, hidden, list(linear.parameters()), 4).backward()  # type: ignore[arg-type]
+    assert linear.weight.grad is None and linear.bias.grad is not None
+    with torch.no_grad():
+        found = blockwise_loss(kl_to(teacher), linear, hidden, list(linear.parameters()), 4)  # type: ignore[arg-type]
+    assert not found.requires_grad and float(found) > 0

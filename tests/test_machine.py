@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.engines import load_backbone, machine
-from medusa_cli.engines.kernels import Half, Packed, Plain
-from medusa_cli.engines.load import choose_kernel
-from medusa_cli.engines.machine import Measured, fastest, machine_file, machine_key, measured
+from medusa_cli.engine import autotune as machine
+from medusa_cli.engine import load_backbone
+from medusa_cli.engine.autotune import KernelTimings, fastest, machine_file, machine_key, measured
+from medusa_cli.engine.kernels import Fp16Kernel, PackedKernel, PlainKernel
+from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UsageError
-from tests.passes import saved
-from tests.tiny import tiny_model
+from tests.helpers import save_network, tiny_model
 
 CONFIG = tiny_model().config
 CURVE = {"1": 0.01, "4": 0.012, "64": 0.1}
@@ -45,7 +45,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_steps_are_timed_once_for_a_shape_and_then_read(timed: list[str]) -> None:
-    kernels = [Packed(torch.float32), Half()]
+    kernels = [PackedKernel(torch.float32), Fp16Kernel()]
     assert fastest(kernels, CONFIG).name == "fp16-weights" and timed == ["fp32", "fp16-weights"]
     assert fastest(kernels, CONFIG).name == "fp16-weights" and len(timed) == 2
     # A kernel more: it alone is timed, and all are kept.
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_written_is_done_without(
 ) -> None:
     home.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        assert fastest([Half(), Packed(torch.float32)], CONFIG).name == "fp16-weights"
+        assert fastest([Fp16Kernel(), PackedKernel(torch.float32)], CONFIG).name == "fp16-weights"
     assert "cannot be kept" in caplog.text and home.read_text() == "a file where the folder should be"
 
 
@@ -165,22 +165,24 @@ def test_a_read_only_folder_is_done_without(timed: list[str], home: Path, caplog
     home.mkdir()
     home.chmod(0o500)
     with caplog.at_level(logging.WARNING):
-        assert fastest([Half(), Packed(torch.float32)], CONFIG).name == "fp16-weights"
+        assert fastest([Fp16Kernel(), PackedKernel(torch.float32)], CONFIG).name == "fp16-weights"
     home.chmod(0o700)
     assert "cannot be kept" in caplog.text and not list(home.iterdir())
 
 
 def test_a_kernel_that_cannot_be_had_is_never_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_times", lambda names, config: {"fp16-weights": {}, "fp32": dict(CURVE)})
-    assert fastest([Half(), Packed(torch.float32)], CONFIG).name == "fp32"
+    assert fastest([Fp16Kernel(), PackedKernel(torch.float32)], CONFIG).name == "fp32"
     monkeypatch.setattr(machine, "_times", lambda names, config: {name: {} for name in names})
     monkeypatch.setenv("MEDUSA_HOME", str(machine_file().parent / "other"))
-    assert fastest([Half(), Packed(torch.float32)], CONFIG).name == "fp16-weights"  # the one to take unmeasured
+    assert (
+        fastest([Fp16Kernel(), PackedKernel(torch.float32)], CONFIG).name == "fp16-weights"
+    )  # the one to take unmeasured
 
 
 def test_the_cost_is_of_the_tree_that_pays_best_or_of_so_many_rows() -> None:
     """One kernel is made for single rows, the other for many."""
-    found = Measured({"single": {1: 0.010, 4: 0.030, 64: 0.400}, "many": {1: 0.015, 4: 0.016, 64: 0.060}})
+    found = KernelTimings({"single": {1: 0.010, 4: 0.030, 64: 0.400}, "many": {1: 0.015, 4: 0.016, 64: 0.060}})
     best = min(found.seconds, key=lambda name: found.cost(name, None))
     assert best == "many" and found.cost("many", None) == pytest.approx(0.016 / 1.65)
     assert found.cost("single", 1) < found.cost("many", 1) and found.cost("many", 60) == pytest.approx(0.060 / 64)
@@ -191,7 +193,7 @@ def test_a_machine_is_really_timed_and_its_choice_runs_the_model(
 ) -> None:
     monkeypatch.setattr(machine, "UNDISTURBED", 0.0)  # whatever else runs beside the tests
     model = tiny_model().to(torch.bfloat16)
-    backbone = load_backbone(saved(model, tmp_path / "model"))
+    backbone = load_backbone(save_network(model, tmp_path / "model"))
     kept = json.loads((home / "machine.json").read_text())["kernels"]
     [times] = kept.values()
     assert backbone.engine.name == "fast" and backbone.engine.kernel.name in times
@@ -200,16 +202,16 @@ def test_a_machine_is_really_timed_and_its_choice_runs_the_model(
 
 
 def test_types_that_are_asked_for_are_not_measured_against_others(timed: list[str], tmp_path: Path) -> None:
-    model = saved(tiny_model().to(torch.bfloat16), tmp_path / "model")
+    model = save_network(tiny_model().to(torch.bfloat16), tmp_path / "model")
     assert choose_kernel(model, "cpu", "bf16", "auto", None).rows == torch.bfloat16 and not timed
     assert choose_kernel(model, "cpu", "fp32", "auto", None).rows == torch.float32
     assert set(timed) <= {"fp32", "fp16-weights"}
     assert choose_kernel(model, "cpu", "bf16", "int8", None).name == "int8"
     with pytest.raises(UsageError, match="engine int8 rounds bf16 weights on a CPU, not float32"):
         choose_kernel(model, "cpu", "fp32", "int8", None)
-    whole = saved(tiny_model(), tmp_path / "whole")
+    whole = save_network(tiny_model(), tmp_path / "whole")
     # No 16-bit weights hold a checkpoint of 32 bits: there is nothing to choose from.
     assert choose_kernel(whole, "cpu", "auto", "auto", None).name in ("fp32", "plain")
-    half = saved(tiny_model().to(torch.float16), tmp_path / "half")
+    half = save_network(tiny_model().to(torch.float16), tmp_path / "half")
     assert choose_kernel(half, "cpu", "auto", "auto", None).rows == torch.float32
-    assert isinstance(choose_kernel(half, "cpu", "fp16", "auto", None), Plain)
+    assert isinstance(choose_kernel(half, "cpu", "fp16", "auto", None), PlainKernel)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from medusa_cli import assets
-from medusa_cli.backbone.dialogue import encode, messages_of
-from medusa_cli.distilling.tokenizer import Tokenizer
+from medusa_cli.data.conversation import messages_of
+from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.drafters import DRAFTERS, Batch
-from medusa_cli.runs.usable import Malformed
-from tests.tiny import tiny_backbone
+from medusa_cli.model.chat_template import encode
+from medusa_cli.runs.io import Malformed
+from tests.helpers import tiny_backbone
 
 WANTED = 200
 

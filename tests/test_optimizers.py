@@ -8,19 +8,18 @@ from torch import nn
 
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UsageError
+from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.usable import ReadReport
-from medusa_cli.training import Stepped, Trainer, split_conversations
-from medusa_cli.training.build import check_drafter
-from medusa_cli.training.checkpoints import checkpoint_path
-from medusa_cli.training.optimizers import Together, optimizer_of
-from medusa_cli.training.setup import joint_backbone
-from medusa_cli.training.task import Group
-from tests.runs import save_model
+from medusa_cli.train import Stepped, Trainer, split_conversations
+from medusa_cli.train.checkpoint import checkpoint_path
+from medusa_cli.train.optim import CombinedOptimizer, optimizer_of
+from medusa_cli.train.setup import check_drafter, joint_backbone
+from medusa_cli.train.stage1 import Group
+from tests.helpers import conversation, save_model, tiny_backbone, write_lines
 from tests.test_joint import SETTINGS, records
-from tests.test_training import conversation, crash_at, trainer, write_lines
-from tests.tiny import tiny_backbone
+from tests.test_training import crash_at, trainer
 
 MUON = ("train.optimizer=muon", "train.weight_decay=0.1")
 
@@ -40,7 +39,7 @@ def test_muon_takes_the_matrices_inside_every_drafter_and_adamw_all_else(kind: s
     everything = list(drafter.parameters())
     train = load_recipe(None, [*MUON, "train.muon_lr=0.03"]).train
     found = optimizer_of([Group(everything, 2e-3)], drafter, train, "cpu")
-    assert isinstance(found, Together)
+    assert isinstance(found, CombinedOptimizer)
     adamw, muon = (found._parts[name].param_groups for name in ("adamw", "muon"))
     taken = [p for group in muon for p in group["params"]]
     assert taken and all(p.dim() == 2 and max(p.shape) < backbone.vocab_size * 6 for p in taken)
@@ -85,7 +84,7 @@ def test_a_resumed_training_with_muon_is_the_same_bit_for_bit(run: Run) -> None:
 def test_in_stage_2_the_adapter_stays_with_adamw_at_its_own_rate(tmp_path: Path) -> None:
     words = [*SETTINGS, *MUON, f"model={save_model(tmp_path / 'model')}", "train.lr=1e-3", "train.epochs=1"]
     recipe = load_recipe(None, [*words, "train.schedule=constant", "train.batch_tokens=64", "train.max_tokens=120"])
-    backbone = joint_backbone(recipe, {"device": "cpu", "dtype": "fp32", "load_in_4bit": False, "load_in_8bit": False})
+    backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
     heads = DRAFTERS["hydra"].create(backbone, 2, 1, "own")
     data = split_conversations(records(12), ReadReport(), max_length=24, fraction=0.2)
     made = Trainer(backbone, heads, data, recipe, Run(tmp_path / "run"))

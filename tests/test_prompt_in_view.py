@@ -5,30 +5,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli import console
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import encode
-from medusa_cli.cli import app
-from medusa_cli.decoding import Decoder, answer, generate
-from medusa_cli.drafters import DRAFTERS, Batch, Confirmed, load_drafter
+from medusa_cli.data.conversation import Conversation, read_conversations
+from medusa_cli.data.packing import (
+    Example,
+    batch_of,
+    micro_batches,
+    number_segments,
+    segments_of,
+    split_conversations,
+)
+from medusa_cli.data.states import StateStore
+from medusa_cli.decode import Decoder, Request, answer, generate
+from medusa_cli.drafters import DRAFTERS, Batch, NewTokens, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import encode
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.states import StateStore
-from medusa_cli.training import Trainer, build_drafter, load_dataset
-from medusa_cli.training.build import runs_model, taps_of
-from medusa_cli.training.calibration import calibrate
-from medusa_cli.training.conversations import batch_of, split_conversations
-from medusa_cli.training.data import Example, pack, parts_of, segments
-from medusa_cli.training.joint import Joint
-from medusa_cli.training.parsing import Record, read_records
-from medusa_cli.training.setup import whole_conversations
-from medusa_cli.tree import Growth, Tree
-from tests.runs import save_model
-from tests.test_training import SETTINGS, conversation, write_lines
-from tests.tiny import guesses, tiny_backbone
+from medusa_cli.train import Trainer, build_drafter, load_dataset
+from medusa_cli.train.calibration import calibrate
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import runs_model, taps_of, whole_conversations
+from medusa_cli.train.stage2 import Stage2
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import conversation, guesses, medusa, save_model, tiny_backbone, write_lines
+from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
 VIEWS = {
@@ -36,12 +38,6 @@ VIEWS = {
     "amphista": {"context": "conversation"},
     "eagle": {},
 }
-
-
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
 
 
 def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
@@ -53,7 +49,7 @@ def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
     return drafter.eval()
 
 
-def drafted(drafter: HeadDrafter, backbone: Backbone, confirmed: Confirmed, shape: Tree | Growth) -> torch.Tensor:
+def drafted(drafter: HeadDrafter, backbone: Backbone, confirmed: NewTokens, shape: Tree | DynamicTree) -> torch.Tensor:
     return drafter.draft(backbone, [drafter], [confirmed], shape)[0].tokens
 
 
@@ -70,12 +66,12 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(6)])
     dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps, prompts=True)
-    (items,) = pack(dataset.train, 10_000)
+    (items,) = micro_batches(dataset.train, 10_000)
     batch = dataset.batch(items, backbone.device, torch.float32)
     found, first = guesses(drafter, backbone, batch, 6), 0
     chain, checked = Tree.chain(3), 0
     for item in items:
-        tokens, learnt = [0, *item.tokens.tolist()], item.parts >= 0
+        tokens, learnt = [0, *item.tokens.tolist()], item.segments >= 0
         hidden = batch.hidden[first : first + len(item.tokens)]  # bf16's, as they were cached
         starts = torch.nonzero(learnt & ~torch.cat([learnt.new_zeros(1), learnt[:-1]])).squeeze(1).tolist()
         drafter.truncate(0)
@@ -84,12 +80,12 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
             if not learnt[end]:
                 continue
             stretch = slice(begun, end + 1)
-            confirmed = Confirmed(torch.tensor(tokens)[stretch], hidden[stretch], tokens[end + 1], begun)
+            confirmed = NewTokens(torch.tensor(tokens)[stretch], hidden[stretch], tokens[end + 1], begun)
             draft = drafted(drafter, backbone, confirmed, chain)
             begun, k = end + 1, 0
             # As far as the guesses are the true tokens, and one further, training must have made the same.
             while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
-                assert draft[k + 1] == found[batch.numbers[first + end], k, 0], (item.id, end, k)
+                assert draft[k + 1] == found[batch.learnt_index[first + end], k, 0], (item.id, end, k)
                 checked, k = checked + 1, k + 1
         first += len(item.tokens)
     assert checked > 20
@@ -103,18 +99,18 @@ def test_states_of_training_and_decoding_agree_to_rounding(name: str) -> None:
     tokens, _ = whole(backbone, 3, 2)
     hidden = backbone.states(tokens[None], drafter.taps)[0]
     count = len(tokens) - 1
-    parts = parts_of(len(tokens), [(4, count + 1)])
+    parts = segments_of(len(tokens), [(4, count + 1)])
     batch = Batch(hidden[:-1], tokens[1:], parts, sequence=torch.zeros(count, dtype=torch.long))
-    made = drafter.encode(backbone, batch)
+    trained_states = next(drafter.head_states(backbone, batch, [batch.learnt]))
     drafter.truncate(0)
     for first, last in ((0, 4), (4, 7), (7, 8), (8, 12)):
-        confirmed = Confirmed(tokens[first:last], hidden[first:last], int(tokens[last]), first)
+        confirmed = NewTokens(tokens[first:last], hidden[first:last], int(tokens[last]), first)
         if name == "hydra":
             embedded = drafter.embed(backbone, tokens[last : last + 1])
             here = drafter.blocks[0](torch.cat([drafter._context(confirmed), embedded], dim=-1))
         else:
             here = drafter._together(drafter._adapt(backbone, confirmed), drafter.blocks, drafter.attention)[:, 0]
-        assert torch.allclose(here, made(0, torch.tensor([last - 1])), atol=1e-4), last
+        assert torch.allclose(here, trained_states[batch.learnt_index[last - 1]], atol=1e-4), last
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -129,7 +125,7 @@ def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -
         drafts = []
         for states in (hidden, other):
             drafter.truncate(0)
-            drafts.append(drafted(drafter, backbone, drafter.opening(Confirmed(tokens, states, 9, 0)), TREE))
+            drafts.append(drafted(drafter, backbone, drafter.first_input(NewTokens(tokens, states, 9, 0)), TREE))
         assert torch.equal(*drafts) == (drafter in narrow)
         assert drafter.sees_prompt(drafter.config) == (drafter not in narrow)
 
@@ -139,17 +135,17 @@ def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> 
     backbone = tiny_backbone(layers=4)
     drafter = trained(backbone, name)
     hidden, tokens = torch.randn(12, backbone.hidden_size * len(drafter.taps)), torch.randint(5, 60, (12,))
-    drafted(drafter, backbone, Confirmed(tokens[:6], hidden[:6], int(tokens[6]), 0), TREE)
+    drafted(drafter, backbone, NewTokens(tokens[:6], hidden[:6], int(tokens[6]), 0), TREE)
     stray = torch.randint(5, 60, (3,))  # an answer that the next turn does not take up
-    drafted(drafter, backbone, Confirmed(stray, torch.randn(3, hidden.shape[1]), 7, 6), TREE)
+    drafted(drafter, backbone, NewTokens(stray, torch.randn(3, hidden.shape[1]), 7, 6), TREE)
     assert drafter.fork().truncate(5) == 0  # it knows nothing yet
     assert drafter.truncate(20) == 9  # of the tokens that no draft was made from it must be told again
     for shared in (8, 5):
         at = drafter.truncate(shared)
         assert at == shared - (name != "hydra")  # what a row was told of the next token may be wrong
-    again = drafted(drafter, backbone, Confirmed(tokens[at:], hidden[at:], 11, at), TREE)
+    again = drafted(drafter, backbone, NewTokens(tokens[at:], hidden[at:], 11, at), TREE)
     drafter.truncate(0)
-    assert torch.equal(again, drafted(drafter, backbone, Confirmed(tokens, hidden, 11, 0), TREE))
+    assert torch.equal(again, drafted(drafter, backbone, NewTokens(tokens, hidden, 11, 0), TREE))
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -183,13 +179,13 @@ def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -
     backbone, drafter = (made := tiny_backbone(layers=4)), trained(made, name)
     decoder, prompt = Decoder(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
     for most, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
-        sequence, first = decoder.admit(prompt, max_new_tokens=most, stop_ids=())
+        sequence, first = decoder.admit(Request(prompt, max_new_tokens=most, stop_ids=()))
         said = list(first.tokens)
-        while decoder.rows:
+        while decoder.sequences:
             said += decoder.step()[0][1].tokens
         prompt = [*prompt, *said, *more]
     assert sequence.reused == 4 + 1 + 2 + 9 - 1
-    decoder.draft_over(TREE)
+    decoder.use_tree(TREE)
     ours = answer(decoder, prompt, max_new_tokens=12, stop_ids=())
     theirs = generate(backbone, drafter, TREE, prompt, max_new_tokens=12, stop_ids=())
     assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
@@ -210,16 +206,16 @@ def test_files_of_earlier_versions_see_the_answer_alone(name: str, tmp_path: Pat
 
 
 def test_parts_and_pieces_of_conversations() -> None:
-    parts = parts_of(14, [(3, 6), (8, 9), (10, 14)])
+    parts = segments_of(14, [(3, 6), (8, 9), (10, 14)])
     assert parts.tolist() == [-1, -1, 0, 0, 0, -1, -1, -1, -1, 2, 2, 2, 2]  # one token alone has no target
-    assert segments([parts[2:5], parts[7:11], parts[:3]]).tolist() == [0, 0, 0, -1, -1, 3, 3, -1, -1, 4]
+    assert number_segments([parts[2:5], parts[7:11], parts[:3]]).tolist() == [0, 0, 0, -1, -1, 3, 3, -1, -1, 4]
     item = Example("a", torch.arange(13), 20, parts)
     assert item.positions == 7 and next(item.pieces(7)) is item
     pieces = list(item.pieces(3))
     assert [one.positions for one in pieces] == [3, 3, 1]
     assert torch.cat([one.tokens for one in pieces]).tolist() == list(range(13))
     assert [one.first_row for one in pieces] == [20, 29, 32]
-    batches = pack([item, Example("b", torch.arange(5), 0)], 4)
+    batches = micro_batches([item, Example("b", torch.arange(5), 0)], 4)
     assert [[one.positions for one in batch] for batch in batches] == [[4], [3], [4], [1]]
 
 
@@ -277,7 +273,10 @@ def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tm
     narrow, wide = (calibrate(backbone, heads, dataset, top=3) for dataset in both)
     assert narrow.counted == wide.counted and narrow.positions == wide.positions
     assert narrow.accuracies == wide.accuracies and narrow.temperatures == wide.temperatures
-    losses = [heads.loss(backbone, one.batch(one.train, backbone.device, torch.float32)) for one in both]
+    losses = [
+        drafter_loss(heads, backbone, one.batch(one.train, backbone.device, torch.float32), TrainRecipe())
+        for one in both
+    ]
     assert torch.equal(losses[0].total, losses[1].total) and torch.equal(losses[0].counted, losses[1].counted)
 
 
@@ -286,8 +285,8 @@ def test_rows_of_neither_kind_are_refused(tmp_path: Path) -> None:
     tokens, spans = whole(backbone, 1, 1)
     line = {"id": "a", "tokens": tokens.tolist(), "spans": spans, "state_rows": [0, len(tokens)]}
     fine = {**line, "id": "b", "state_rows": [0, len(tokens) - 1]}
-    records, report = read_records(write_lines(tmp_path / "d.jsonl", [line, fine]), backbone)
-    assert [one.id for one in records] == ["b"] and records[0].whole
+    records, report = read_conversations(write_lines(tmp_path / "d.jsonl", [line, fine]), backbone)
+    assert [one.id for one in records] == ["b"] and records[0].has_all_rows
     assert report.skipped == {"state rows that do not match the spans": 1}
 
 
@@ -297,7 +296,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     records = []
     for number in range(4):
         tokens, spans = encode(backbone, conversation(number, turns=2)["messages"])
-        records.append(Record(f"c{number}", tokens, spans, None))
+        records.append(Conversation(f"c{number}", tokens=tokens, spans=spans))
     dataset = split_conversations(records, None, max_length=100, fraction=0.0)
     words = [
         "train.stage=2",
@@ -307,7 +306,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     ]
     recipe = load_recipe(None, [*SETTINGS, *(word for word in words if word)])
     drafter = build_drafter(backbone, recipe.drafter, dataset)
-    task = Joint(backbone, drafter, dataset, recipe.train)
+    task = Stage2(backbone, drafter, dataset, recipe.train)
     batch = task._batch(dataset.train)
     answers = batch_of(backbone, dataset.train, taps=drafter.taps)
     assert torch.equal(batch.next[batch.learnt], answers.next) and len(batch.next) > len(answers.next)
@@ -344,14 +343,14 @@ def test_a_run_of_an_earlier_version_is_compared_as_it_was_trained(tmp_path: Pat
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n) for n in range(20)])
     words = ["drafter=amphista", "drafter.context=answer", *SETTINGS, "--model", model, "--dtype", "fp32"]
-    assert CliRunner().invoke(app, ["train", *words, "--run", str(run.path)]).exit_code == 0
+    assert medusa("train", *words, "--run", str(run.path)).exit_code == 0
     recipe, path = run.recipe_path.read_text(), run.drafter_dir / "config.json"
     assert recipe.count("  context: answer\n") == 1
     run.recipe_path.write_text(recipe.replace("  context: answer\n", ""))
     config = json.loads(path.read_text())
     assert config.pop("context") == "answer"
     path.write_text(json.dumps(config))
-    shown = CliRunner().invoke(app, ["compare", str(run.path), "--data", str(run.distill_path), "--json", "--quiet"])
+    shown = medusa("compare", str(run.path), "--data", str(run.distill_path), "--json", "--quiet")
     assert shown.exit_code == 0, shown.output
     assert [one["run"] for one in json.loads(shown.stdout)] == ["run"]
 
@@ -361,7 +360,7 @@ def test_the_commands_say_what_they_compute_again_and_train_on_it(tmp_path: Path
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n) for n in range(20)])
     words = ["train", "drafter=amphista", *SETTINGS, "--run", str(run.path), "--model", model, "--dtype", "fp32"]
-    done = CliRunner().invoke(app, words)
+    done = medusa(*words)
     assert done.exit_code == 0 and "the hidden states of prompts and answers, once" in done.stderr, done.output
-    narrow = CliRunner().invoke(app, [*words, "drafter.context=answer"])
+    narrow = medusa(*words, "drafter.context=answer")
     assert narrow.exit_code == 0 and "the hidden states of answers, once" in narrow.stderr, narrow.output

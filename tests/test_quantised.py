@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.network import load_network
-from medusa_cli.cli import app
-from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.engines import attach, load_backbone
+from medusa_cli.decode import generate, generate_plain
+from medusa_cli.engine import attach, load_backbone
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import rounding_in
-from tests.passes import run
-from tests.runs import save_model
-from tests.test_generate import SPARSE, medusa
+from tests.helpers import SPARSE, forward, medusa, medusa_drafter, save_model
 from tests.test_joint import place, train
 
 pytest.importorskip("bitsandbytes")
@@ -29,11 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_quantised_models_decode_with_drafts_as_without(model: str, bits: str) -> None:
-    backbone = load_backbone(model, dtype="fp32", **{bits: True})
+    backbone = load_backbone(model, LoadOptions(dtype="fp32", **{bits: True}))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
     assert ("Linear4bit" if bits == "load_in_4bit" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
     plain = [t for s in generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()) for t in s.tokens]
-    drafted = generate(backbone, medusa(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
+    drafted = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
     tokens = [t for s in drafted for t in s.tokens]
     assert len(tokens) == 24
     if bits == "load_in_4bit":  # 8-bit products round by the row they come in, so near-ties may part there
@@ -47,7 +45,7 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     """
     with monkeypatch.context() as elsewhere:  # such a host, whatever this one is
         elsewhere.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-        network, _ = load_network(model, dtype="bf16", load_in_4bit=True)
+        network, _ = load_network(model, LoadOptions(dtype="bf16", load_in_4bit=True))
     layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
     assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
     torch.manual_seed(0)
@@ -71,9 +69,9 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
 
     before = gradients()
     network.eval()
-    run(backbone, ids[0])
+    forward(backbone, ids[0])
     with adapter.adapter_off(network):
-        run(backbone, ids[0])
+        forward(backbone, ids[0])
     after = gradients()
     assert set(before) == set(after) == set(weights)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -84,11 +82,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every model loaded from now on, whether it is in 4 bits."""
     found: list[bool] = []
 
-    def spy(*words, **place):
-        found.append(bool(place.get("load_in_4bit")))
-        return load_network(*words, **place)
+    def spy(model, options, **rest):
+        found.append(options.load_in_4bit)
+        return load_network(model, options, **rest)
 
-    monkeypatch.setattr("medusa_cli.engines.load.load_network", spy)
+    monkeypatch.setattr("medusa_cli.engine.load.load_network", spy)
     return found
 
 
@@ -99,18 +97,18 @@ def test_what_follows_qlora_loads_the_model_in_4_bits_unless_told_not_to(
     done = train(place, "--stage", "2", "--qlora", "train.optimizer=adamw8bit")
     assert done.exit_code == 0, done.output
     assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
-    runner, found = CliRunner(), loads(monkeypatch)
+    found = loads(monkeypatch)
     chat = ["chat", "--prompt", "w1", "--max-new-tokens", "8"]
     for words in (["calibrate", "--top", "3"], ["tree", "--budget", "auto"], chat, [*chat, "--baseline"]):
-        ran = runner.invoke(app, [words[0], "--run", run, *words[1:]])
+        ran = medusa(words[0], "--run", run, *words[1:])
         assert ran.exit_code == 0, ran.output
         assert "loading the model in 4bit, as" in ran.stderr and found == [True], words
         found.clear()
-    told = runner.invoke(app, [*chat, "--run", run, "--load-in-4bit"])
+    told = medusa(*chat, "--run", run, "--load-in-4bit")
     assert told.exit_code == 0 and found == [True] and "loading the model" not in told.stderr, told.output
     for words in (["--no-load-in-4bit"], ["--load-in-8bit"]):
         found.clear()
-        other = runner.invoke(app, [*chat, "--run", run, *words])
+        other = medusa(*chat, "--run", run, *words)
         assert other.exit_code == 0 and found == [False], other.output
         assert other.stderr.count("was trained on the model in 4bit") == 1
 
@@ -129,7 +127,7 @@ def test_heads_trained_on_4_bits_are_resumed_and_followed_alike(
     assert run_of(f"{run}/joint") is None  # its adapter is over whole weights
     found = loads(monkeypatch)
     for name in (run, f"{run}/joint"):
-        assert CliRunner().invoke(app, ["calibrate", "--run", name, "--top", "3"]).exit_code == 0
+        assert medusa("calibrate", "--run", name, "--top", "3").exit_code == 0
     assert found == [True, False]
 
 

@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.cli import app
-from medusa_cli.distilling import RecordWriter
+from medusa_cli.data.conversation import read_conversations
+from medusa_cli.distill import RecordWriter
 from medusa_cli.errors import LONGEST, UserError
-from medusa_cli.runs.reading import read_as, read_json, read_yaml
+from medusa_cli.runs.io import read_as, read_json, read_yaml
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.training.events import Validated
-from medusa_cli.training.log import read_log
-from medusa_cli.training.parsing import read_records
-from medusa_cli.tree.saved import TreeFile, load_tree
-from tests.runs import save_model, save_run
-from tests.test_training import write_lines
-from tests.tiny import tiny_backbone
+from medusa_cli.train.events import Validated
+from medusa_cli.train.log import read_log
+from medusa_cli.tree.io import TreeFile, load_tree
+from tests.helpers import medusa, save_model, save_run, tiny_backbone, write_lines
 
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000
@@ -61,7 +58,7 @@ def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
         with pytest.raises(UserError, match=message):
             read_json(path)
     (tmp_path / "large.json").write_text("[]" + " " * 100)
-    monkeypatch.setattr("medusa_cli.runs.reading.MOST_BYTES", 100)
+    monkeypatch.setattr("medusa_cli.runs.io.MAX_BYTES", 100)
     with pytest.raises(UserError, match="is larger than"):
         read_json(tmp_path / "large.json")
 
@@ -160,7 +157,7 @@ def test_a_line_of_other_types_is_passed_over_in_training_and_named_in_distillin
 ) -> None:
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [told(0), {**told(1), **changes}, told(2)])
-    records, report = read_records(run.distill_path, tiny_backbone())
+    records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
         RecordWriter(run, 32, {})
@@ -171,7 +168,7 @@ def test_a_line_beyond_the_limits_is_passed_over_in_training_and_named_in_distil
     run = Run.open(f"{tmp_path}/run", create=True)
     lines = [json.dumps(told(0)), line, json.dumps(told(2))]
     run.distill_path.write_text("\n".join(lines) + "\n")
-    records, report = read_records(run.distill_path, tiny_backbone())
+    records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
         RecordWriter(run, 32, {})
@@ -202,8 +199,8 @@ def run(tmp_path: Path) -> Run:
     return save_run(tmp_path / "run", save_model(tmp_path / "model"), calibrated=True)
 
 
-def medusa(run: Run, *words: str) -> Result:
-    return CliRunner().invoke(app, [*words, "--run", str(run.path)])
+def medusa_on(run: Run, *words: str) -> Result:
+    return medusa(*words, "--run", str(run.path))
 
 
 FILES = {
@@ -218,7 +215,7 @@ FILES = {
 @pytest.mark.parametrize("text", [DEEP, LONG, "[3]", "3", '{"backbone": 3, "accuracies": "x", "parents": 1}', "\udcff"])
 def test_every_file_of_a_run_is_refused_in_one_line(run: Run, name: str, text: str) -> None:
     (run.path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-    done = medusa(run, *FILES[name])
+    done = medusa_on(run, *FILES[name])
     assert done.exit_code == 1 and done.stderr.count("error: ") == 1, done.output
     assert "internal error" not in done.stderr and str(run.path) in done.stderr.replace("\n", "")
 
@@ -241,5 +238,5 @@ def test_a_tree_larger_than_a_step_can_use_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_cannot_be_are_usage_errors(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, words)
+    done = medusa(*words)
     assert done.exit_code == 2 and message in done.stderr, done.output

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from medusa_cli import assets
-from medusa_cli.distilling.tokenizer import Tokenizer
+from medusa_cli.distill.endpoint import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_cli.distilling.from_recipe import settings_of
+from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.recipe import Recipe, differences, from_dict, load_recipe
 
@@ -20,7 +20,7 @@ def test_there_are_recipes() -> None:
 def test_every_recipe_file_loads_and_can_be_distilled_with(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.drafter.num_heads >= 1
-    assert settings_of(recipe.distill).capacity == recipe.distill.context
+    check_settings(recipe.distill)
 
 
 # Medusa, sections 3.3.2, 4.1 and 4.2: on the data the models were tuned on, or on their own answers.

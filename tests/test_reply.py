@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from medusa_cli.decoding import Decoder, Reply, Step
+from medusa_cli.decode import Decoder, Reply, Request, Step
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.engines import Plan
+from medusa_cli.engine import Plan
 from medusa_cli.tree import Tree
-from tests.tiny import tiny_backbone
+from tests.helpers import tiny_backbone
 
 
 class Letters:
@@ -45,8 +45,8 @@ def test_what_only_looked_like_a_stop_string_is_shown_in_the_end() -> None:
 def test_an_answer_that_is_left_shows_what_was_held_back() -> None:
     reply, shown = told("ab<e", [4], ["<end>"], reason=None)
     assert (shown, reply.reason) == (["ab"], None)
-    assert [piece.text for piece in reply.leave()] == ["<", "e"]
-    assert (reply.text, reply.reason, reply.leave()) == ("ab<e", "cancelled", [])
+    assert [piece.text for piece in reply.cancel()] == ["<", "e"]
+    assert (reply.text, reply.reason, reply.cancel()) == ("ab<e", "cancelled", [])
 
 
 def test_pieces_say_which_tokens_were_drafted() -> None:
@@ -63,10 +63,10 @@ def test_likelihoods_are_the_backbones_for_every_token_however_many_a_step_settl
     prompts = [[5, 9, 20, 11], [8, 30]]
     rows = []
     for number, prompt in enumerate(prompts):
-        rows.append((*decoder.admit(prompt, max_new_tokens=12, stop_ids=(), top=3 - number), []))
+        rows.append((*decoder.admit(Request(prompt, max_new_tokens=12, stop_ids=(), top=3 - number)), []))
     for _, first, found in rows:
         found.append(first)
-    while decoder.rows:
+    while decoder.sequences:
         for sequence, step in decoder.step():
             next(found for one, _, found in rows if one is sequence).append(step)
     assert any(len(step.tokens) > 1 for _, _, found in rows for step in found)
@@ -85,18 +85,18 @@ def test_likelihoods_are_the_backbones_for_every_token_however_many_a_step_settl
 
 def test_nobody_pays_for_likelihoods_that_nobody_asked_for() -> None:
     decoder = Decoder(tiny_backbone(), slots=1)
-    _, first = decoder.admit([5, 9], max_new_tokens=3, stop_ids=())
+    _, first = decoder.admit(Request([5, 9], max_new_tokens=3, stop_ids=()))
     assert first.likelihoods == () and decoder.step()[0][1].likelihoods == ()
 
 
 @pytest.mark.parametrize(("count", "stops", "reason"), [(4, (), "length"), (40, None, "stop")])
 def test_an_ending_says_why(count: int, stops: tuple[int, ...] | None, reason: str) -> None:
     decoder = Decoder(tiny_backbone(), slots=1)
-    sequence, first = decoder.admit([5, 9], max_new_tokens=count, stop_ids=stops)
+    sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=stops))
     tokens = list(first.tokens)
     if stops is None:  # any token can be the one to stop at
         decoder.cancel(sequence)
-        sequence, first = decoder.admit([5, 9], max_new_tokens=count, stop_ids=first.tokens)
-    while decoder.rows:
+        sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=first.tokens))
+    while decoder.sequences:
         tokens += decoder.step()[0][1].tokens
-    assert sequence.ending.reason == reason
+    assert sequence.finish_reason == reason

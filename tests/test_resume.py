@@ -7,22 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import encode
-from medusa_cli.cli import app
+from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.engines import attach
+from medusa_cli.drafters.io import load_kind
+from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.run import Run
-from medusa_cli.states import StateStore
-from medusa_cli.training import Stepped
-from medusa_cli.training.checkpoints import checkpoint_path, earlier_path, load
-from medusa_cli.training.log import TrainLog
-from tests.runs import save_model
-from tests.test_training import Crash, conversation, crash_at, trainer, write_lines
-from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
+from medusa_cli.train import Stepped
+from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
+from medusa_cli.train.log import TrainLog
+from tests.helpers import (
+    END_ID,
+    conversation,
+    medusa,
+    save_model,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    write_lines,
+)
+from tests.test_training import Crash, crash_at, trainer
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def draft(run: Run, model: str, *words: str, dtype: str = "fp32") -> Any:
     settings = ["drafter.vocabulary=draft", "drafter.draft_vocab_size=12", "drafter.num_heads=2", "train.epochs=1"]
     settings += ["train.batch_tokens=64", "train.checkpoint_every=1", "train.lr=1e-2"]
     place = ["--run", str(run.path), "--model", model, "--dtype", dtype, "--quiet"]
-    return CliRunner().invoke(app, ["train", *settings, *place, *words])
+    return medusa("train", *settings, *place, *words)
 
 
 @pytest.mark.parametrize("stage", ["1", "2"])
@@ -45,7 +52,7 @@ def test_the_draft_vocabulary_is_the_givers_after_a_resume_too(
 ) -> None:
     model = save_model(tmp_path / "model")
     assert draft(run, model).exit_code == 0
-    given = MedusaHeads.load(run.drafter_dir, tiny_backbone()).draft_ids.tolist()
+    given = load_kind(MedusaHeads, run.drafter_dir, tiny_backbone()).draft_ids.tolist()
     other = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(25, 45)])
     words = ["--stage", stage, "--from", str(run.path), "--data", str(other)]
     second = Run(tmp_path / "second")
@@ -64,10 +71,10 @@ def test_the_draft_vocabulary_is_the_givers_after_a_resume_too(
     said = json.loads((second.drafter_dir / "config.json").read_text())["provenance"]["draft_coverage"]
     learnt = [token for one in answers for token in [*tiny_tokenizer().encode(one), END_ID]]
     assert said == pytest.approx(sum(one in given for one in learnt) / len(learnt), abs=0.05)
-    assert MedusaHeads.load(second.drafter_dir, tiny_backbone()).draft_ids.tolist() == given
+    assert load_kind(MedusaHeads, second.drafter_dir, tiny_backbone()).draft_ids.tolist() == given
     fresh = draft(Run(tmp_path / "fresh"), model, "--data", str(other))
     assert fresh.exit_code == 0
-    assert MedusaHeads.load(tmp_path / "fresh" / "drafter", tiny_backbone()).draft_ids.tolist() != given
+    assert load_kind(MedusaHeads, tmp_path / "fresh" / "drafter", tiny_backbone()).draft_ids.tolist() != given
 
 
 def test_a_checkpoint_of_an_earlier_version_still_loads(run: Run) -> None:

@@ -6,23 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Decoder, Sampling, Step, answer, generate, generate_plain
+from medusa_cli.decode import Decoder, Request, Sampling, Step, answer, generate, generate_plain
 from medusa_cli.drafters import Drafter
-from medusa_cli.engines import Cache
-from medusa_cli.tree import Growth, Tree
-from tests.passes import rows_of, run
+from medusa_cli.engine import Cache
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import SPARSE, forward, medusa_drafter, rows_of, tiny_backbone
 from tests.test_amphista import amphista
 from tests.test_firp import firp
-from tests.test_generate import SPARSE, medusa
 from tests.test_hydra import hydra
-from tests.tiny import tiny_backbone
 
 OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
 RULES: dict[str, Any] = {"max_new_tokens": 17, "stop_ids": ()}
 MAKE = {
     "plain": lambda backbone: None,
-    "medusa": medusa,
+    "medusa": medusa_drafter,
     "hydra": hydra,
     "hydra++": lambda backbone: hydra(backbone, prefix=1),
     "hydra-taps": lambda backbone: tapped(backbone),
@@ -68,14 +66,14 @@ def turns(decoder: Decoder, rows: list[int], **rules: Any) -> Iterator[tuple[lis
         prompt = [*prompt, *(t for step in steps for t in step.tokens), *said]
 
 
-@pytest.mark.parametrize(("engine", "shape"), [("fast", SPARSE), ("eager", Growth(9, 3))], ids=["fast", "eager"])
+@pytest.mark.parametrize(("engine", "shape"), [("fast", SPARSE), ("eager", DynamicTree(9, 3))], ids=["fast", "eager"])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
-    name: str, shape: Tree | Growth, engine: str, monkeypatch: pytest.MonkeyPatch
+    name: str, shape: Tree | DynamicTree, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = backbone_of(engine)
     drafter = MAKE[name](backbone)
-    shape = shape.cut(3) if isinstance(shape, Tree) else shape
+    shape = shape.truncate(3) if isinstance(shape, Tree) else shape
     decoder, rows = Decoder(backbone, drafter, shape), counting(backbone, monkeypatch)
     before = 0
     for prompt, steps, prefilled in turns(decoder, rows):
@@ -93,7 +91,7 @@ def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
 def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     drafter, rule = MAKE[name](backbone), Sampling("exact", 1.0, seed=5)
-    decoder, rows = Decoder(backbone, drafter, SPARSE.cut(3)), counting(backbone, monkeypatch)
+    decoder, rows = Decoder(backbone, drafter, SPARSE.truncate(3)), counting(backbone, monkeypatch)
     for prompt, steps, _ in turns(decoder, rows, sampling=rule):
         whole = generate_plain(backbone, prompt, sampling=rule, **RULES)
         first = next(iter(whole)).tokens
@@ -105,7 +103,7 @@ def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch
 @pytest.mark.parametrize("name", MAKE)
 def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "gemma3")
-    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.cut(3))
+    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3))
     rows = counting(backbone, monkeypatch)
     list(answer(decoder, OPENING, **RULES))
     for prompt, fresh in (
@@ -122,7 +120,7 @@ def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monk
 
 def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder, rows = Decoder(backbone, medusa(backbone), SPARSE), counting(backbone, monkeypatch)
+    decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     first = [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens]
     decoder.forget()
     rows.clear()
@@ -134,7 +132,7 @@ def test_no_more_is_kept_than_a_prompt_may_have_of_an_earlier_text(monkeypatch: 
     decoder, rows = Decoder(backbone, slots=2), counting(backbone, monkeypatch)
     for most, run_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
         rows.clear()
-        sequence, _ = decoder.admit(OPENING, reuse=most, **RULES)
+        sequence, _ = decoder.admit(Request(OPENING, reuse=most, **RULES))
         decoder.cancel(sequence)
         assert rows == [run_now]
 
@@ -142,15 +140,15 @@ def test_no_more_is_kept_than_a_prompt_may_have_of_an_earlier_text(monkeypatch: 
 def test_a_prompt_takes_the_place_that_was_left_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder = Decoder(backbone, slots=3)
-    first, *_ = [decoder.admit(prompt, **RULES)[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
+    first, *_ = [decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
     moved: list[tuple[int, int]] = []
     inner = decoder.slots.swap
     monkeypatch.setattr(decoder.slots, "swap", lambda one, other: (moved.append((one, other)), inner(one, other)))
     decoder.cancel(first)
-    assert decoder.room == 1
-    late, step = decoder.admit([12, 13], **RULES)
+    assert decoder.free_slots == 1
+    late, step = decoder.admit(Request([12, 13], **RULES))
     steps = [step, *(step for one, step in [*decoder.step(), *decoder.step()] if one is late)]
-    assert moved == [] and decoder.rows[0] is late
+    assert moved == [] and decoder.sequences[0] is late
     plain = [t for s in generate_plain(backbone, [12, 13], **RULES) for t in s.tokens]
     assert [t for s in steps for t in s.tokens] == plain[:3]
 
@@ -158,7 +156,7 @@ def test_a_prompt_takes_the_place_that_was_left_and_moves_no_other(monkeypatch: 
 @pytest.mark.parametrize("name", MAKE)
 def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "qwen3")
-    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.cut(3), slots=3)
+    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3), slots=3)
     rows = counting(backbone, monkeypatch)
     opened = [OPENING, OPENING[::-1], [33, 34, 35, 36]]
 
@@ -167,10 +165,10 @@ def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypa
         prefilled = []
         for number, prompt in enumerate(prompts):
             rows.clear()
-            _, step = decoder.admit(prompt, number=number, **RULES)
+            _, step = decoder.admit(Request(prompt, **RULES), number)
             prefilled.append(rows[0])
             answers[number] += step.tokens
-        while decoder.rows:
+        while decoder.sequences:
             for sequence, step in decoder.step():
                 answers[sequence.number] += step.tokens
         return answers, prefilled
@@ -187,7 +185,7 @@ def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypa
 
 def test_a_cancelled_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder, rows = Decoder(backbone, medusa(backbone), SPARSE), counting(backbone, monkeypatch)
+    decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     steps = answer(decoder, OPENING, **RULES)
     came = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
     steps.close()
@@ -207,12 +205,12 @@ def test_a_cache_that_grows_in_mid_answer_changes_nothing(
     made = backbone.engine.new_cache
     monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: made(slots, 2, **how))
     prompts = [OPENING, [8], OPENING[::-1] * 2]
-    decoder = Decoder(backbone, drafter, SPARSE.cut(3), slots=3)
+    decoder = Decoder(backbone, drafter, SPARSE.truncate(3), slots=3)
     answers: list[list[int]] = []
     grew = {decoder.slots.cache.capacity}
     for number, prompt in enumerate(prompts):
-        answers.append(decoder.admit(prompt, number=number, max_new_tokens=60, stop_ids=())[1].tokens)
-    while decoder.rows:
+        answers.append(decoder.admit(Request(prompt, max_new_tokens=60, stop_ids=()), number)[1].tokens)
+    while decoder.sequences:
         grew.add(decoder.slots.cache.capacity)
         for sequence, step in decoder.step():
             answers[sequence.number] = answers[sequence.number] + step.tokens
@@ -227,15 +225,15 @@ def test_what_a_cache_holds_survives_growing_keeping_swapping_and_forgetting(tra
     backbone = backbone_of("fast" if transposed else "eager")
     cache = Cache(backbone.num_layers, 2, 2, transposed=transposed)
     tree = Tree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
-    run(backbone, OPENING, cache, slot=0)
-    run(backbone, OPENING[:4], cache, slot=1)
+    forward(backbone, OPENING, cache, slot=0)
+    forward(backbone, OPENING[:4], cache, slot=1)
     held = [rows_of(cache, slot).clone() for slot in (0, 1)]
-    run(backbone, range(20, 26), cache, tree, slot=0)
+    forward(backbone, range(20, 26), cache, tree, slot=0)
     assert cache.lengths == [10, 4]  # a tree's rows stay once they are kept
     cache.keep(0, [0, 2, 5])
     assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], held[0])
     alone = Cache(backbone.num_layers, 1, 64, transposed=transposed)
-    run(backbone, [*OPENING, 20, 22, 25], alone)
+    forward(backbone, [*OPENING, 20, 22, 25], alone)
     assert torch.allclose(rows_of(cache, 0), rows_of(alone), atol=1e-4)
     whole = rows_of(cache, 0).clone()
     cache.swap(0, 1)
@@ -254,12 +252,12 @@ def test_what_a_cache_holds_survives_growing_keeping_swapping_and_forgetting(tra
 def test_a_cache_with_a_stride_follows_what_it_holds_up_and_down(transposed: bool) -> None:
     backbone = backbone_of("fast" if transposed else "eager")
     cache = Cache(backbone.num_layers, 2, transposed=transposed, stride=4)
-    run(backbone, OPENING[:3], cache, slot=1)
+    forward(backbone, OPENING[:3], cache, slot=1)
     held = rows_of(cache, 1).clone()
-    run(backbone, range(20, 50), cache, slot=0)
+    forward(backbone, range(20, 50), cache, slot=0)
     assert cache.capacity == 32 and torch.equal(rows_of(cache, 1), held)
     cache.reserve(18)  # the longer slot is still there, whoever asks
     assert cache.capacity == 32
     cache.truncate(0, 0)
-    run(backbone, [9], cache, slot=1)
+    forward(backbone, [9], cache, slot=1)
     assert cache.capacity == 4 and torch.equal(rows_of(cache, 1)[..., :3, :], held)

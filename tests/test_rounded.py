@@ -7,17 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.cpu import has_bf16
-from medusa_cli.decoding import Stats, generate
+from medusa_cli.decode import Stats, generate
 from medusa_cli.drafters import MedusaHeads, load_drafter
-from medusa_cli.engines import attach
-from medusa_cli.engines.kernels import BITS, Rounded
-from medusa_cli.engines.kernels.rounded import FEW_ROWS, round_weight
+from medusa_cli.engine import attach
+from medusa_cli.engine.kernels import BITS, FEW_ROWS, IntKernel, round_weight
 from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.model.load import has_bf16
 from medusa_cli.tree import Tree
-from tests.passes import run
-from tests.tiny import tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import forward, tiny_backbone, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 
@@ -32,7 +30,7 @@ def test_a_rounded_weight_is_near_and_its_product_is_that_of_what_it_stands_for(
     weight = torch.randn(48, 96).to(torch.bfloat16)
     made = round_weight(weight, bits)
     assert made is not None
-    restored, product = made[2], Rounded(bits).pack(weight)
+    restored, product = made[2], IntKernel(bits).pack(weight)
     spread = weight.float().unflatten(1, (-1, 32)).amax(-1) - weight.float().unflatten(1, (-1, 32)).amin(-1)
     step = weight.float().abs().amax(1, keepdim=True) / 127 if bits == 8 else spread.repeat_interleave(32, 1) / 15
     # Half a step of rounding, and the rounding to bf16 of scales, offsets and results.
@@ -45,7 +43,7 @@ def test_a_rounded_weight_is_near_and_its_product_is_that_of_what_it_stands_for(
 def test_few_rows_and_many_compute_the_same(bits: int) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 32, bias=True).to(torch.bfloat16) for _ in range(2)]
-    fused = Rounded(bits).join(layers)
+    fused = IntKernel(bits).join(layers)
     x, other = torch.randn(1, 40, 64).to(torch.bfloat16), torch.randn(1, 40, 64).to(torch.bfloat16)
     many, summed = fused(x), fused.plus(x, other)
     for rows in (1, FEW_ROWS[bits], FEW_ROWS[bits] + 1):
@@ -62,16 +60,16 @@ def test_shapes_without_a_kernel_keep_their_weights() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(30, 40).to(torch.bfloat16), torch.randn(3, 40).to(torch.bfloat16)
     assert round_weight(weight, 4) is None and round_weight(weight, 8) is not None
-    kept = Rounded(4).pack(weight)
-    assert kept.nbytes == weight.nbytes == 2 * Rounded(8).pack(weight).nbytes
+    kept = IntKernel(4).pack(weight)
+    assert kept.nbytes == weight.nbytes == 2 * IntKernel(8).pack(weight).nbytes
     assert off(kept(x), F.linear(x.float(), weight.float())) < 5e-3  # the rows' own rounding alone
 
 
 def test_the_last_matrix_keeps_8_bits() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 64).to(torch.bfloat16), torch.randn(3, 64).to(torch.bfloat16)
-    eight, four = Rounded(8).pack(weight), Rounded(4).pack(weight)
-    assert torch.equal(Rounded(4).last(weight)(x), eight(x)) and not torch.equal(four(x), eight(x))
+    eight, four = IntKernel(8).pack(weight), IntKernel(4).pack(weight)
+    assert torch.equal(IntKernel(4).last(weight)(x), eight(x)) and not torch.equal(four(x), eight(x))
     assert (four.nbytes, eight.nbytes) == (weight.nbytes // 4, weight.nbytes // 2)
 
 
@@ -88,7 +86,7 @@ def test_a_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> No
     assert backbone.engine.kernel.name == engine and backbone.engine.weight_bytes < expected.engine.weight_bytes
     for rows in (3, 40):
         ids = torch.arange(5, 5 + rows)
-        assert off(run(backbone, ids).hidden, run(expected, ids).hidden) < 5e-2
+        assert off(forward(backbone, ids).hidden, forward(expected, ids).hidden) < 5e-2
     MedusaHeads.create(backbone, 2, 1, "own").save(tmp_path, {})
     heads = load_drafter(tmp_path, backbone)
     assert heads.kernel.name == "int8" and load_drafter(tmp_path, expected).kernel.exact

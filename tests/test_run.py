@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.runs.files import TEMPORARY, replacing, replacing_folder, restore, write_atomic
+from medusa_cli.runs.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.runs.run import Run
+from tests.helpers import medusa
 
 
 def test_what_is_written_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +27,7 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path) -> None
     path = tmp_path / "checkpoint.pt"
     code = f"""
 import os, pathlib, signal
-from medusa_cli.runs.files import replacing
+from medusa_cli.runs.io import replacing
 with replacing(pathlib.Path({str(path)!r})) as part:
     part.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -114,11 +113,11 @@ def test_a_run_file_that_names_no_backbone_is_named(tmp_path: Path, text: str) -
     (run.path / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json names no backbone"):
         run.bind({"id": "x"})
-    for command in ("chat", "calibrate", "train", "bench-firp"):
-        done = CliRunner().invoke(app, [command, "--run", str(run.path)])
+    for command in ("chat", "calibrate", "train"):
+        done = medusa(command, "--run", str(run.path))
         assert done.exit_code == 1 and "run.json names no backbone" in " ".join(done.stderr.split()), done.output
 
 
 def test_training_before_distilling_says_to_distil(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["train", "--run", f"{tmp_path}/none"])
+    done = medusa("train", "--run", f"{tmp_path}/none")
     assert done.exit_code == 1 and done.stderr.rstrip().endswith("run `medusa distill` first")

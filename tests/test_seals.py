@@ -6,23 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.distilling import RecordWriter, distill
-from medusa_cli.distilling.distilled import Distilled, Settings
-from medusa_cli.distilling.parts import merge_parts, part_of
-from medusa_cli.distilling.seeds import Seed
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.distill import Answered, RecordWriter, answer_locally
+from medusa_cli.distill.records import merge_parts, part_of
 from medusa_cli.errors import UserError
+from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
-from medusa_cli.training import load_dataset
-from tests.tiny import tiny_backbone
+from medusa_cli.train import load_dataset
+from tests.helpers import tiny_backbone
 
 
-def distilled(run: Run) -> list[Distilled]:
-    seeds = [Seed(f"s{i}", (f"w{i} w{i + 1}",)) for i in range(6)]
+def distilled(run: Run) -> list[Answered]:
+    seeds = [Conversation.from_turns(f"s{i}", [f"w{i} w{i + 1}"]) for i in range(6)]
     backbone = tiny_backbone()
-    samples = list(distill(backbone, seeds, Settings(max_new_tokens=8, batch_size=2, capacity=64)))
+    samples = list(answer_locally(backbone, seeds, DistillRecipe(max_new_tokens=8, batch_size=2, context=64)))
     writer = RecordWriter(run, backbone.hidden_size, {})
     for sample in samples:
-        writer.write(sample)
+        writer.write(sample.conversation, sample.states)
     writer.close()
     return samples
 
@@ -70,12 +70,12 @@ def test_a_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
     samples, backbone = distilled(Run.open(f"{run.path}/other", create=True)), tiny_backbone()
     part = RecordWriter(part_of(run, 0), backbone.hidden_size, {})
     for sample in samples[:3]:
-        part.write(sample)
+        part.write(sample.conversation, sample.states)
     part.states.truncate(0)
     part.states.append(torch.zeros(sum(len(one.states) for one in samples[:3]), backbone.hidden_size))
-    part.write(samples[3])
+    part.write(samples[3].conversation, samples[3].states)
     part.close()
     whole = RecordWriter(run, backbone.hidden_size, {})
-    assert merge_parts(run, whole, backbone.hidden_size) == 1
-    assert whole.answered == {samples[3].id}
+    merge_parts(run, whole, backbone.hidden_size)
+    assert whole.answered == {samples[3].conversation.id}
     whole.close()

@@ -11,14 +11,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from medusa_cli.api import Medusa
-from medusa_cli.cli import app
 from medusa_cli.errors import UserError
-from medusa_cli.serving import server
-from medusa_cli.serving.limits import Limits
-from tests.runs import save_model, save_run
+from medusa_cli.serve import server
+from medusa_cli.serve.limits import Limits
+from tests.helpers import medusa, save_model, save_run
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def test_sigterm_lets_answers_finish_and_ends_well(run: str) -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_line(words: list[str], said: str, code: int) -> None:
-    done = CliRunner().invoke(app, ["serve", *words])
+    done = medusa("serve", *words)
     assert done.exit_code == code and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -74,15 +72,15 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: py
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = CliRunner().invoke(app, ["serve", "--port", port, "--model", "/no/model"])
+        done = medusa("serve", "--port", port, "--model", "/no/model")
     assert done.exit_code == 2 and f"--port {port} cannot be had" in done.stderr
 
 
 def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [one for one in sys.modules if one.startswith("medusa_cli.serving")]:
+    for name in [one for one in sys.modules if one.startswith("medusa_cli.serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    done = CliRunner().invoke(app, ["serve", "--port", "0"])
+    done = medusa("serve", "--port", "0")
     assert done.exit_code == 1 and "medusa-cli[serve]" in done.stderr
 
 
@@ -100,5 +98,5 @@ def test_a_model_is_served_under_its_folders_name_or_that_of_a_link_to_it(
     save_model(tmp_path / "x1")
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
     monkeypatch.chdir(tmp_path / "x1")
-    CliRunner().invoke(app, ["serve", "--model", named, "--baseline", "--port", "0", "--dtype", "fp32"])
+    medusa("serve", "--model", named, "--baseline", "--port", "0", "--dtype", "fp32")
     assert found == [served]

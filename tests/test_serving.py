@@ -12,12 +12,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
-from medusa_cli.decoding import Likelihood, Reply, Request
-from medusa_cli.serving.scheduler import Ticket
-from medusa_cli.serving.wording import Wording
-from tests.runs import save_model, save_run
+from medusa_cli.decode import Likelihood, Reply, Request
+from medusa_cli.serve.openai_format import OpenAIFormat
+from medusa_cli.serve.scheduler import Ticket
+from tests.helpers import save_model, save_run, tiny_backbone
 from tests.serving import MODEL, Served, serving
-from tests.tiny import tiny_backbone
 
 IDS = [5, 9, 20, 11, 7]
 
@@ -97,7 +96,7 @@ def test_tokens_of_a_llama_are_read_in_their_places() -> None:
     likely = [Likelihood(token, -1.0, ((token, -1.0), (3, -2.0), (6, -3.0))) for token in (1, 2, 3, 4, 5, 2)]
 
     def told(*chunks: list[Likelihood], chat: bool) -> list[dict]:
-        wording = Wording(backbone, "m", chat=chat)
+        wording = OpenAIFormat(backbone, "m", chat=chat)
         ticket = Ticket(Request((1,), 8, top=3), Reply(backbone), lambda event: None)
         return [wording.chunk(ticket, [], chunk, False)["choices"][0]["logprobs"] for chunk in chunks]
 
@@ -117,7 +116,7 @@ def test_a_token_of_the_log_probabilities_is_decoded_once_in_its_place(monkeypat
     monkeypatch.setattr(backbone.tokenizer, "decode", lambda tokens: decoded.append(tokens) or decode(tokens))
     likely = [Likelihood(9, -1.0, tuple((token, -1.0) for token in range(9, 29))) for _ in range(10)]
     ticket = Ticket(Request((1,), 8, top=20), Reply(backbone), lambda event: None)
-    Wording(backbone, "m", chat=True).chunk(ticket, [], likely, False)
+    OpenAIFormat(backbone, "m", chat=True).chunk(ticket, [], likely, False)
     assert len(decoded) <= 10 * (1 + 20 + 2)  # two more to go on behind it
 
 
@@ -255,7 +254,7 @@ def test_a_body_without_its_header_is_told_which(server: Served) -> None:
 def test_events_are_in_ascii_as_clients_end_lines_at_many_characters(
     medusa: Medusa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Wording, "closing", lambda *_: {"text": "a\u2028b\u0085c"})
+    monkeypatch.setattr(OpenAIFormat, "closing", lambda *_: {"text": "a\u2028b\u0085c"})
     body = {"model": MODEL, "prompt": IDS, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     with serving(medusa) as server:
         lines = server.ask("POST", "/v1/completions", body)[2].splitlines()
@@ -303,4 +302,4 @@ def test_the_package_ships_the_page_and_its_types() -> None:
     import medusa_cli
 
     folder = Path(medusa_cli.__file__).parent
-    assert (folder / "py.typed").is_file() and (folder / "serving" / "index.html").is_file()
+    assert (folder / "py.typed").is_file() and (folder / "serve" / "index.html").is_file()

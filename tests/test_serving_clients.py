@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from medusa_cli.api import Medusa
-from tests.runs import save_model, save_run
+from tests.helpers import save_model, save_run
 from tests.serving import MODEL, serving
 
 IDS = [5, 9, 20, 11, 7]

@@ -8,8 +8,8 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 
 from medusa_cli.api import Medusa  # noqa: E402
-from medusa_cli.serving.app import PAGE  # noqa: E402
-from tests.runs import save_model, save_run  # noqa: E402
+from medusa_cli.serve.app import PAGE  # noqa: E402
+from tests.helpers import save_model, save_run  # noqa: E402
 from tests.serving import serving  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 )
 
 from medusa_cli.api import Medusa  # noqa: E402
-from tests.runs import save_model  # noqa: E402
+from tests.helpers import save_model  # noqa: E402
 from tests.serving import Served, serving  # noqa: E402
 
 # Not checked: that all that fits the description is answered (a token id may be beyond the vocabulary), and that all

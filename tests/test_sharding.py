@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.distilling import RecordWriter, Seed, Settings, distill
-from medusa_cli.distilling.parts import merge_parts, part_of
-from medusa_cli.engines import load_backbone
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.states import StateStore
+from medusa_cli.distill import RecordWriter, answer_locally
+from medusa_cli.distill.records import merge_parts, part_of
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.runs.recipe import DistillRecipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.states import StateStore
-from tests import passes
-from tests.runs import save_model
+from tests import helpers
+from tests.helpers import save_model, tiny_backbone
 from tests.test_distributed import TWO
-from tests.tiny import tiny_backbone
 
 COUNT = 40
 
@@ -64,11 +66,11 @@ def answers(run: Path) -> dict[str, list[int]]:
 
 
 def check_states(run: Path, model: str) -> None:
-    backbone = load_backbone(model, dtype="fp32")
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     store = StateStore(run / "states.bin", backbone.hidden_size)
     for line in (run / "distill.jsonl").read_text().splitlines()[:: COUNT // 4]:
         one = json.loads(line)
-        hidden = passes.run(backbone, one["tokens"]).hidden[:-1]
+        hidden = helpers.forward(backbone, one["tokens"]).hidden[:-1]
         assert torch.allclose(store.read(*one["state_rows"]).float(), hidden, atol=0.02, rtol=0.02)
     store.close()
 
@@ -114,24 +116,24 @@ def test_a_server_needs_one_process(model: str, seed: str, tmp_path: Path) -> No
 
 def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
     backbone, run = tiny_backbone("llama"), Run.open(str(tmp_path / "r"), create=True)
-    seeds = [Seed(f"s{i}", (f"w{i}",)) for i in range(5)]
-    samples = list(distill(backbone, seeds, Settings(max_new_tokens=8, batch_size=2, capacity=64)))
+    seeds = [Conversation.from_turns(f"s{i}", [f"w{i}"]) for i in range(5)]
+    samples = list(answer_locally(backbone, seeds, DistillRecipe(max_new_tokens=8, batch_size=2, context=64)))
     header = {"seed": "x", "settings": {}}
     for rank in (0, 1):
-        part = RecordWriter(part_of(run, rank), backbone.hidden_size, header, least=1)
+        part = RecordWriter(part_of(run, rank), backbone.hidden_size, header, min_answer_tokens=1)
         for sample in samples[rank::2]:
-            part.write(sample)
+            part.write(sample.conversation, sample.states)
         part.drop(f"short{rank}", 0)
         part.close()
-    whole = RecordWriter(run, backbone.hidden_size, header, least=1)
-    whole.write(samples[0])  # as far as an earlier merge had come
+    whole = RecordWriter(run, backbone.hidden_size, header, min_answer_tokens=1)
+    whole.write(samples[0].conversation, samples[0].states)  # as far as an earlier merge had come
     whole.close()
-    whole = RecordWriter(run, backbone.hidden_size, header, least=1)
-    assert merge_parts(run, whole, backbone.hidden_size) == 4
-    assert whole.answered == {s.id for s in samples} | {"short0", "short1"}
+    whole = RecordWriter(run, backbone.hidden_size, header, min_answer_tokens=1)
+    merge_parts(run, whole, backbone.hidden_size)
+    assert whole.answered == {seed.id for seed in seeds} | {"short0", "short1"}
     whole.close()
     store = StateStore(run.states_path, backbone.hidden_size)
-    by_id = {sample.id: sample for sample in samples}
+    by_id = {sample.conversation.id: sample for sample in samples}
     for line in run.distill_path.read_text().splitlines():
         one = json.loads(line)
         assert one["tokens"] == by_id[one["id"]].tokens

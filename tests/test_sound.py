@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
-from medusa_cli.backbone import adapter
-from medusa_cli.backbone.network import load_network
-from medusa_cli.engines import load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from tests.runs import save_model
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.resolve import LoadOptions
+from tests.helpers import save_model
 
 WEIGHTS = "model.safetensors"
 MATRIX = "model.layers.1.mlp.up_proj.weight"
@@ -27,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 def refused(model: Path, match: str) -> None:
     with pytest.raises(UserError, match=match) as raised:
-        load_backbone(str(model), dtype="fp32")
+        load_backbone(str(model), LoadOptions(dtype="fp32"))
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -87,7 +88,7 @@ def test_settings_that_are_read_late_are_refused_at_load(
 def test_an_adapter_beside_a_model_is_refused_unopened(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/etc"}')
     with pytest.raises(UserError, match="has an adapter beside it"):
-        load_network(str(model), dtype="fp32")
+        load_network(str(model), LoadOptions(dtype="fp32"))
 
 
 def test_a_model_of_pickled_weights_alone_is_refused_unopened(model: Path, tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_model_of_pickled_weights_alone_is_refused_unopened(model: Path, tmp_p
 
 @pytest.fixture
 def adapted(model: Path, tmp_path: Path) -> Path:
-    network, _ = load_network(str(model), dtype="fp32")
+    network, _ = load_network(str(model), LoadOptions(dtype="fp32"))
     adapter.attach(network, rank=2, alpha=4.0, dropout=0.0)
     adapter.save(network, tmp_path / "adapter", str(model))
     return tmp_path / "adapter"
@@ -126,14 +127,14 @@ def test_an_adapters_config_that_cannot_be_is_refused(
     path = adapted / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(UserError, match=match):
-        load_backbone(str(model), dtype="fp32", adapter=adapted)
+        load_backbone(str(model), LoadOptions(dtype="fp32"), adapter=adapted)
 
 
 def test_what_else_an_adapters_config_asks_for_is_not_done(model: Path, adapted: Path) -> None:
     path = adapted / "adapter_config.json"
     more = {"init_lora_weights": "loftq", "megatron_config": {}, "auto_mapping": {"parent_library": "no.such"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    assert load_backbone(str(model), dtype="fp32", adapter=adapted).adapter == adapter.digest(adapted)
+    assert load_backbone(str(model), LoadOptions(dtype="fp32"), adapter=adapted).adapter == adapter.digest(adapted)
 
 
 def test_an_adapters_damaged_weights_are_refused(model: Path, adapted: Path) -> None:
@@ -144,13 +145,13 @@ def test_an_adapters_damaged_weights_are_refused(model: Path, adapted: Path) -> 
     for change, match in ((whole[: len(whole) // 2], "cannot be read"), (b"", "cannot be read")):
         path.write_bytes(change)
         with pytest.raises(UserError, match=match):
-            load_backbone(str(model), dtype="fp32", adapter=adapted)
+            load_backbone(str(model), LoadOptions(dtype="fp32"), adapter=adapted)
     save_file(tensors | {name: tensors[name] * float("nan")}, path)
     with pytest.raises(UserError, match="not finite"):
-        load_backbone(str(model), dtype="fp32", adapter=adapted)
+        load_backbone(str(model), LoadOptions(dtype="fp32"), adapter=adapted)
     save_file({key: one for key, one in tensors.items() if key != name}, path)
     with pytest.raises(UserError, match="lack 1 tensors"):
-        load_backbone(str(model), dtype="fp32", adapter=adapted)
+        load_backbone(str(model), LoadOptions(dtype="fp32"), adapter=adapted)
 
 
 def test_hints_on_kernels_that_a_cpu_can_do_without_are_not_passed_on(model: Path) -> None:

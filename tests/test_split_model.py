@@ -15,21 +15,24 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from medusa_cli.backbone import Backbone, adapter
-from medusa_cli.backbone.sharding import split_layers
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp, load_drafter
-from medusa_cli.engines import attach, load_backbone
+from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.training import World
-from medusa_cli.training.conversations import Conversation, batch_of
-from medusa_cli.training.setup import check_shard
-from tests import passes
-from tests.runs import save_model
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.load import split_layers
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.train import Distributed
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import check_shard
+from tests import helpers
+from tests.helpers import save_model, tiny_model
 from tests.test_distributed import TWO, prepared, train, training
 from tests.test_firp import backbone_of
 from tests.test_sharding import _children, _environment
-from tests.tiny import tiny_model
 
 JOINT = ["--stage", "2", "train.lora_dropout=0", "train.backbone_lr=0.01"]
 FIRP = ["drafter=firp", "drafter.num_heads=1", "drafter.vocabulary=draft", "drafter.draft_vocab_size=40"]
@@ -63,7 +66,7 @@ def test_a_part_each_is_as_good_as_the_whole(tmp_path: Path, family: str, words:
         assert done.returncode == 0, done.stderr
     assert_alike(losses(two), losses(one))
     held = two / "adapter" if "--stage" in words else None
-    whole = load_backbone(model, dtype="fp32", adapter=held)
+    whole = load_backbone(model, LoadOptions(dtype="fp32"), adapter=held)
     assert load_drafter(two / "drafter", whole).num_heads >= 1
     if held is not None:
         ours, theirs = (load_file(run / "adapter" / adapter.WEIGHTS) for run in (two, one))
@@ -136,7 +139,7 @@ def check_families() -> None:
                 original = backbone.states(tokens)
             (states * states.detach().sin()).sum().backward()
             gradients = {name: one.grad for name, one in adapter.trained_weights(network).items()}
-            tapped = passes.run(backbone, tokens[0], taps=(0, -1)).hidden
+            tapped = helpers.forward(backbone, tokens[0], taps=(0, -1)).hidden
             found.append((backbone.identity, [states, original, tapped], gradients))
         (name, states, gradients), (other, others, more) = found
         assert name == other
@@ -163,17 +166,17 @@ def test_split_layers_hold_half_and_compute_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_process_takes_as_many_turns_and_every_item_counts_once(count: int, size: int) -> None:
     items = [f"i{n}" for n in range(count)]
-    turns = [World(rank, size).turns(items, together=True) for rank in range(size)]
+    turns = [Distributed(rank, size, sharded=True).micro_batches(items) for rank in range(size)]
     assert len({len(one) for one in turns}) == 1
     assert sorted(item for one in turns for item, new in one if new) == items
-    assert [World(0, size).turns(items, together=False)] == [[(item, True) for item in items[::size]]]
+    assert [Distributed(0, size).micro_batches(items)] == [[(item, True) for item in items[::size]]]
 
 
 def test_heads_without_a_target_still_make_a_pass_back() -> None:
     backbone = backbone_of()
     drafter = Firp.create(backbone, 2, vocabulary="draft", draft_ids=torch.tensor([7, 8]))
-    item = Conversation("c", torch.tensor([5, 6, 9, 10, 11, 12]), [(3, 6)])  # no token of the draft vocabulary
-    found = drafter.loss(backbone, batch_of(backbone, [item], traced=True))
+    item = Conversation("c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)])  # no token of the draft vocabulary
+    found = drafter_loss(drafter, backbone, batch_of(backbone, [item], traced=True), TrainRecipe())
     assert float(found.total.detach()) == 0 and found.total.requires_grad
     found.total.backward()
     assert all(not one.grad.any() for one in drafter.parameters() if one.requires_grad)
@@ -190,15 +193,15 @@ def test_heads_without_a_target_still_make_a_pass_back() -> None:
     ],
 )
 def test_what_cannot_be_split_is_refused(words: list[str], place: dict, size: int, said: str) -> None:
-    place = {"load_in_4bit": False, "load_in_8bit": False, **place}
-    check_shard(load_recipe(None, words).train, place, World(0, size))
+    options = LoadOptions(**place)
+    check_shard(load_recipe(None, words).train, options, Distributed(0, size))
     with pytest.raises(UsageError, match=said):
-        check_shard(load_recipe(None, [*words, "train.shard=true"]).train, place, World(0, size))
+        check_shard(load_recipe(None, [*words, "train.shard=true"]).train, options, Distributed(0, size))
 
 
 def test_an_engine_and_a_network_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(UsageError, match="engine fast cannot run layers split"):
-        load_backbone("x", engine="fast", shard=True)
+        load_backbone("x", LoadOptions(engine="fast"), shard=True)
     config = SimpleNamespace(model_type="odd", get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
     with pytest.raises(UserError, match="'odd' has no list of layers"):
         split_layers(SimpleNamespace(base_model=nn.Linear(2, 2), config=config), "cpu")

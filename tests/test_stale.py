@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.cli import app
 from medusa_cli.runs.accuracies import STAMP, stamp_of
-from medusa_cli.runs.files import write_json
+from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
-from medusa_cli.tree.saved import save_tree
-from tests.runs import TREE, save_model, save_run
+from medusa_cli.tree.io import save_tree
+from tests.helpers import TREE, medusa, save_model, save_run
 
 
 @pytest.fixture
@@ -35,10 +34,6 @@ def trained(run: Run, when: str) -> None:
     config = json.loads(path.read_text())
     config["provenance"]["created"] = when
     write_json(path, config)
-
-
-def medusa(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
 
 
 def chat(run: Run, *words: str) -> Result:
@@ -86,7 +81,7 @@ def test_calibrate_and_tree_stamp_what_they_write(run: Run) -> None:
 
 
 def test_times_of_an_earlier_drafter_are_taken_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.decoding.costs.home", lambda: tmp_path / "home")
+    monkeypatch.setattr("medusa_cli.decode.costs.home", lambda: tmp_path / "home")
     run.calibration_path.write_text(json.dumps({"accuracies": [[0.5, 0.2, 0.1]] * 3}))
     words = ["tree", "--run", str(run.path), "--budget", "auto"]
     said = "timing decoding steps"

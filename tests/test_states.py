@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.errors import UserError
-from medusa_cli.states import StateStore, read_rows
 
 
 def test_rows_come_back_in_bf16(tmp_path: Path) -> None:

@@ -5,13 +5,22 @@ import itertools
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Decoder, answer, generate, generate_plain
+from medusa_cli.decode import Decoder, Request, answer, generate, generate_plain
 from medusa_cli.drafters import HydraHeads
-from medusa_cli.engines import attach
-from tests.passes import prefilled, run
-from tests.test_generate import PROMPT, SPARSE, Oracle, plain
-from tests.tiny import FAMILIES, tiny_backbone, tiny_model, tiny_tokenizer
+from medusa_cli.engine import attach
+from medusa_cli.model import Backbone
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    forward,
+    plain,
+    prefilled,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 
 def tokens_of(steps) -> list[int]:
@@ -37,16 +46,16 @@ def test_the_fast_engine_and_a_drafter_with_state_are_lossless(family: str) -> N
 def test_what_a_step_settles_is_what_a_pass_by_itself_gives(engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
     cache, decoder = prefilled(backbone, PROMPT), Decoder(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE)
-    sequence, _ = decoder.admit(PROMPT, max_new_tokens=40, stop_ids=())
+    sequence, _ = decoder.admit(Request(PROMPT, max_new_tokens=40, stop_ids=()))
     accepted = 0
-    while decoder.rows:
-        root, before = sequence.confirmed.root, len(sequence.tokens)
+    while decoder.sequences:
+        root, before = sequence.pending.root, len(sequence.tokens)
         [(_, step)] = decoder.step()
         path = [root, *step.tokens[:-1]]
-        out = run(backbone, path, cache)
+        out = forward(backbone, path, cache)
         assert out.logits.argmax(-1).tolist() == step.tokens  # the backbone's own choice after each
-        if decoder.rows:
-            settled = sequence.confirmed
+        if decoder.sequences:
+            settled = sequence.pending
             assert sequence.tokens[before:] == settled.tokens.tolist() == path and settled.start == before
             assert torch.allclose(settled.hidden, out.hidden, atol=1e-4) and settled.root == step.tokens[-1]
         accepted += step.accepted

@@ -6,24 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.cli import app
-from medusa_cli.decoding import generate, generate_plain
-from medusa_cli.drafters import Batch, Confirmed, HydraHeads, load_drafter
-from medusa_cli.drafters.base import Objective
-from medusa_cli.drafters.blocks import Fuse
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import batch_of
+from medusa_cli.decode import generate, generate_plain
+from medusa_cli.drafters import Batch, HydraHeads, NewTokens, load_drafter
+from medusa_cli.drafters.layers import Fuse
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.model import Backbone
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import provenance
-from medusa_cli.training.build import taps_of
-from medusa_cli.training.conversations import Conversation, batch_of
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import taps_of
 from medusa_cli.tree import Tree
-from tests.passes import drafted, run
-from tests.runs import save_model
+from tests.helpers import FAMILIES, drafted, forward, medusa, save_model, tiny_backbone
 from tests.test_joint import records
-from tests.tiny import FAMILIES, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
 
@@ -69,17 +66,17 @@ def test_decoding_reads_what_training_reads(prefix: int) -> None:
     heads = tapped(backbone, prefix)
     tokens = torch.randint(8, 60, (12,))
     spans = [(4, 12)]
-    batch = batch_of(backbone, [Conversation("a", tokens, spans)], taps=heads.taps)
-    whole = run(backbone, tokens, taps=(0, 2, -1), logits="none").hidden
+    batch = batch_of(backbone, [Conversation("a", tokens=tokens.tolist(), spans=spans)], taps=heads.taps)
+    whole = forward(backbone, tokens, taps=(0, 2, -1), logits="none").hidden
     assert heads.taps == (0, 2, -1) and batch.hidden.shape == (8, 3 * backbone.hidden_size)
     assert torch.allclose(batch.hidden, whole[3:11], atol=1e-4)
     # The prompt of four and then runs of three and two, as decoding settles them.
     heads.truncate(0)
     for first, last in ((0, 4), (4, 7), (7, 9)):
-        confirmed = Confirmed(tokens[first:last], whole[first:last], int(tokens[last]), first)
-        state = heads._context(confirmed if first else heads.opening(confirmed))
+        confirmed = NewTokens(tokens[first:last], whole[first:last], int(tokens[last]), first)
+        state = heads._context(confirmed if first else heads.first_input(confirmed))
     embedded = heads.embed(backbone, tokens[9:10])
-    trained = heads.encode(backbone, batch)(0, torch.tensor([5]))
+    trained = next(heads.head_states(backbone, batch, [torch.tensor([5])]))
     assert torch.allclose(heads.blocks[0](torch.cat([state, embedded], dim=-1)), trained, atol=1e-4)
 
 
@@ -98,7 +95,7 @@ def test_teacher_and_regress_are_of_the_final_states() -> None:
         hard = F.nll_loss(scores, following[rows + k])
         total += 0.8**k * (7 - k) / 7 * (0.5 * hard - 0.5 * (aim[rows + k] * scores).sum(-1).mean())
         apart += 0.8**k * (7 - k) / 7 * F.smooth_l1_loss(states, final[rows + k])
-    found = heads.loss(backbone, batch, Objective(0.8, 0.5, 10.0))
+    found = drafter_loss(heads, backbone, batch, TrainRecipe(soft=0.5, regress=10.0))
     assert float(found.total.detach()) == pytest.approx(float((total + 10.0 * apart).detach()), rel=1e-4)
 
 
@@ -108,7 +105,7 @@ def test_a_file_says_which_layers_its_heads_read(tmp_path: Path) -> None:
     heads.save(tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
     assert isinstance(loaded, HydraHeads) and loaded.config == heads.config and loaded.taps == (0, 2, -1)
-    confirmed = Confirmed(torch.arange(1), torch.randn(1, 3 * backbone.hidden_size), 5, 0)
+    confirmed = NewTokens(torch.arange(1), torch.randn(1, 3 * backbone.hidden_size), 5, 0)
     ours, theirs = (drafted(d, backbone, confirmed, TREE).tokens for d in (heads, loaded))
     assert torch.equal(ours, theirs)
 
@@ -125,7 +122,7 @@ def test_every_command_takes_a_drafter_that_reads_several_layers(tmp_path: Path)
     folder.mkdir()
     lines = [json.dumps({"id": r.id, "tokens": r.tokens, "spans": [list(s) for s in r.spans]}) for r in records(30)]
     (folder / "distill.jsonl").write_text("\n".join(lines) + "\n")
-    runner, place = CliRunner(), ["--run", str(folder)]
+    place = ["--run", str(folder)]
     common = ["train", *place, "--model", model, "--dtype", "fp32", "drafter=hydra", "drafter.num_heads=2"]
     common += ["drafter.vocabulary=own", "train.batch_tokens=96", "train.epochs=1", "drafter.taps=[1,2]"]
     for words in (
@@ -137,10 +134,10 @@ def test_every_command_takes_a_drafter_that_reads_several_layers(tmp_path: Path)
         ["calibrate", *place, "--top", "3"],
         ["chat", *place, "--prompt", "w1 w2", "--max-new-tokens", "8"],
     ):
-        done = runner.invoke(app, words)
+        done = medusa(*words)
         assert done.exit_code == 0, done.output
     assert json.loads((folder / "drafter" / "config.json").read_text())["taps"] == [1, 2]
-    refused = runner.invoke(app, [*common[:-1], "drafter.taps=[3]"])
+    refused = medusa(*common[:-1], "drafter.taps=[3]")
     assert refused.exit_code == 2 and "drafter.taps=[3] does not fit this model's 3 layers" in refused.stderr
-    refused = runner.invoke(app, [*common, "drafter=medusa"])
+    refused = medusa(*common, "drafter=medusa")
     assert refused.exit_code == 2 and "drafter.taps=" in refused.stderr and "says nothing to medusa" in refused.stderr

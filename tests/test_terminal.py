@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli import console
+from medusa_cli.console import Screen, visible
 from medusa_cli.errors import INTERRUPTED, LONGEST, TERMINATED
-from medusa_cli.screen import Screen, visible
-from tests.runs import save_model
+from tests.helpers import save_model
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rname\x08\x7f\u202egnp\udcff"
 HARMLESS = "tab\there, Grüße, 世界 🙂 [bold]no markup[/bold] :smile:"

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from medusa_cli.decoding.text import LONG, TextStream
+from medusa_cli.decode.stream import MAX_LINE_TOKENS, TextStream
 
 BLANK = "\u2581"
 DECODERS = {
@@ -34,7 +34,7 @@ class Backbone:
 
 def streamed(backbone: Backbone, ids: list[int], size: int) -> str:
     stream = TextStream(backbone)  # type: ignore[arg-type]
-    return "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]) + stream.rest()
+    return "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]) + stream.flush()
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -51,7 +51,7 @@ def test_a_long_answer_of_one_line_is_not_decoded_over_and_over(kind: str) -> No
     expected, decode, read = backbone.decode(ids), backbone.decode, []
     backbone.decode = lambda some: read.append(len(some)) or decode(some)  # type: ignore[method-assign]
     assert streamed(backbone, ids, 1) == expected
-    assert max(read) <= 2 * LONG + 1
+    assert max(read) <= 2 * MAX_LINE_TOKENS + 1
 
 
 @pytest.mark.parametrize("kind", DECODERS)

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.decoding import Decoder, generate
+from medusa_cli.decode import Decoder, Request, generate
 from medusa_cli.drafters import DRAFTERS, Drafter, heads
-from medusa_cli.engines import tracing
-from medusa_cli.tree import Growth, Tree
-from tests.tiny import tiny_backbone
+from medusa_cli.engine import jit as tracing
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import tiny_backbone
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 SHAPES = {
     "sparse": Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
     "chain": Tree.chain(3),
-    "dynamic": Growth(budget=7, max_depth=3),
+    "dynamic": DynamicTree(budget=7, max_depth=3),
 }
 
 
@@ -42,15 +42,15 @@ def made(backbone: Backbone, kind: str) -> Drafter:
     return drafter.eval().requires_grad_(False)
 
 
-def drafts_of(kind: str, shape: Tree | Growth) -> list[Any]:
+def drafts_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     """What two texts gain a step, one beginning in the midst of the other."""
     backbone = tiny_backbone("llama", layers=4)
     decoder = Decoder(backbone, made(backbone, kind), shape, slots=2)
-    decoder.admit([5, 9, 23, 17, 8], max_new_tokens=40, stop_ids=())
+    decoder.admit(Request([5, 9, 23, 17, 8], max_new_tokens=40, stop_ids=()))
     found = []
     for number in range(24):
         if number == 8:
-            decoder.admit([7, 6], max_new_tokens=12, stop_ids=())
+            decoder.admit(Request([7, 6], max_new_tokens=12, stop_ids=()))
         found.append([(step.tokens, step.path, step.nodes) for _, step in decoder.step()])
     return found
 
@@ -58,14 +58,14 @@ def drafts_of(kind: str, shape: Tree | Growth) -> list[Any]:
 def test_where_rows_choose_the_product_what_is_traced_has_one_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a cache that grows brings no computation of its own for each of its lengths."""
     backbone, asked, given = tiny_backbone("llama", layers=4), [0], dict[int, set[int]]()
-    call = heads.Repeated.__call__
+    call = heads.TracedModule.__call__
 
-    def called(self: heads.Repeated, *inputs: Any) -> torch.Tensor:
+    def called(self: heads.TracedModule, *inputs: Any) -> torch.Tensor:
         asked[0] = id(self)
         return call(self, *inputs)
 
     monkeypatch.setattr(tracing, "trace", lambda *given: None)
-    monkeypatch.setattr(heads.Repeated, "__call__", called)
+    monkeypatch.setattr(heads.TracedModule, "__call__", called)
     score = heads.HeadDrafter.score
 
     def scored(self: Any, backbone: Backbone, head: int, states: torch.Tensor) -> torch.Tensor:

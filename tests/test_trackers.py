@@ -12,17 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from medusa_cli.commands.live import cells
-from medusa_cli.progress import show_bar
+from medusa_cli.commands.train import cells
+from medusa_cli.console import show_bar
 from medusa_cli.runs.run import Run
-from medusa_cli.training import Saved, Stepped, Validated
-from medusa_cli.training.checkpoints import checkpoint_path, load
-from medusa_cli.training.log import TrainLog, read_log
-from medusa_cli.training.tracker import Board
+from medusa_cli.train import Saved, Stepped, Validated
+from medusa_cli.train.checkpoint import checkpoint_path, load
+from medusa_cli.train.log import Board, TrainLog, read_log
+from tests.helpers import conversation, tiny_backbone, write_lines
 from tests.test_joint import place as joint_place
 from tests.test_joint import train as train_tiny
-from tests.test_training import conversation, trainer, write_lines
-from tests.tiny import tiny_backbone
+from tests.test_training import trainer
 
 STEP = Stepped(
     3, 9, 1.5, [1.0, 2.0], [0.43, 0.27], 1e-3, 0.5, 200, 600, 0.5, {"lambda_0": 0.1, "lm": 0.2}, 2_000_000_000

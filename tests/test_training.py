@@ -14,33 +14,31 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from medusa_cli import console, engines
-from medusa_cli.backbone import Backbone
-from medusa_cli.backbone.dialogue import encode
-from medusa_cli.cli import app
-from medusa_cli.commands.groups import Where
-from medusa_cli.commands.live import command_on
-from medusa_cli.decoding import generate
+from medusa_cli import engine as engines
+from medusa_cli.commands.train import command_on
+from medusa_cli.data.conversation import read_conversations
+from medusa_cli.data.packing import Example, coverage, frequent_tokens, held_out_ids, micro_batches, schedule
+from medusa_cli.data.states import StateStore
+from medusa_cli.decode import generate
 from medusa_cli.drafters import DRAFTERS, load_drafter
-from medusa_cli.drafters.base import Losses
-from medusa_cli.drafters.losses import linear_loss
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import encode
+from medusa_cli.options import LoadFlags
 from medusa_cli.runs.recipe import Recipe, load_recipe
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.states import StateStore
-from medusa_cli.training import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
-from medusa_cli.training.allocator import keep_freed_memory
-from medusa_cli.training.data import Example, coverage, frequent_tokens, held_out_ids, pack, plan
-from medusa_cli.training.events import Averages, BatchLoss
-from medusa_cli.training.log import TrainLog, read_log
-from medusa_cli.training.parsing import Record, read_records
-from medusa_cli.training.schedule import learning_rate
-from medusa_cli.training.task import Frozen, head_rate
+from medusa_cli.train import Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset
+from medusa_cli.train.events import Averages
+from medusa_cli.train.log import TrainLog, read_log
+from medusa_cli.train.loop import keep_freed_memory
+from medusa_cli.train.losses import BatchLoss, linear_loss
+from medusa_cli.train.schedule import learning_rate
+from medusa_cli.train.stage1 import Stage1Cached, head_rate
 from medusa_cli.tree import Tree
-from tests import passes
-from tests.tiny import END_ID, tiny_backbone, tiny_model, tiny_tokenizer
+from tests import helpers
+from tests.helpers import END_ID, conversation, medusa, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
 
 # A language that a head can learn: each answer counts on from the question's number.
 SETTINGS = [
@@ -55,27 +53,6 @@ SETTINGS = [
     "train.validation_every=5",
     "train.checkpoint_every=4",
 ]
-
-
-@pytest.fixture(autouse=True)
-def loud():
-    yield
-    console.configure()
-
-
-def conversation(number: int, turns: int = 1, length: int = 9) -> dict:
-    words = [f"w{(number + i) % 50}" for i in range(length)]
-    messages = []
-    for turn in range(turns):
-        messages.append({"role": "user", "content": f"w{(number + turn) % 50}"})
-        messages.append({"role": "assistant", "content": " ".join(words)})
-    return {"id": f"c{number}", "messages": messages}
-
-
-def write_lines(path: Path, records: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def recipe_with(*more: str) -> Recipe:
@@ -127,7 +104,7 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
     assert seen[0] == sum(seen[1:])
     answer = next(one for one in dataset.train if one.id == "c2")
     tokens, [(start, end)] = encode(backbone, conversation(2)["messages"])
-    hidden = passes.run(backbone, tokens).hidden
+    hidden = helpers.forward(backbone, tokens).hidden
     rows = dataset.states[answer.first_row : answer.first_row + len(answer.tokens)]
     assert answer.tokens.tolist() == tokens[start:end]
     assert torch.equal(rows, hidden[start - 1 : end - 1].bfloat16())
@@ -226,7 +203,6 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
     assert report.read == 2
     assert report.skipped == {
         "same id as an earlier one": 1,
-        "empty line": 1,
         "no JSON": 1,
         "not an object": 1,
         "token ids outside the model's vocabulary": 1,
@@ -273,7 +249,7 @@ def test_rounded_weights_have_states_of_their_own(run: Run) -> None:
     owner = {key: made("eager").identity[key] for key in ("architecture", "hidden_size", "vocab_size", "layers")}
     owner["fingerprint"] = made("eager").identity["fingerprint"]
     digest = hashlib.sha256(json.dumps([owner, "torch.bfloat16", [-1]]).encode())
-    for record in read_records(run.distill_path, made("eager"))[0]:
+    for record in read_conversations(run.distill_path, made("eager"))[0]:
         digest.update(json.dumps([record.tokens, record.spans]).encode())
     assert plain == {f"states-{digest.hexdigest()[:16]}.bin"}, "what was kept before is found again"
     assert files(made("fast")) == plain
@@ -292,8 +268,8 @@ def test_data_with_nothing_to_learn_is_refused(run: Run, backbone: Backbone) -> 
 
 def batch_found(positions: int, loss: float, kl: float, correct: int) -> BatchLoss:
     counted = torch.tensor([positions - 1])
-    heads = Losses(torch.tensor(loss), [torch.tensor(loss)], torch.tensor([correct]), counted, counted - 1)
-    return BatchLoss(torch.tensor(loss), heads, positions, {"kl": kl})
+    hits = torch.tensor([correct])
+    return BatchLoss(torch.tensor(loss), torch.tensor([loss]), hits, counted, counted - 1, positions, {"kl": kl})
 
 
 def test_means_are_of_positions_and_targets_not_of_batches() -> None:
@@ -314,30 +290,26 @@ def answers_of(*lengths: int) -> list[Example]:
     return [Example(f"a{i}", torch.arange(n), s) for i, (n, s) in enumerate(zip(lengths, starts, strict=True))]
 
 
-def named(*ids: str) -> list[Record]:
-    return [Record(id, [1, 2, 3], [(0, 3)], None) for id in ids]
-
-
 def test_parts_of_one_conversation_are_held_out_together() -> None:
     whole = [f"A{n:06d}" for n in range(400)]
-    held = held_out_ids(named(*(f"{name}_{part}" for name in whole for part in range(4))), 0.2)
+    held = held_out_ids([f"{name}_{part}" for name in whole for part in range(4)], 0.2)
     names = {id[:7] for id in held}
     assert 40 < len(names) < 120
     assert held == {f"{name}_{part}" for name in names for part in range(4)}
     # Numbered names are no parts: each conversation goes its own way.
     for kind in ("example", "c", "sharegpt", "conversation7"):
-        assert 0 < len(held_out_ids(named(*(f"{kind}_{n}" for n in range(100))), 0.2)) < 100
+        assert 0 < len(held_out_ids([f"{kind}_{n}" for n in range(100)], 0.2)) < 100
 
 
 def test_of_few_conversations_one_is_held_out_and_never_all() -> None:
-    parts = named("A000001_0", "A000001_1", "B000001_0", "B000001_1")
+    parts = ["A000001_0", "A000001_1", "B000001_0", "B000001_1"]
     for fraction in (1e-9, 0.5, 1.0):
         assert held_out_ids(parts, fraction) in ({"A000001_0", "A000001_1"}, {"B000001_0", "B000001_1"})
     assert held_out_ids(parts, 0.0) == held_out_ids(parts[:2], 1.0) == set()
 
 
 def test_packing_keeps_answers_whole_where_they_fit() -> None:
-    batches = pack(answers_of(5, 6, 4, 23, 2), 10)
+    batches = micro_batches(answers_of(5, 6, 4, 23, 2), 10)
     assert [[len(a.tokens) for a in batch] for batch in batches] == [[5], [6, 4], [10], [10], [3, 2]]
     assert [a.first_row for batch in batches[2:] for a in batch] == [15, 25, 35, 38]
 
@@ -346,13 +318,13 @@ def test_the_plan_is_the_same_for_a_seed_and_bounded() -> None:
     answers = answers_of(*[7] * 12)
 
     def ids(**changes) -> list[list[str]]:
-        given = {"positions": 14, "epochs": 2, "seed": 0, "max_tokens": None, **changes}
-        return [[a.id for a in batch] for batch in plan(answers, **given)]
+        given = {"limit": 14, "epochs": 2, "seed": 0, "max_positions": None, **changes}
+        return [[a.id for a in batch] for batch in schedule(answers, **given)]
 
     assert ids() == ids() != ids(seed=1)
     assert len(ids()) == 12
     assert sorted(sum(ids()[:6], [])) == sorted(a.id for a in answers)
-    assert ids(max_tokens=30) == ids()[:3]
+    assert ids(max_positions=30) == ids()[:3]
 
 
 def test_frequent_tokens_stand_in_most_answers() -> None:
@@ -477,7 +449,7 @@ def test_resume_refuses_what_changed(run: Run, backbone: Backbone) -> None:
 
 def test_a_loss_that_is_no_number_names_the_conversations(run: Run, backbone: Backbone) -> None:
     work = trainer(run, backbone, "train.batch_tokens=20")
-    assert isinstance(work.task, Frozen)
+    assert isinstance(work.task, Stage1Cached)
     states = work.task.dataset.states.clone()
     victim = work.batches[2][0]
     states[victim.first_row] = float("nan")
@@ -511,10 +483,6 @@ def model_folder(tmp_path: Path) -> str:
     return str(folder)
 
 
-def medusa(*words: str):
-    return CliRunner().invoke(app, list(words))
-
-
 def train_words(run: Run, model: str, *more: str) -> list[str]:
     return ["train", *SETTINGS, "--run", str(run.path), "--model", model, "--dtype", "fp32", *more]
 
@@ -534,7 +502,7 @@ def test_the_command_trains_and_says_what_it_used(run: Run, model_folder: str) -
     assert (run.path / "train.png").read_bytes().startswith(b"\x89PNG")
     assert {line["event"] for line in read_log(run.path / "train.jsonl")} == {"stepped", "validated", "saved"}
     assert [path.name for path in run.path.glob(".*")] == [".lock"]  # which every writer takes
-    from medusa_cli.engines import load_backbone
+    from medusa_cli.engine import load_backbone
 
     assert load_drafter(run.drafter_dir, load_backbone(model_folder)).num_heads == 3
 
@@ -572,10 +540,10 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
 
 
 def test_the_way_on_says_where_and_how_the_model_was_loaded() -> None:
-    place = Where(device="cpu", engine="eager", load_in_8bit=True, load_in_4bit=False, trust_remote_code=True)
+    place = LoadFlags(device="cpu", engine="eager", load_in_8bit=True, load_in_4bit=False, trust_remote_code=True)
     again = "medusa train --resume --run 'my run' --device cpu --engine eager --load-in-8bit --trust-remote-code"
     assert command_on({"--run": "my run", "--from": None}, place) == again
-    assert command_on({"--run": "r"}, Where()) == "medusa train --resume --run r"
+    assert command_on({"--run": "r"}, LoadFlags()) == "medusa train --resume --run r"
 
 
 def test_other_data_needs_no_distillation(tmp_path: Path, model_folder: str) -> None:
@@ -615,7 +583,7 @@ def test_heads_start_from_the_mean_of_several_runs(run: Run, model_folder: str, 
     both = ("--from", str(run.path), "--from", str(second.path))
     done = medusa(*train_words(third, model_folder, kind, larger, *both, "train.lr=0"))
     assert done.exit_code == 0 and f"the mean of {run.drafter_dir} and {second.drafter_dir}" in done.stderr, done.output
-    backbone = engines.load_backbone(model_folder, dtype="fp32")
+    backbone = engines.load_backbone(model_folder, LoadOptions(dtype="fp32"))
     first, other, mean = (dict(load_drafter(r.drafter_dir, backbone).named_parameters()) for r in (run, second, third))
     assert set(first) < set(other) == set(mean)
     for name, weight in mean.items():  # what the first has not is nothing in it
@@ -633,7 +601,7 @@ def test_heads_start_from_the_mean_of_several_runs(run: Run, model_folder: str, 
     save_file({**tensors, "draft_ids": tensors["draft_ids"].flip(0)}, changed)
     refused = medusa(*train_words(Run(tmp_path / "fifth"), model_folder, kind, larger, *both))
     assert refused.exit_code == 1 and "score another draft vocabulary" in refused.stderr, refused.output
-    again = command_on({"--run": "r", "--from": ["a", "b c"]}, Where())
+    again = command_on({"--run": "r", "--from": ["a", "b c"]}, LoadFlags())
     assert again == "medusa train --resume --run r --from a --from 'b c'"
 
 
@@ -653,7 +621,7 @@ def test_heads_start_from_the_mean_of_several_runs(run: Run, model_folder: str, 
 def test_larger_heads_start_from_smaller_ones(run: Run, model_folder: str, tmp_path: Path, more: list[str]) -> None:
     kind, *_ = more
     assert medusa(*train_words(run, model_folder, kind)).exit_code == 0
-    second, backbone = Run(tmp_path / "second"), engines.load_backbone(model_folder, dtype="fp32")
+    second, backbone = Run(tmp_path / "second"), engines.load_backbone(model_folder, LoadOptions(dtype="fp32"))
     done = medusa(*train_words(second, model_folder, *more, "--from", str(run.path), "train.lr=0"))
     assert done.exit_code == 0 and f"the heads start from {run.drafter_dir}" in done.stderr, done.output
     first, again = (load_drafter(one.drafter_dir, backbone) for one in (run, second))

@@ -11,7 +11,7 @@ import torch
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
 from medusa_cli.tree.draw import draw_picture, draw_terminal
-from medusa_cli.tree.saved import load_tree, save_tree
+from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
 
 #      0
@@ -47,7 +47,7 @@ def test_dense_chain_root_and_cut() -> None:
     assert Tree.dense([2, 3]).size == 1 + 2 + 6
     assert Tree.chain(3).parents == (-1, 0, 1, 2)
     assert Tree.root_only().size == 1 and Tree.root_only().max_depth == 0
-    assert Tree.dense([2, 3]).cut(1) == Tree.dense([2])
+    assert Tree.dense([2, 3]).truncate(1) == Tree.dense([2])
 
 
 @pytest.mark.parametrize(("parents", "ranks"), [((), ()), ((0,), (0,)), ((-1, 2, 0), (0, 0, 0)), ((-1, 0), (0,))])

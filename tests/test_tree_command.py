@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from medusa_cli.cli import app
 from medusa_cli.runs.run import Run
-from medusa_cli.tree.saved import load_tree
+from medusa_cli.tree.io import load_tree
+from tests.helpers import medusa
 
 ACCURACIES = [[0.5 / (rank + 1) ** 2 / (head + 1) for rank in range(4)] for head in range(3)]
 POSSIBLE = 1 + 4 + 16 + 64
-runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def calibrated(path: Path, accuracies: Any = ACCURACIES) -> Path:
 
 
 def tree(*words: str) -> Result:
-    return runner.invoke(app, ["tree", *words])
+    return medusa("tree", *words)
 
 
 def report(*words: str) -> dict[str, Any]:

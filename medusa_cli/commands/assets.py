@@ -8,8 +8,8 @@ import typer
 
 from medusa_cli import assets as store
 from medusa_cli import console
-from medusa_cli.commands.groups import Said
 from medusa_cli.errors import UsageError
+from medusa_cli.options import OutputFlags
 
 _FETCH: dict[str, Callable[[], str | Path]] = {
     store.DEFAULT_MODEL: lambda: store.model_dir(store.DEFAULT_MODEL),
@@ -24,7 +24,7 @@ def assets(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
     ] = None,
-    said: Said,
+    said: OutputFlags,
 ) -> None:
     """Fetch the named model and data into the cache, so that later commands need no network.
 

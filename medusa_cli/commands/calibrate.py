@@ -9,15 +9,14 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, extras, options
-from medusa_cli.commands.groups import Said, Where
 from medusa_cli.errors import UserError
+from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from medusa_cli.training import Calibration
-    from medusa_cli.training.conversations import Conversation
-    from medusa_cli.training.data import Example
+    from medusa_cli.data.packing import Conversation, Example
+    from medusa_cli.train import Calibration
 
 # Held-out conversations that a drafter is measured on which must run the model for them: 22,000 tokens, a few minutes.
 WHOLE = 100
@@ -48,8 +47,8 @@ def calibrate(
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
-    place: Where,
-    said: Said,
+    place: LoadFlags,
+    said: OutputFlags,
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
@@ -58,11 +57,10 @@ def calibrate(
     saved where --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
     from medusa_cli.drafters import drafter_kind
-    from medusa_cli.runs.files import write_json
-    from medusa_cli.runs.lock import sole_writer
-    from medusa_cli.runs.made import describe_drafter
+    from medusa_cli.runs.io import write_json
+    from medusa_cli.runs.provenance import describe_drafter
     from medusa_cli.runs.recipe import load_recipe
-    from medusa_cli.runs.run import Run, provenance
+    from medusa_cli.runs.run import Run, provenance, sole_writer
 
     said.configure()
     target = Run.open(run)
@@ -81,23 +79,23 @@ def calibrate(
     # A run that learnt from conversations elsewhere has none of its own.
     learnt = made.data.path if made.data is not None and not target.data_path.is_file() else None
     source = data or (Path(learnt) if learnt else target.data_path)
-    if max_samples is None and data is None and drafter_kind(folder).whole_sequences:
+    if max_samples is None and data is None and drafter_kind(folder).uses_verify_pass:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
     bound = f"{max_samples:,} conversations" if max_samples else "--data FILE takes others, --max-samples N fewer"
     console.info(f"Calibrating {folder} for {place.of(name)} on {part}{source}, top {top} guesses a head; {bound}")
 
-    from medusa_cli.commands.dataset import ROWS, engine_for, open_dataset
-    from medusa_cli.commands.loading import follow
+    from medusa_cli.commands.train import ROWS, engine_for, open_dataset
     from medusa_cli.drafters import load_drafter
-    from medusa_cli.engines import load_backbone
-    from medusa_cli.training.calibration import calibrate as measure
-    from medusa_cli.training.picture import draw_heat_map
+    from medusa_cli.engine import load_backbone
+    from medusa_cli.options import follow
+    from medusa_cli.train.calibration import calibrate as measure
+    from medusa_cli.train.log import draw_heat_map
 
     place = replace(place, engine=engine_for(drafter_kind(folder), recipe.train, place.engine))
     backbone = load_backbone(
         name,
-        **follow(folder, place).loading,
+        follow(folder, place).loading,
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
         rows=ROWS,

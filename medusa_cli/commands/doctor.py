@@ -1,4 +1,4 @@
-"""`medusa doctor`: why is my acceptance low? What is amiss in a run, each finding with the command that helps."""
+"""`medusa doctor`: faults of a run that lower acceptance, each with a command that helps."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,14 +10,13 @@ from rich.text import Text
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.groups import Said, Where
-from medusa_cli.commands.loading import follow
+from medusa_cli.console import visible
 from medusa_cli.errors import UserError, in_flags
+from medusa_cli.options import LoadFlags, OutputFlags, follow
 from medusa_cli.runs.run import Run
-from medusa_cli.screen import visible
 
 if TYPE_CHECKING:
-    from medusa_cli.diagnosis import Finding
+    from medusa_cli.doctor import Finding
 
 TEMPERATURE = 0.7
 COLOURS = {"ok": "green", "unknown": "dim", "warn": "yellow", "bad": "bold red"}
@@ -39,8 +38,8 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Neither decode nor time steps: files and data alone.")
     ] = False,
-    place: Where,
-    said: Said,
+    place: LoadFlags,
+    said: OutputFlags,
 ) -> None:
     """Why is my acceptance low? Examine a run, and say what is amiss and which command helps.
 
@@ -55,7 +54,7 @@ def doctor(
     whose = target.path if run is not None else f"the drafter that ships for {name}"
     console.info(f"Examining {whose} on {place.of(name)}; --quick leaves decoding out")
 
-    from medusa_cli.diagnosis import Case, chosen, examine, worst
+    from medusa_cli.doctor import Case, chosen, examine, worst
 
     if (target.drafter_dir / "config.json").is_file():
         place = follow(target.drafter_dir, place)
@@ -76,7 +75,7 @@ def doctor(
 
 
 def _model_of(target: Run) -> str | None:
-    """The model that a run belongs to; where its file is lost, a check says so."""
+    """Returns the model that a run belongs to, None if its file is damaged: a check reports that."""
     try:
         found: str | None = target.model
     except UserError:
@@ -98,7 +97,7 @@ def _table(findings: "Sequence[Finding]") -> Table:
 
 
 def _summary(findings: "Sequence[Finding]") -> str:
-    """How many findings are amiss, in a line."""
+    """Returns a line with the number of findings by verdict."""
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("bad", "warn", "unknown")}
     amiss = [f"{count} {verdict}" for verdict, count in counts.items() if count]
     return f"{len(findings)} checks: {', '.join(amiss) if amiss else 'nothing amiss'}"

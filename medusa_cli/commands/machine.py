@@ -8,7 +8,7 @@ from rich.table import Table
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.commands.groups import Said, Where
+from medusa_cli.options import LoadFlags, OutputFlags
 
 
 def machine(
@@ -16,7 +16,7 @@ def machine(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     measure: Annotated[bool, typer.Option("--measure", help="Time everything again though it is known.")] = False,
-    said: Said,
+    said: OutputFlags,
 ) -> None:
     """Show the time of a decoding step by kernel and rows on this machine, its ceilings, and what auto takes.
 
@@ -25,15 +25,15 @@ def machine(
     said.configure()
     import torch
 
-    from medusa_cli.backbone.network import has_own_code, read_config
-    from medusa_cli.benchmarks.rows import copy_bandwidth
-    from medusa_cli.engines.load import choose_kernel
-    from medusa_cli.engines.machine import KERNELS, Measured, arithmetic, machine_file, measured, processor
+    from medusa_cli.bench.steps import copy_bandwidth
+    from medusa_cli.engine.autotune import KERNELS, KernelTimings, arithmetic, machine_file, measured, processor
+    from medusa_cli.engine.load import choose_kernel
+    from medusa_cli.model.load import has_own_code, read_config
 
     name = model or DEFAULT_MODEL
     config, device = read_config(name, trust_remote_code), torch.device("cpu")
     own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
-    found = Measured({}) if own else measured(KERNELS, config, again=measure)
+    found = KernelTimings({}) if own else measured(KERNELS, config, again=measure)
     taken = "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name
     bandwidth, flops = copy_bandwidth(device), arithmetic()
     facts = {
@@ -57,7 +57,7 @@ def machine(
         f"a copy moves {bandwidth / 1e9:.0f} GB/s, fp32 products reach {flops / 1e9:.0f} GFLOP/s"
     )
     if own:
-        console.result(f"auto takes eager: {Where(trust_remote_code=True).of(name)}, runs as it is")
+        console.result(f"auto takes eager: {LoadFlags(trust_remote_code=True).of(name)}, runs as it is")
         return
     console.result(_table(name, found.seconds, taken))
     console.result(

@@ -1,58 +1,48 @@
-"""`medusa merge`: what several runs distilled as one run's data."""
+"""`medusa merge`: several runs' distilled conversations as one run's data."""
 
-from collections import Counter
 from typing import Annotated
 
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import Said
 from medusa_cli.errors import UserError
+from medusa_cli.options import OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
 
 
 def merge(
-    asked: typer.Context,
+    context: typer.Context,
     *,
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="The runs whose conversations are copied.")],
     run: options.Run = DEFAULT_RUN,
-    said: Said,
+    output: OutputFlags,
 ) -> None:
     """Copy the conversations of several distillations of one model, with their states, into another run.
 
     For data that was distilled on several machines or from several seeds. A conversation whose id is there already is
-    passed over, so the same command goes on where it was stopped, and with more runs adds theirs.
+    passed over, so the same command resumes where it was stopped, and with more runs adds theirs.
     """
-    said.configure()
-    from medusa_cli.distilling.merging import BROKEN, KNOWN, Merge
-    from medusa_cli.distilling.parts import unmerged
-    from medusa_cli.runs.lock import sole_writer
-    from medusa_cli.runs.reading import read_lines
-    from medusa_cli.runs.run import Run
+    output.configure()
+    from medusa_cli.distill.records import merge_runs, parts_of
+    from medusa_cli.runs.run import Run, sole_writer
 
-    sources = [Run.open(one, named="RUN") for one in runs]
+    sources = [Run.open(name, named="RUN") for name in runs]
     target = Run.open(run, create=True)
-    asked.with_resource(sole_writer(target.path, "medusa merge", console.warn))
-    merging = Merge(sources, target)
-    for one in sources:
-        if unmerged(one):
-            console.warn(f"{one.path} has parts of a distillation that has not ended: `medusa distill` in it adds them")
-    total = sum(1 for one in sources for _ in read_lines(one.distill_path))
-    counts = Counter[str]()
-    with console.progress("merging", total=total, unit="conversations") as bar:
-        for became in merging.run():
-            counts[became] += 1
-            bar.advance(1)
-    if counts[BROKEN]:
-        console.warn(f"{counts[BROKEN]:,} conversations were left out: the states beside them are of something else")
-    outcome = merging.outcome(counts)
-    if said.json:
-        console.emit_json(outcome)
-    if not outcome["conversations"]:
+    context.with_resource(sole_writer(target.path, "medusa merge", console.warn))
+    for source in sources:
+        if parts_of(source):
+            console.warn(f"{source.path} has parts of an unfinished distillation: `medusa distill` in it adds them")
+    with console.progress("merging", unit="conversations") as bar:
+        summary = merge_runs(sources, target, on_copied=lambda: bar.advance(1))
+    if summary["broken"]:
+        console.warn(f"{summary['broken']:,} conversations were left out: their states are of something else")
+    if output.json:
+        console.emit_json(summary)
+    if not summary["conversations"]:
         raise UserError(f"{target.distill_path} holds no conversation", "name runs of `medusa distill`")
-    if not said.json:
+    if not output.json:
         console.result(
-            f"{outcome['answer_tokens']:,} answer tokens in {outcome['conversations']:,} conversations: "
-            f"{target.distill_path} ({outcome['taken']:,} copied now, {counts[KNOWN]:,} there already). "
+            f"{summary['answer_tokens']:,} answer tokens in {summary['conversations']:,} conversations: "
+            f"{target.distill_path} ({summary['taken']:,} copied now, {summary['known']:,} there already). "
             f"Next: medusa train --run {run}"
         )

@@ -6,15 +6,15 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.commands.groups import Drafting, Said, Where, but
 from medusa_cli.errors import UserError
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, but
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
     *,
-    drafting: Drafting,
+    drafting: DraftFlags,
     baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
@@ -39,8 +39,8 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 2048,
     max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
     temperature: options.Temperature = None,
-    place: Where,
-    said: Annotated[Said, but("json")],
+    place: LoadFlags,
+    said: Annotated[OutputFlags, but("json")],
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
 
@@ -49,15 +49,15 @@ def serve(
     """
     said.configure()
     try:
-        from medusa_cli.serving.server import listen, prepare
+        from medusa_cli.serve.server import listen, prepare
     except ModuleNotFoundError as reason:
         raise UserError(
             f"medusa serve needs {reason.name}", "install it with `pip install 'medusa-cli[serve]'`"
         ) from None
     from medusa_cli.api import Medusa
-    from medusa_cli.commands.loading import follow_choice, load
+    from medusa_cli.options import follow_choice, load
     from medusa_cli.runs.run import called
-    from medusa_cli.serving.limits import Limits
+    from medusa_cli.serve.limits import Limits
 
     door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
     choice = drafting.or_plain(baseline)

@@ -1,18 +1,101 @@
-"""`medusa tree`: accuracies and a budget of nodes in, the tree out: drawn, saved and judged."""
+"""`medusa tree --budget auto`: measure what steps cost here, once a run, and find the tree that pays best."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from medusa_cli import console, extras, options
-from medusa_cli.commands.groups import Said, Where, but
-from medusa_cli.errors import UsageError, in_flags
-from medusa_cli.runs.accuracies import STAMP, Heads, find_heads
-from medusa_cli.runs.lock import sole_writer
-from medusa_cli.runs.reading import Document
-from medusa_cli.runs.run import provenance
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.errors import UsageError, UserError, in_flags
+from medusa_cli.options import LoadFlags, OutputFlags, but, follow
+from medusa_cli.runs.accuracies import STAMP, Heads, check_current, find_heads, stamp_of
+from medusa_cli.runs.io import Document
+from medusa_cli.runs.provenance import describe_drafter
+from medusa_cli.runs.run import Run, provenance, sole_writer
+
+if TYPE_CHECKING:
+    from medusa_cli.tree.search import Budget, Costs
+
+# Shown beside the choice: a plain step, and the sizes that are fixed elsewhere.
+BESIDE = (1, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """The budget chosen, those shown beside it, and what dynamic trees go by."""
+
+    chosen: "Budget"
+    beside: "list[Budget]"
+    break_even: float  # the chance from which on a further node pays
+
+    def rows(self) -> list[dict[str, float]]:
+        """Nodes, expected tokens a step, milliseconds a step and tokens a second of each, the chosen one first."""
+        return [
+            {
+                "nodes": one.tree.size,
+                "depth": one.tree.max_depth,
+                "expected_acceptance_length": one.expected,
+                "step_ms": 1e3 * one.seconds,
+                "tokens_per_s": one.tokens_per_s,
+            }
+            for one in (self.chosen, *self.beside)
+        ]
+
+    def table(self) -> Table:
+        table = Table(title="What sizes are expected to give on this machine")
+        for column in ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s"):
+            table.add_column(column, justify="right")
+        for number, row in enumerate(self.rows()):
+            cells = (f"{row['nodes']}", f"{row['depth']}", f"{row['expected_acceptance_length']:.2f}")
+            more = (f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:.1f}")
+            table.add_row(*cells, *more, style="bold green" if number == 0 else None)
+        return table
+
+
+def find_budget(
+    target: Run | None, heads: Heads, calibration: Path | None, again: bool, place: LoadFlags
+) -> BudgetChoice:
+    """The best budget for the heads of a run (None: those that ship), steps timed unless the run has their times.
+
+    UserError without accuracies or without a drafter to time.
+    """
+    from medusa_cli.tree.search import break_even, budgets
+
+    source = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
+    if source is None or not (source.drafter_dir / "config.json").is_file():
+        raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
+    if not heads.accuracies:
+        raise UserError(f"the run {source.path} has no calibration.json", "run `medusa calibrate` first")
+    check_current(heads)
+    costs = _costs(source, again, place)
+    shown = budgets(heads.accuracies, costs)
+    chosen = max(shown, key=lambda one: one.tokens_per_s)
+    beside = [one for one in shown if one.tree.size in BESIDE]
+    if target is not None:
+        from medusa_cli.tree.draw import draw_costs
+
+        if extras.has("matplotlib"):
+            draw_costs(costs, shown, chosen, target.path / "step_cost.png")
+    return BudgetChoice(chosen, beside, break_even(chosen, costs))
+
+
+def _costs(source: Run, again: bool, place: LoadFlags) -> "Costs":
+    """Load model and drafter; what their steps cost here."""
+    from medusa_cli.decode.costs import ROUNDS, SIZES, costs_for
+    from medusa_cli.drafters import load_drafter
+    from medusa_cli.engine import load_backbone
+
+    model = str(describe_drafter(source.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
+    console.info(f"Timing steps of {place.of(model)}")
+    backbone = load_backbone(model, follow(source.drafter_dir, place).loading, adapter=source.adapter)
+    drafter = load_drafter(source.drafter_dir, backbone)
+    total = (ROUNDS + 1) * (len(SIZES) + drafter.num_heads)
+    with console.progress("timing", total=total, unit="steps") as bar:
+        return costs_for(backbone, drafter, stamp_of(source.drafter_dir), again=again, on_progress=bar.advance)
+
 
 DRAWN_NODES = 256
 PICTURES = (".png", ".svg")
@@ -56,8 +139,8 @@ def tree(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")
     ] = False,
-    place: Annotated[Where, but("load_in_4bit", "load_in_8bit")],
-    said: Said,
+    place: Annotated[LoadFlags, but("load_in_4bit", "load_in_8bit")],
+    said: OutputFlags,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.
 
@@ -66,7 +149,7 @@ def tree(
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     said.configure()
-    from medusa_cli.tree.asked import lacks, make_tree, parse_budget, parse_shape
+    from medusa_cli.tree.search import make_tree, missing_accuracies, parse_budget, parse_shape
 
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in ways.items() if value is not None]
@@ -82,8 +165,6 @@ def tree(
         asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
     used = known.first(heads)
     if budget == "auto":
-        from medusa_cli.commands.budget import find_budget
-
         found = find_budget(target, used, calibration, measure, place)
         made, recipe = found.chosen.tree, {"budget": "auto", "step_ms": round(1e3 * found.chosen.seconds, 2)}
         recipe["break_even"] = round(found.break_even, 4)
@@ -91,14 +172,14 @@ def tree(
         found = None
         made, recipe = make_tree(used, parse_budget(budget), widths, choices, source, run)
     if heads is not None and made.max_depth > heads:
-        made = made.cut(heads)
+        made = made.truncate(heads)
     console.info(_first_line(made.size, recipe, used, source))
-    notes = [in_flags(note) for note in lacks(made.widths, known)]
+    notes = [in_flags(note) for note in missing_accuracies(made.widths, known)]
     for note in notes:
         console.warn(note)
 
     from medusa_cli.tree.draw import draw_picture, draw_terminal
-    from medusa_cli.tree.saved import save_tree
+    from medusa_cli.tree.io import save_tree
     from medusa_cli.tree.search import expected_length
 
     expected = expected_length(made, used.accuracies) if used.accuracies else None

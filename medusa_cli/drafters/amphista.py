@@ -1,6 +1,6 @@
 """Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -8,13 +8,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence, truncated
-from medusa_cli.drafters.config import HeadsConfig
-from medusa_cli.drafters.heads import Encoded, HeadDrafter
-from medusa_cli.drafters.parallel import drafts_of
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of
+from medusa_cli.drafters.heads import HeadDrafter, drafts_of
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence, truncated
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class Amphista(HeadDrafter):
 
     name = "amphista"
     learning_rate = 1e-3
-    regress = 100.0
-    sees_drafted = 1  # the confirmed token's embedding; later heads see one another's states, but no tokens
     config_class = AmphistaConfig
     settings = ("attention_layers", "context", "conditional")
     config: AmphistaConfig
@@ -84,8 +80,8 @@ class Amphista(HeadDrafter):
         self,
         backbone: Backbone,
         sequences: "Sequence[Amphista]",
-        confirmed: Sequence[Confirmed],
-        shape: Tree | Growth,
+        confirmed: Sequence[NewTokens],
+        shape: Tree | DynamicTree,
     ) -> list[Draft]:
         """Adapt each sequence's confirmed states, let the heads see one another, and fill every node at once."""
         each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
@@ -93,7 +89,7 @@ class Amphista(HeadDrafter):
         roots = roots_of(confirmed, backbone.device)
         return drafts_of(self, lambda *stages: self._scores(backbone, stages, shape.max_depth), adapted, shape, roots)
 
-    def _adapt(self, backbone: Backbone, confirmed: Confirmed) -> list[Tensor]:
+    def _adapt(self, backbone: Backbone, confirmed: NewTokens) -> list[Tensor]:
         """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
         embedded = self.embed(backbone, confirmed.following)
         stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)
@@ -116,13 +112,13 @@ class Amphista(HeadDrafter):
             x = layer(x)
         return x
 
-    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        hidden, places = by_sequence(batch.hidden, batch.views)
-        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.views)
+    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        hidden, places = by_sequence(batch.hidden, batch.attention_groups)
+        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.attention_groups)
         adapted, x, learnt = [], hidden, batch.learnt
         for stage in self.stages:
             x = stage(x, embedded)
             adapted.append(x.flatten(0, 1)[places[learnt]])
         states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of those that are learnt
-        number = batch.numbers
-        return lambda head, rows: states[number[rows], head].to(batch.hidden.dtype)
+        for head, positions in enumerate(rows):
+            yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

@@ -1,49 +1,79 @@
-"""What a drafter is: confirmed state in, a tree of guessed tokens out; packed positions in, losses out."""
+"""The contract between a drafter and the decoder, and the records that pass between them."""
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.engines.pseudo import Pseudo
-from medusa_cli.engines.trace import Trace
+from medusa_cli.engine.extra_rows import ExtraRows, Trace
 from medusa_cli.errors import UsageError
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class Confirmed:
-    """What the backbone has just settled: tokens [A+1] at positions start .. start+A, their tapped hidden states
-    [A+1, H * taps], and `root`, the next token, decided but not yet in the cache. Prefill is simply the first one.
+class HeadsConfig:
+    """K heads of L layers, and the vocabulary they score.
 
-    ahead: the final states [K, H] of the last token's pseudo rows, for a drafter that has some ride."""
+    matrices: a vocabulary matrix for "each" head or "one" for all. rank: its inner size, where it is a product
+    [M, r] [r, H]. conditional: rank of the bias from the token drafted before.
+    """
+
+    num_heads: Annotated[int, Meta(ge=1, le=64)]
+    num_layers: Annotated[int, Meta(ge=0, le=16)]
+    hidden_size: Annotated[int, Meta(ge=1)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+    vocabulary: Literal["draft", "own", "shared"] = "draft"
+    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
+    matrices: Literal["each", "one"] = "each"
+    rank: Annotated[int, Meta(ge=1)] | None = None
+    conditional: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.draft_vocab_size or 0) > self.vocab_size or (self.rank or 0) > self.hidden_size:
+            raise ValueError("draft_vocab_size must be <= vocab_size, and rank <= hidden_size")
+        if self.vocabulary == "draft" and self.draft_vocab_size is None:
+            raise ValueError("a draft vocabulary needs its draft_vocab_size")
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The number of backbone layers after which it reads states, beside the last layer's."""
+        return ()
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens [A+1] that were accepted since the drafter's last draft, with their hidden states [A+1, H * taps].
+
+    They stand at positions start .. start + A. root: the next token, decided but not yet in the cache. A prompt is the
+    first such record. extra_hidden: final states [K, H] of the last token's extra rows, where the drafter has some.
+    """
 
     tokens: Tensor
     hidden: Tensor
     root: int
     start: int
-    ahead: Tensor | None = None
+    extra_hidden: Tensor | None = None
 
     @property
     def end(self) -> int:
         """The position of the root."""
         return self.start + len(self.tokens)
 
-    def last(self) -> "Confirmed":
-        """Its last position alone; nothing else of a long prompt is held by it."""
+    def last(self) -> "NewTokens":
+        """Returns the last position alone; its tensors do not keep a long prompt's alive."""
         return replace(self, tokens=self.tokens[-1:].clone(), hidden=self.hidden[-1:].clone(), start=self.end - 1)
 
-    def part(self, start: int, end: int) -> "Confirmed":
-        """Its positions start .. end - 1."""
+    def part(self, start: int, end: int) -> "NewTokens":
+        """Returns positions start .. end - 1."""
         first, last = start - self.start, end - self.start
         root = self.root if end == self.end else int(self.tokens[last])
         return replace(self, tokens=self.tokens[first:last], hidden=self.hidden[first:last], root=root, start=start)
@@ -54,34 +84,34 @@ class Confirmed:
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([self.root])])
 
 
-def joined(pieces: Sequence[Confirmed]) -> Confirmed:
-    """Consecutive pieces as one."""
-    tokens, hidden = (torch.cat([getattr(one, name) for one in pieces]) for name in ("tokens", "hidden"))
+def concat(pieces: Sequence[NewTokens]) -> NewTokens:
+    """Joins consecutive pieces into one."""
+    tokens, hidden = torch.cat([p.tokens for p in pieces]), torch.cat([p.hidden for p in pieces])
     return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 
-def roots_of(confirmed: Sequence[Confirmed], device: torch.device) -> Tensor:
-    """The roots [B] of B sequences."""
-    return torch.tensor([one.root for one in confirmed], device=device)
+def roots_of(new: Sequence[NewTokens], device: torch.device) -> Tensor:
+    """Returns the roots [B] of B sequences."""
+    return torch.tensor([tokens.root for tokens in new], device=device)
 
 
-def beside_final(layers: Sequence[int]) -> tuple[int, ...]:
-    """The taps of a drafter that reads the states after so many layers, and then the final ones."""
+def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the taps of a drafter that reads states after these numbers of layers and the last layer's."""
     return (*(layer - 1 for layer in layers), -1)
 
 
-def check_layers(layers: Sequence[int], depth: int, named: str) -> None:
-    """UsageError where states cannot be read after these layers of so many; `named` is what asks for them."""
+def check_layers(layers: Sequence[int], depth: int, setting: str) -> None:
+    """Raises UsageError, naming the setting, for layers out of 1 .. depth - 1 or not in rising order."""
     if list(layers) != sorted(set(layers)) or not all(1 <= layer < depth for layer in layers):
         raise UsageError(
-            f"{named}={list(layers)} does not fit this model's {depth} layers",
+            f"{setting}={list(layers)} does not fit this model's {depth} layers",
             f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
         )
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Guessed tokens [N] laid over a tree of N nodes; tokens[0] is the root. looked_up: how many the text suggested."""
+    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root. looked_up: nodes from n-gram matches."""
 
     tokens: Tensor
     tree: Tree
@@ -90,12 +120,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Batch:
-    """P packed positions: hidden [P, H * taps], next [P] (the token the backbone emits after each), segment [P].
+    """P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
 
-    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]; elsewhere it has no target. Positions of
-    segment -1, those of prompts, are seen and not learnt. sequence [P]: which conversation each position is of, as
-    layers with a cache of their own see it; None: they see each segment alone. For a drafter that learns from whole
-    sequences: their trace [B, L], and the rows [P] of its B * L that the positions are.
+    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment -1, those of prompts,
+    are seen but not learnt. sequence [P]: each position's conversation, which layers with a cache of their own see;
+    None: they see the segment alone. trace, rows [P]: the pass over full sequences [B, L] and the positions in its
+    B * L, for a drafter that uses the verify pass.
     """
 
     hidden: Tensor
@@ -111,139 +141,56 @@ class Batch:
         return torch.nonzero(self.segment >= 0).squeeze(-1)
 
     @property
-    def numbers(self) -> Tensor:
-        """The number of each position [P] among those that are learnt; of the others it says nothing."""
+    def learnt_index(self) -> Tensor:
+        """The number [P] of each learnt position among those; of no meaning for other positions."""
         return (self.segment >= 0).cumsum(0) - 1
 
-    def targets(self, ahead: int) -> Tensor:
-        """The positions [n] that have a target so many places on."""
-        here = self.segment[:-ahead]
-        return torch.nonzero((self.segment[ahead:] == here) & (here >= 0)).squeeze(-1)
+    def targets(self, head: int) -> Tensor:
+        """Returns the positions [n] that have a target for a head (from 1)."""
+        segment = self.segment[:-head]
+        return torch.nonzero((self.segment[head:] == segment) & (segment >= 0)).squeeze(-1)
 
     @property
-    def views(self) -> Tensor:
-        """What each position sees all of that comes before it [P]: its conversation, or its segment."""
+    def attention_groups(self) -> Tensor:
+        """The conversation, or segment, [P] within which each position sees all earlier ones."""
         return self.segment if self.sequence is None else self.sequence
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What heads learn: the loss of head k weighs decay^k (section 3.2.1); kind is one of `losses.KINDS`.
-
-    soft: the share of the backbone's own distribution in the targets of cross-entropy. regress: the weight of the
-    distance between the states of the heads that see the drafted tokens and the backbone's own. scored: how many tokens
-    of the vocabulary a batch scores when it is learnt from (`drafters.scored`), None for all.
-    """
-
-    decay: float = 0.8
-    soft: float = 0.0
-    regress: float = 0.0
-    kind: str = "ce"
-    scored: int | None = None
-
-
-PLAIN = Objective()
-
-
-@dataclass(frozen=True)
-class Losses:
-    """What a batch of P positions came to: per_head, each head's mean loss over the targets it can learn (learnt [K]
-    of them), and its top-1 hits and targets (correct, counted [K]).
-
-    total: what to minimise, a mean over all P positions, where a head without a target there adds nothing: means of
-    several batches, weighed by their positions, are that of one batch of them all.
-    """
-
-    total: Tensor
-    per_head: list[Tensor]
-    correct: Tensor
-    counted: Tensor
-    learnt: Tensor
-
-
 class Drafter(nn.Module, ABC):
-    """Guesses the next tokens of a backbone that is always an argument: the state dict holds the drafter alone."""
+    """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
 
-    name: ClassVar[str]
-    whole_sequences: ClassVar[bool] = False  # learns from traces of whole sequences, not from cached states alone
-    learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    effort: ClassVar[float] = 1.0  # what training it on a position costs beside Medusa heads; for estimates alone
-    regress: ClassVar[float] = 0.0  # the weight of that loss in stage 1 where a recipe names none
-    # How many of the first heads (inf: all) see every token before their guess, and can know its state.
-    sees_drafted: ClassVar[float] = 0
-    taps: tuple[int, ...] = (-1,)
+    taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
+    uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
     config: Any
 
-    @classmethod
-    def sees_prompt(cls, settings: Any) -> bool:
-        """Whether layers of its own see a conversation from its first token, by a recipe's settings or a config."""
-        return False
-
-    @classmethod
-    def default_taps(cls, depth: int) -> tuple[int, ...]:
-        """After which of a backbone's layers a recipe that names none has it read states, beside the final ones."""
-        return ()
-
-    def opening(self, prompt: Confirmed) -> Confirmed:
-        """What drafts begin with of a prompt, or of what is new of one: layers of its own that see answers alone begin
-        with the position that says an answer's first token, and drafters without any read no earlier one either."""
-        return prompt if self.sees_prompt(self.config) else prompt.last()
+    def first_input(self, prompt: NewTokens) -> NewTokens:
+        """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""
+        return prompt.last()
 
     def truncate(self, length: int) -> int:
-        """Forget this sequence's own state from position `length` on; return the position to be told of again.
+        """Forgets this sequence's state from position `length` on; returns the first position it must be given again.
 
-        Up to there a text that has the same first `length` tokens is known. A drafter without state is told of what
-        is new alone.
+        State for earlier positions stays valid for any text with the same first `length` tokens.
         """
         return length
 
     def fork(self) -> "Self":
-        """This drafter for another sequence: the same weights, packed copies included, and a state of its own."""
+        """Returns this drafter for another sequence: shared weights, packed copies included, and a state of its own."""
         other = copy.copy(self)
         other.truncate(0)
         return other
 
-    @property
-    def own_parts(self) -> Sequence[nn.Module]:
-        """By head, the module that is its alone, in a drafter whose heads share nothing; none where they do."""
-        return ()
-
-    def pseudo(self, depth: int) -> Pseudo | None:
-        """Rows that ride in the backbone's next pass, for drafting a tree of this depth after it; most have none."""
+    def extra_rows(self, depth: int) -> ExtraRows | None:
+        """Returns the rows to add to the backbone's next pass, from which a tree of this depth is drafted after it."""
         return None
-
-    @property
-    def rides(self) -> bool:
-        """Whether drafts come with the pass before their own, so that they are chosen before it."""
-        return self.pseudo(1) is not None
 
     @abstractmethod
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Self]", confirmed: Sequence[Confirmed], shape: Tree | Growth
+        self, backbone: Backbone, sequences: "Sequence[Self]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
-        """Guess a token for every node of B sequences' trees, all of one shape, or grown for this step.
+        """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
 
-        sequences are forks, one for each, with what was confirmed of each since it drafted last: at first the
-        `opening` of its prompt. No tree is deeper than num_heads.
+        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's `first_input`. No tree
+        is deeper than num_heads.
         """
-
-    @abstractmethod
-    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
-        """What the heads' guesses on a batch came to, by an objective."""
-
-    @abstractmethod
-    def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Each head's fp32 logits [n, M] over its vocabulary in turn, the true tokens before its target known.
-
-        Of the n positions that are learnt.
-        """
-
-    @abstractmethod
-    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write config.json and the weights as safetensors."""
-
-    @classmethod
-    @abstractmethod
-    def load(cls, folder: Path, backbone: Backbone) -> "Drafter":
-        """Read what save wrote, on the backbone's device and in its dtype."""

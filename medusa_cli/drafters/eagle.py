@@ -1,6 +1,5 @@
-"""EAGLE-3: one decoder layer over fused states of three layers, fed its own states from level to level of a tree."""
+"""Attention in one softmax over keys that the rows of a sequence share and over a few that are each row's own."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,16 +8,208 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
-from medusa_cli.drafters.blocks import LayerCache, normed
-from medusa_cli.drafters.config import HeadsConfig
-from medusa_cli.drafters.heads import Encoded, HeadDrafter
-from medusa_cli.drafters.levels import levels
-from medusa_cli.drafters.midlayer import Midlayer, MidlayerShape
-from medusa_cli.drafters.unrolled import Unrolled
+from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of, with_last_layer
+from medusa_cli.drafters.heads import HeadDrafter, levels
+from medusa_cli.drafters.layers import LayerCache, by_sequence, normed, places_by_sequence, rotary, rotated
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Growing, Growth, Tree
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
+
+# Pairs of keys and values [heads, n, D], of which row i alone sees the i-th.
+Own = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class SharedPrefixAttention:
+    """What S sequences' rows share: keys and values [S, heads, L, D], and who sees them.
+
+    mask [S, 1, W, L] of 0 and -inf, in the keys' dtype, for W rows a sequence; slots [n]: which of all S * W is whose.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    slots: Tensor
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows [heads, n, D] where their sequences want them, [S, heads, W, D]; zero where there is none."""
+        count, _, width, _ = self.mask.shape
+        heads, _, dim = rows.shape
+        places = rows.new_zeros(count * width, heads, dim).index_copy(0, self.slots, rows.transpose(0, 1))
+        return places.view(count, width, heads, dim).transpose(1, 2)
+
+    def gathered(self, places: Tensor) -> Tensor:
+        """Of what sequences have at every place [S, heads, W, ..] that of the rows [heads, n, ..]."""
+        return places.transpose(1, 2).flatten(0, 1)[self.slots].transpose(0, 1)
+
+
+def merged_attention(queries: Tensor, shared: SharedPrefixAttention, own: Own) -> Tensor:
+    """What rows' queries [heads, n, D] see of the shared rows that their mask shows them and of their own."""
+    if queries.device.type == "cpu":
+        seen: Tensor = _Flash.apply(queries, shared, shared.keys, shared.values, *(part for one in own for part in one))
+        return seen
+    return plain_attention(queries, shared, own)
+
+
+def plain_attention(queries: Tensor, shared: SharedPrefixAttention, own: Own) -> Tensor:
+    """The same with all scores in memory at once, on any device."""
+    q = queries * queries.shape[-1] ** -0.5
+    scores = shared.spread(q) @ shared.keys.transpose(-1, -2)
+    far = shared.gathered(scores.float() + shared.mask.float())
+    near = [(q * keys).sum(-1, keepdim=True).float() for keys, _ in own]
+    shares = torch.cat([far, *near], dim=-1).softmax(-1).to(q.dtype)
+    width = far.shape[-1]
+    seen = shared.gathered(shared.spread(shares[..., :width]) @ shared.values)
+    for number, (_, values) in enumerate(own):
+        seen = seen + shares[..., width + number, None] * values
+    return seen
+
+
+class _Flash(torch.autograd.Function):
+    """The shared rows go through flash attention, whose logsumexp lets the rows' own join its softmax afterwards.
+
+    On the way back flash attention makes its shares anew from scores and logsumexp: given that of the whole softmax,
+    and the whole sum as what was seen, the gradients it finds are the right ones for its part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, shared: SharedPrefixAttention, keys: Tensor, values: Tensor, *own: Tensor
+    ) -> Tensor:
+        spread, scale = shared.spread(queries), queries.shape[-1] ** -0.5
+        seen, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            spread, keys, values, 0.0, False, attn_mask=shared.mask, scale=None
+        )
+        far = shared.gathered(logsumexp[..., None])[..., 0]  # [heads, n]
+        near = [(queries * one).sum(-1).float() * scale for one in own[::2]]
+        whole = torch.stack([far, *near]).logsumexp(0)
+        shares = [(score - whole).exp()[..., None].to(queries.dtype) for score in (far, *near)]
+        result = shared.gathered(seen) * shares[0]
+        for share, one in zip(shares[1:], own[1::2], strict=True):
+            result = result + share * one
+        ctx.shared = shared
+        ctx.save_for_backward(queries, keys, values, result, whole, logsumexp, *shares[1:], *own)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, result, whole, logsumexp, *rest = ctx.saved_tensors
+        count, scale, shared = len(rest) // 3, queries.shape[-1] ** -0.5, ctx.shared
+        shares, own = rest[:count], rest[count:]
+        places = logsumexp.transpose(1, 2).flatten(0, 1).index_copy(0, shared.slots, whole.T)  # [S * W, heads]
+        places = places.view(len(keys), -1, len(queries)).transpose(1, 2)
+        query_grad, key_grad, value_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(shared.spread(grad), shared.spread(queries), keys, values, shared.spread(result), places, 0.0, False),
+            attn_mask=shared.mask,
+            scale=None,
+        )
+        query_grad = shared.gathered(query_grad)
+        mean = (grad * result).sum(-1, keepdim=True)
+        found = []
+        for share, key, value in zip(shares, own[::2], own[1::2], strict=True):
+            score_grad = share * ((grad * value).sum(-1, keepdim=True) - mean) * scale
+            query_grad = query_grad + score_grad * key
+            found += [score_grad * queries, share * grad]
+        return query_grad, None, key_grad, value_grad, *found
+
+
+@dataclass(frozen=True)
+class MidlayerShape:
+    """Widths of the layer, named as in the configs of serving engines: every head has keys and values of its own."""
+
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+
+
+class Midlayer(nn.Module):
+    """Pre-norm attention over [embedding; state] of width 2H and a SwiGLU MLP, both added to the state.
+
+    Its parts are named as in the files that serving engines read. A fresh layer passes the state on. It is run in
+    pieces, for some rows are asked for their keys and values alone, and who sees whom is the caller's to say.
+    """
+
+    def __init__(self, shape: MidlayerShape) -> None:
+        super().__init__()
+        size, wide = shape.hidden_size, shape.intermediate_size
+        inner = shape.num_attention_heads * shape.head_dim
+        self.shape = shape
+        self.input_layernorm = nn.RMSNorm(size, eps=shape.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=shape.rms_norm_eps)
+        attention = {name: nn.Linear(2 * size, inner, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
+        mlp = {name: nn.Linear(size, wide, bias=False) for name in ("gate_proj", "up_proj")}
+        out, down = nn.Linear(inner, size, bias=False), nn.Linear(wide, size, bias=False)
+        nn.init.zeros_(out.weight)
+        nn.init.zeros_(down.weight)
+        self.self_attn = nn.ModuleDict(attention | {"o_proj": out})
+        self.mlp = nn.ModuleDict(mlp | {"down_proj": down})
+
+    def beside(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """What attention reads [.., 2H] of states and embeddings [.., H]."""
+        return torch.cat([normed(self.input_layernorm, embedded), normed(self.hidden_norm, states)], dim=-1)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries [.., heads, n, D] of rows [.., n, 2H] at positions [.., n]."""
+        return self._turned(self._heads("q_proj", x), positions)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [.., heads, n, D] of rows [.., n, 2H] at positions [.., n]."""
+        return self._turned(self._heads("k_proj", x), positions), self._heads("v_proj", x)
+
+    def leave(self, states: Tensor, seen: Tensor) -> Tensor:
+        """The next states [.., n, H] from those that came and what attention saw [.., heads, n, D]."""
+        states = states + self.self_attn["o_proj"](seen.transpose(-3, -2).flatten(-2))
+        x = normed(self.post_attention_layernorm, states)
+        gate, up = self.mlp["gate_proj"](x), self.mlp["up_proj"](x)
+        return states + self.mlp["down_proj"](F.silu(gate) * up)
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        found: Tensor = self.self_attn[name](x)
+        return found.unflatten(-1, (self.shape.num_attention_heads, -1)).transpose(-3, -2)
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
+        return rotated(x, cos.unsqueeze(-3), sin.unsqueeze(-3))
+
+
+def training_time_test(
+    layer: Midlayer, states: Tensor, embedded: Tensor, views: Tensor, learnt: Tensor
+) -> Iterator[Tensor]:
+    """Yields the states [n, H] of steps 1, 2, .. at the n learnt positions (EAGLE-3's training-time test).
+
+    states, embedded [P, H]: fused states and embeddings of the next tokens; views [P]: each position's conversation;
+    learnt [n]: positions. Step 1 reads the true states at positions 0 .. p of a conversation. Step k stands for level k
+    of a draft made after position p: it is at position p + k - 1 and reads the state of the step before and the true
+    token there. It sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's draft.
+    """
+    places, count, longest = places_by_sequence(views)
+    place = places % longest
+    position = place[learnt]
+    keys, values = layer.keys_values(layer.beside(states, embedded), place)  # [heads, P, D]
+    owner = places[learnt] // longest
+    where, slots = by_sequence(position[:, None], owner)  # [S, W, 1]: the learnt positions side by side
+    present = owner.unique_consecutive()
+    spread = keys.new_zeros(count * longest, 2, *keys[:, 0].shape)
+    spread = spread.index_copy(0, places, torch.stack([keys, values]).permute(2, 0, 1, 3))
+    keys, values = spread.view(count, longest, 2, *keys[:, 0].shape)[present].permute(2, 0, 3, 1, 4)
+    later = torch.arange(longest, device=where.device) > where  # [S, W, L]
+    mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
+    shared = SharedPrefixAttention(keys, values, mask, slots)
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
+    states, step = states[learnt], 0
+    while True:
+        # Beyond a conversation's end there is no target: any token may be read there.
+        token = (learnt + step).clamp(max=len(embedded) - 1)
+        x = layer.beside(states, embedded[token])
+        if step:
+            own.append(layer.keys_values(x, position + step))
+        seen = merged_attention(layer.queries(x, position + step), shared, tuple(own))
+        states, step = layer.leave(states, seen), step + 1
+        yield states
 
 
 @dataclass(frozen=True)
@@ -48,8 +239,8 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
-    effort = 2.5  # a layer that is unrolled
-    sees_drafted = math.inf  # its states can be held to the model's, and are free unless asked (section 3.1)
+    training_cost = 2.5  # of the training-time test
+    autoregressive = True
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")
@@ -57,7 +248,7 @@ class Eagle(HeadDrafter):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        self.taps = beside_final(config.taps)
+        self.taps = with_last_layer(config.taps)
         size = config.hidden_size
         widths = {key: getattr(config, key) for key in MidlayerShape.__dataclass_fields__}
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
@@ -125,8 +316,8 @@ class Eagle(HeadDrafter):
         self,
         backbone: Backbone,
         sequences: "Sequence[Eagle]",
-        confirmed: Sequence[Confirmed],
-        shape: Tree | Growth,
+        confirmed: Sequence[NewTokens],
+        shape: Tree | DynamicTree,
     ) -> list[Draft]:
         """Draft level by level; the layer and the matrix see all sequences' rows of a level at once."""
         states = self._confirm(backbone, sequences, confirmed)  # [B, H]
@@ -134,14 +325,14 @@ class Eagle(HeadDrafter):
             return [Draft(root[None], Tree.root_only()) for root in roots_of(confirmed, backbone.device)]
         started = [_Branch(own, one, state[None]) for own, one, state in zip(sequences, confirmed, states, strict=True)]
         try:
-            if isinstance(shape, Growth):
+            if isinstance(shape, DynamicTree):
                 return self._grow(backbone, started, shape)
             return self._fill(backbone, started, shape)
         finally:
             for branch in started:
                 branch.own._cache.truncate(branch.end)
 
-    def _confirm(self, backbone: Backbone, sequences: "Sequence[Eagle]", confirmed: Sequence[Confirmed]) -> Tensor:
+    def _confirm(self, backbone: Backbone, sequences: "Sequence[Eagle]", confirmed: Sequence[NewTokens]) -> Tensor:
         """Take the confirmed rows into each sequence's own cache; the state [B, H] of its last one."""
         layer, counts = self.fast("midlayer"), [len(one.tokens) for one in confirmed]
         below = self._lower(torch.cat([one.hidden for one in confirmed]).to(self.dtype))
@@ -182,8 +373,8 @@ class Eagle(HeadDrafter):
                 self._descend(backbone, started, [above] * len(started), list(drafted[:, level.inner]))
         return [Draft(row, tree) for row in tokens]
 
-    def _grow(self, backbone: Backbone, started: "list[_Branch]", growth: Growth) -> list[Draft]:
-        growing = [Growing(growth, branch.root) for branch in started]
+    def _grow(self, backbone: Backbone, started: "list[_Branch]", growth: DynamicTree) -> list[Draft]:
+        growing = [TreeBuilder(growth, branch.root) for branch in started]
         nodes, live = [[0] for _ in started], list(range(len(started)))
         for head in range(growth.max_depth):
             scores = self._scored(backbone, torch.cat([started[one].states for one in live]))
@@ -231,10 +422,11 @@ class Eagle(HeadDrafter):
         """The states that are fused, without the last ones."""
         return hidden[..., : -self.config.hidden_size]
 
-    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         fused, embedded = self.fc(self._lower(batch.hidden)), self._embedded(backbone, batch.next)
-        steps, number = Unrolled(self.midlayer, fused, embedded, batch.views, batch.learnt), batch.numbers
-        return lambda head, rows: normed(self.norm, steps.step(head)[number[rows]]).to(batch.hidden.dtype)
+        steps = training_time_test(self.midlayer, fused, embedded, batch.attention_groups, batch.learnt)
+        for positions, states in zip(rows, steps, strict=False):
+            yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Under the names that serving engines read."""
@@ -284,7 +476,7 @@ class Eagle(HeadDrafter):
 class _Branch:
     """A sequence's draft under way: the states [n, H] of the nodes that may have children, and who sees whom."""
 
-    def __init__(self, own: Eagle, confirmed: Confirmed, states: Tensor) -> None:
+    def __init__(self, own: Eagle, confirmed: NewTokens, states: Tensor) -> None:
         self.own, self.root, self.states = own, confirmed.root, states
         self.end = self.place = confirmed.start + len(confirmed.tokens)
         self._seen = torch.zeros(1, 0, dtype=torch.bool, device=states.device)  # of the tree's rows so far, by these

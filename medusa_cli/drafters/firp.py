@@ -1,22 +1,20 @@
 """FIRP: states of the next tokens, guessed in the backbone's middle layers, ride to its end in the verifying pass."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import PLAIN, Batch, Confirmed, Draft, Losses, Objective, roots_of
-from medusa_cli.drafters.config import HeadsConfig
-from medusa_cli.drafters.heads import Encoded, HeadDrafter
-from medusa_cli.drafters.parallel import drafts_of
-from medusa_cli.engines.pseudo import Pseudo
-from medusa_cli.engines.trace import ahead as states_ahead
+from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of
+from medusa_cli.drafters.heads import HeadDrafter, drafts_of
+from medusa_cli.engine.extra_rows import ExtraRows
+from medusa_cli.engine.extra_rows import ahead as states_ahead
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,10 @@ class Firp(HeadDrafter):
     config_class = FirpConfig
     settings = ("layers", "masked", "conditional")
     vocabularies = ("draft", "shared")
-    whole_sequences = True
+    uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
+    # With soft targets alone the loss is the KL divergence of equation 4, up to the target's own entropy.
+    soft = 1.0
     config: FirpConfig
 
     def __init__(self, config: FirpConfig) -> None:
@@ -91,26 +91,29 @@ class Firp(HeadDrafter):
         super()._forget_fast()
         self._rows: Tensor | None = None
 
-    def pseudo(self, depth: int) -> Pseudo | None:
+    def extra_rows(self, depth: int) -> ExtraRows | None:
         """The pseudo rows of the first `depth` heads."""
-        return self._pseudo(list(self.fast("steps"))[:depth]) if depth else None
+        return self._extra_rows(list(self.fast("steps"))[:depth]) if depth else None
 
-    def _pseudo(self, steps: list[nn.Module]) -> Pseudo:
+    def _extra_rows(self, steps: list[nn.Module]) -> ExtraRows:
         def cast(step: nn.Module) -> Any:
             return lambda x: step(x.to(self.dtype)).to(x.dtype)
 
-        return Pseudo(self.config.layers[: len(steps)], tuple(map(cast, steps)), self.config.masked)
+        return ExtraRows(self.config.layers[: len(steps)], tuple(map(cast, steps)), self.config.masked)
 
     @property
-    def own_parts(self) -> Sequence[nn.Module]:
+    def head_modules(self) -> Sequence[nn.Module]:
         return list(self.steps)
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Firp]", confirmed: Sequence[Confirmed], shape: Tree | Growth
+        self, backbone: Backbone, sequences: "Sequence[Firp]", confirmed: Sequence[NewTokens], shape: Tree | DynamicTree
     ) -> list[Draft]:
         """Fill every node from the pseudo states that came with the last accepted tokens."""
-        roots, states = roots_of(confirmed, backbone.device), [one.ahead for one in confirmed if one.ahead is not None]
+        roots, states = (
+            roots_of(confirmed, backbone.device),
+            [one.extra_hidden for one in confirmed if one.extra_hidden is not None],
+        )
         if not shape.max_depth:
             return drafts_of(self, lambda: [], [], shape, roots)
         if len(states) < len(confirmed):
@@ -139,19 +142,12 @@ class Firp(HeadDrafter):
             ]
         return self._scorers[0](states.to(backbone.dtype)).float()
 
-    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         if batch.trace is None or batch.rows is None:
             raise UserError("internal: firp learns from traces of whole sequences, and the batch has none")
-        states = states_ahead(backbone, batch.trace, self._pseudo(list(self.steps)), batch.rows)  # [P, K, H]
-        return lambda head, rows: states[rows, head].to(batch.hidden.dtype)
-
-    def loss(self, backbone: Backbone, batch: Batch, objective: Objective = PLAIN) -> Losses:
-        """Sum over heads k of decay^k times the mean cross-entropy to the backbone's distribution k places on.
-
-        That is the KL divergence of equation 4 up to the distribution's own entropy, which no weight changes; `soft`
-        is not read. Over a draft vocabulary both distributions are those given that the token is in it.
-        """
-        return super().loss(backbone, batch, replace(objective, soft=1.0))
+        states = states_ahead(backbone, batch.trace, self._extra_rows(list(self.steps)), batch.rows)  # [P, K, H]
+        for head, positions in enumerate(rows):
+            yield states[positions, head].to(batch.hidden.dtype)
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Hydra heads: head k also sees the tokens drafted before its own, so that guesses along a path fit together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -11,14 +11,12 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, beside_final, roots_of
-from medusa_cli.drafters.blocks import DecoderLayer, Fuse, LayerCache, Stack, by_sequence, truncated
-from medusa_cli.drafters.config import HeadsConfig
-from medusa_cli.drafters.heads import Encoded, HeadDrafter
-from medusa_cli.drafters.levels import levels
+from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of, with_last_layer
+from medusa_cli.drafters.heads import HeadDrafter, levels
+from medusa_cli.drafters.layers import DecoderLayer, Fuse, LayerCache, Stack, by_sequence, truncated
 from medusa_cli.errors import UserError
-from medusa_cli.tree import Growing, Growth, Tree
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class HydraHeads(HeadDrafter):
     """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
 
     name = "hydra"
+    autoregressive = True
     regress = 100.0
-    sees_drafted = math.inf
     config_class = HydraConfig
     settings = ("prefix_layers", "taps", "context")
     config: HydraConfig
@@ -72,7 +70,7 @@ class HydraHeads(HeadDrafter):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.taps = beside_final(config.taps)
+        self.taps = with_last_layer(config.taps)
         self.fuse = Fuse(size, len(self.taps)) if config.taps else nn.Identity()
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(
@@ -107,8 +105,8 @@ class HydraHeads(HeadDrafter):
         self,
         backbone: Backbone,
         sequences: "Sequence[HydraHeads]",
-        confirmed: Sequence[Confirmed],
-        shape: Tree | Growth,
+        confirmed: Sequence[NewTokens],
+        shape: Tree | DynamicTree,
     ) -> list[Draft]:
         """Draft level by level: a node's children are the best guesses of the next head after the node's path.
 
@@ -118,7 +116,7 @@ class HydraHeads(HeadDrafter):
         states = torch.cat([own._context(one) for own, one in zip(sequences, confirmed, strict=True)])
         if not shape.max_depth:
             return [Draft(root, Tree.root_only()) for root in roots[:, None]]
-        if isinstance(shape, Growth):
+        if isinstance(shape, DynamicTree):
             each = zip(states.split(1), confirmed, strict=True)
             return [self._grow(backbone, state, shape, one.root) for state, one in each]
         return [Draft(tokens, shape) for tokens in self._fill(backbone, shape, states, roots)]
@@ -143,8 +141,8 @@ class HydraHeads(HeadDrafter):
         paths = torch.cat([states[:, None].expand(-1, said.shape[1], -1), embedded], dim=-1)
         return self.score(backbone, head, self.fast("blocks")[head](paths))
 
-    def _grow(self, backbone: Backbone, state: Tensor, growth: Growth, root: int) -> Draft:
-        growing, nodes, said = Growing(growth, root), [0], [[root]]
+    def _grow(self, backbone: Backbone, state: Tensor, growth: DynamicTree, root: int) -> Draft:
+        growing, nodes, said = TreeBuilder(growth, root), [0], [[root]]
         for head in range(growth.max_depth):
             paths = torch.tensor([said], device=state.device)
             scores = self.repeated(("scores", head), partial(self._scores, backbone, head), paths, state)
@@ -156,7 +154,7 @@ class HydraHeads(HeadDrafter):
         tree, chosen = growing.tree()
         return Draft(torch.tensor(chosen, device=state.device), tree)
 
-    def _context(self, confirmed: Confirmed) -> Tensor:
+    def _context(self, confirmed: NewTokens) -> Tensor:
         """The state [1, H] that the heads start from."""
         if not self.prefix:
             confirmed = confirmed.last()
@@ -167,19 +165,15 @@ class HydraHeads(HeadDrafter):
             x = layer.extend(x, cache, confirmed.start, self.repeated)
         return x[-1:]
 
-    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
+    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         context = self.fuse(batch.hidden).to(batch.hidden.dtype)
         if self.prefix:
-            x, places = by_sequence(context, batch.views)
+            x, places = by_sequence(context, batch.attention_groups)
             for layer in self.prefix:
                 x = layer(x)
             context = x.flatten(0, 1)[places].to(batch.hidden.dtype)
-        last = len(batch.next) - 1
-
-        def states(head: int, rows: Tensor) -> Tensor:
-            # Rows too near the end have no target for this head: what they read does not matter.
-            before = [embedded[(rows + i).clamp(max=last)] for i in range(head + 1)]
-            return self.blocks[head](torch.cat([context[rows], *before], dim=-1))
-
-        return states
+        last = len(batch.next) - 1  # positions too near the end have no target for a head and may read any token
+        for head, positions in enumerate(rows):
+            tokens = [embedded[(positions + i).clamp(max=last)] for i in range(head + 1)]
+            yield self.blocks[head](torch.cat([context[positions], *tokens], dim=-1))

@@ -1,19 +1,17 @@
 """Medusa heads: K residual heads on the final hidden state, head k guessing the token k places past the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.backbone import Backbone
-from medusa_cli.drafters.base import Batch, Confirmed, Draft, roots_of
-from medusa_cli.drafters.blocks import Stack
-from medusa_cli.drafters.config import HeadsConfig
-from medusa_cli.drafters.heads import Encoded, HeadDrafter
-from medusa_cli.drafters.parallel import drafts_of
-from medusa_cli.tree import Growth, Tree
+from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of
+from medusa_cli.drafters.heads import HeadDrafter, drafts_of
+from medusa_cli.drafters.layers import Stack
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
 
 
 class MedusaHeads(HeadDrafter):
@@ -35,8 +33,8 @@ class MedusaHeads(HeadDrafter):
         self,
         backbone: Backbone,
         sequences: "Sequence[MedusaHeads]",
-        confirmed: Sequence[Confirmed],
-        shape: Tree | Growth,
+        confirmed: Sequence[NewTokens],
+        shape: Tree | DynamicTree,
     ) -> list[Draft]:
         """All heads guess from the last confirmed states, those of all sequences at once."""
         states, roots = torch.cat([one.hidden[-1:] for one in confirmed]), roots_of(confirmed, backbone.device)
@@ -47,8 +45,9 @@ class MedusaHeads(HeadDrafter):
         states, blocks = states.to(self.dtype), self.fast("blocks")
         return [self.score(backbone, head, blocks[head](states)) for head in range(heads)]
 
-    def encode(self, backbone: Backbone, batch: Batch) -> Encoded:
-        return lambda head, rows: self.blocks[head](batch.hidden[rows])
+    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        for block, positions in zip(self.blocks, rows, strict=False):
+            yield block(batch.hidden[positions])
 
     def named_weights(self) -> dict[str, Tensor]:
         """The layout that serving engines read: "{k}.{layer}.linear.weight" and ".bias", "{k}.{L}.weight"."""

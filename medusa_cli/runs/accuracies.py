@@ -7,8 +7,8 @@ from typing import Any
 
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.made import Identity, describe_drafter
-from medusa_cli.runs.reading import read_as
+from medusa_cli.runs.io import read_as
+from medusa_cli.runs.provenance import Identity, describe_drafter
 from medusa_cli.runs.run import DEFAULT_RUN, Run
 
 

@@ -1,16 +1,123 @@
-"""A recipe: YAML plus `key=value` overrides, checked into frozen dataclasses; an unknown key is an error."""
+"""Values checked against what dataclasses declare: their types, and what `setting` says of their range."""
 
 import dataclasses
+import difflib
+import math
+import types
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.runs.reading import read_text, read_yaml
+from medusa_cli.runs.io import parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
-from medusa_cli.runs.settings import MANY, checked, fields_of, known_key, parsed
-from medusa_cli.runs.settings import setting as _setting
+
+Fields = dict[str, tuple[Any, Any]]
+# Of what nobody counts further: a larger number is a slip of the hand.
+MANY = 10_000_000
+
+
+def setting(
+    default: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    among: Sequence[str] = (),
+) -> Any:
+    """A field with a default and the values it accepts: at least, at most, below, or one of a few words."""
+    return field(default=default, metadata={"least": least, "most": most, "below": below, "among": tuple(among)})
+
+
+@cache
+def fields_of(schema: type) -> Fields:
+    """Dotted key -> (type, metadata) of every setting of a dataclass and of the sections in it."""
+    found: Fields = {}
+    for section, kind in typing.get_type_hints(schema).items():
+        if not dataclasses.is_dataclass(kind):
+            found[section] = (kind, {})
+            continue
+        hints = typing.get_type_hints(kind)
+        found.update({f"{section}.{one.name}": (hints[one.name], one.metadata) for one in dataclasses.fields(kind)})
+    return found
+
+
+def known_key(key: str, known: Fields, source: str) -> str:
+    """A key that is known; UsageError, with the nearest, if it is not."""
+    if key in known:
+        return key
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the section may be missing or wrong: compare the last part alone
+        by_last = {one.rpartition(".")[2]: one for one in known}
+        near = [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    sections = ", ".join(dict.fromkeys(one.partition(".")[0] for one in known))
+    raise UsageError(
+        f"{source} has the unknown key {shown(key)}",
+        f"did you mean {near[0]!r}?" if near else f"use one of {sections}",
+    )
+
+
+def parsed(text: str) -> Any:
+    """What a word of the command line says as YAML; the word itself where it is none."""
+    import yaml
+
+    try:
+        return parse_yaml(text)
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return text
+
+
+def checked(key: str, value: Any, kind: Any, limits: Any) -> Any:
+    """The value in its field's own type; UsageError, naming key and value, where it cannot be."""
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        if value is None:
+            return None
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    plain = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+    words = plain.get(kind, "a list of whole numbers such as [1,2]") + (" or null" if optional else "")
+    fault = UsageError(f"{key}={shown(value)} is not {words}", f"give {words}")
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise fault
+        return value
+    if kind not in plain:
+        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
+            raise fault
+        return tuple(value)
+    if isinstance(value, bool) or value is None:
+        raise fault
+    if kind is str:
+        if not isinstance(value, str):
+            raise fault
+    else:
+        # YAML reads 1e-3, without a point, as a string.
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise fault from None
+        if not math.isfinite(number) or (kind is int and number != int(number)):
+            raise fault
+        value = value if type(value) is kind else kind(number)  # a whole number above 2**53 is no float
+    return _within(key, value, limits)
+
+
+def _within(key: str, value: Any, limits: Any) -> Any:
+    least, most, among = limits.get("least"), limits.get("most"), limits.get("among")
+    if least is not None and value < least:
+        raise UsageError(f"{key}={value} is too small", f"use {least:g} or more")
+    if most is not None and value > most:
+        raise UsageError(f"{key}={value} is too large", f"use {most:g} or less")
+    below = limits.get("below")
+    if below is not None and value >= below:
+        raise UsageError(f"{key}={value} is too large", f"use less than {below:g}")
+    if among and value not in among:
+        raise UsageError(f"{key}={shown(value)} is unknown", f"use one of {', '.join(among)}")
+    return value
+
 
 # A temperature below this divides scores out of their numbers' range.
 COLDEST = 1e-3
@@ -35,17 +142,17 @@ class DrafterRecipe:
     """
 
     name: str = "medusa"
-    num_heads: int = _setting(5, least=1, most=64)
-    num_layers: int = _setting(1, least=1, most=16)
-    vocabulary: str = _setting("auto", among=("auto", "draft", "own", "shared"))
-    draft_vocab_size: int = _setting(12288, least=1, most=MANY)
-    matrices: str = _setting("each", among=("each", "one"))
-    rank: int | None = _setting(None, least=1, most=65_536)
-    prefix_layers: int = _setting(0, least=0, most=4)
+    num_heads: int = setting(5, least=1, most=64)
+    num_layers: int = setting(1, least=1, most=16)
+    vocabulary: str = setting("auto", among=("auto", "draft", "own", "shared"))
+    draft_vocab_size: int = setting(12288, least=1, most=MANY)
+    matrices: str = setting("each", among=("each", "one"))
+    rank: int | None = setting(None, least=1, most=65_536)
+    prefix_layers: int = setting(0, least=0, most=4)
     taps: tuple[int, ...] = ()
-    attention_layers: int = _setting(1, least=0, most=4)
-    context: str = _setting("conversation", among=("conversation", "answer"))
-    conditional: int | None = _setting(None, least=1)
+    attention_layers: int = setting(1, least=0, most=4)
+    context: str = setting("conversation", among=("conversation", "answer"))
+    conditional: int | None = setting(None, least=1)
     layers: tuple[int, ...] | None = None
     masked: bool = False
 
@@ -59,13 +166,13 @@ class DistillRecipe:
     """
 
     seed: str = "sharegpt"
-    max_samples: int | None = _setting(None, least=1)
-    max_new_tokens: int = _setting(256, least=1, most=MANY)
-    max_turns: int = _setting(2, least=1, most=MANY)
-    temperature: float = _setting(0.0, least=0.0, most=100.0)
-    random_seed: int = _setting(0, least=0, most=2**62)
-    context: int = _setting(512, least=16, most=MANY)
-    batch_size: int | None = _setting(None, least=1, most=MANY)
+    max_samples: int | None = setting(None, least=1)
+    max_new_tokens: int = setting(256, least=1, most=MANY)
+    max_turns: int = setting(2, least=1, most=MANY)
+    temperature: float = setting(0.0, least=0.0, most=100.0)
+    random_seed: int = setting(0, least=0, most=2**62)
+    context: int = setting(512, least=16, most=MANY)
+    batch_size: int | None = setting(None, least=1, most=MANY)
     taps: tuple[int, ...] = ()
 
 
@@ -76,11 +183,11 @@ class TrainRecipe:
     A step takes `accumulation` micro-batches of `batch_tokens` positions. max_tokens bounds the positions of
     all epochs together (null: no bound). lr: the heads' peak rate (null: the drafter's own). optimizer muon takes the
     matrices inside the drafter, at the peak rate muon_lr (null: lr), and leaves the rest to adamw. Head k's loss weighs
-    decay^k (Medusa, section 3.2.1). loss: ce, cross-entropy; kl, the divergence from the backbone's own distribution;
-    lk, that and the total variation from it, which counts the more the more is accepted (arXiv:2602.23881). soft, for
-    ce, is the share of the backbone's distribution in a target, the rest is the token it emitted. regress weighs how
-    far the state of a head that sees the tokens before its target (each of Hydra's, Amphista's first) is from the
-    backbone's own there (null: what suits the drafter in stage 1, 0 in stage 2). scored: how many tokens of the heads'
+    decay^k (Medusa, section 3.2.1). loss: ce, cross-entropy; lk, KL from the backbone's distribution plus the
+    total variation, which counts the more the more is accepted (arXiv:2602.23881). soft, for ce, is the share of the
+    backbone's distribution in a target; the rest is the token it emitted. regress weighs the distance of the states of
+    autoregressive heads (Hydra, EAGLE) from the backbone's own (null: the drafter's default in stage 1, 0 in stage 2).
+    scored: how many tokens of the heads'
     vocabulary a micro-batch scores, its targets among them and a random part standing for the rest (null: all, as
     everything that is measured does). heads_in_turn: FIRP's maps learn one after another, each for its share of the
     steps, as in its section 3.3; else at once. states: those of the model that stage 1 learns from are "kept" in the
@@ -96,46 +203,46 @@ class TrainRecipe:
     gradient_checkpointing: keep the states between layers alone and compute the rest again on the way back.
     """
 
-    stage: int = _setting(1, least=1, most=2)
-    tuning: str = _setting("lora", among=("lora", "qlora", "full"))
-    lora_rank: int = _setting(32, least=1, most=65_536)
-    lora_alpha: float = _setting(16.0, least=0.0)
-    lora_dropout: float = _setting(0.05, least=0.0, most=1.0)
-    lora_layers: int | None = _setting(None, least=1, most=65_536)
-    objective: str = _setting("kl", among=("kl", "ce"))
-    lambda_0: float = _setting(0.2, least=0.0)
-    schedule: str = _setting("warmup", among=("constant", "warmup", "sine"))
-    heads_first: float = _setting(0.1, least=0.0, most=1.0)
-    backbone_lr: float | None = _setting(None, least=0.0)
-    max_length: int = _setting(1024, least=16)
+    stage: int = setting(1, least=1, most=2)
+    tuning: str = setting("lora", among=("lora", "qlora", "full"))
+    lora_rank: int = setting(32, least=1, most=65_536)
+    lora_alpha: float = setting(16.0, least=0.0)
+    lora_dropout: float = setting(0.05, least=0.0, most=1.0)
+    lora_layers: int | None = setting(None, least=1, most=65_536)
+    objective: str = setting("kl", among=("kl", "ce"))
+    lambda_0: float = setting(0.2, least=0.0)
+    schedule: str = setting("warmup", among=("constant", "warmup", "sine"))
+    heads_first: float = setting(0.1, least=0.0, most=1.0)
+    backbone_lr: float | None = setting(None, least=0.0)
+    max_length: int = setting(1024, least=16)
     gradient_checkpointing: bool = False
     shard: bool = False
-    optimizer: str = _setting("adamw", among=("adamw", "adamw8bit", "muon"))
-    muon_lr: float | None = _setting(None, least=0.0)
-    epochs: int = _setting(2, least=1, most=10_000)
-    max_tokens: int | None = _setting(800_000, least=1)
-    lr: float | None = _setting(None, least=0.0)
-    min_lr_ratio: float = _setting(0.05, least=0.0, most=1.0)
-    warmup_steps: int = _setting(20, least=0)
-    batch_tokens: int = _setting(1024, least=2)
-    accumulation: int = _setting(1, least=1)
-    clip: float = _setting(1.0, least=0.0)
-    weight_decay: float = _setting(0.0, least=0.0)
-    beta1: float = _setting(0.9, least=0.0, below=1.0)
-    beta2: float = _setting(0.95, least=0.0, below=1.0)
-    decay: float = _setting(0.8, least=0.0, most=1.0)
-    loss: str = _setting("ce", among=("ce", "kl", "lk"))
-    soft: float = _setting(0.0, least=0.0, most=1.0)
-    regress: float | None = _setting(None, least=0.0)
-    scored: int | None = _setting(None, least=64, most=MANY)
+    optimizer: str = setting("adamw", among=("adamw", "adamw8bit", "muon"))
+    muon_lr: float | None = setting(None, least=0.0)
+    epochs: int = setting(2, least=1, most=10_000)
+    max_tokens: int | None = setting(800_000, least=1)
+    lr: float | None = setting(None, least=0.0)
+    min_lr_ratio: float = setting(0.05, least=0.0, most=1.0)
+    warmup_steps: int = setting(20, least=0)
+    batch_tokens: int = setting(1024, least=2)
+    accumulation: int = setting(1, least=1)
+    clip: float = setting(1.0, least=0.0)
+    weight_decay: float = setting(0.0, least=0.0)
+    beta1: float = setting(0.9, least=0.0, below=1.0)
+    beta2: float = setting(0.95, least=0.0, below=1.0)
+    decay: float = setting(0.8, least=0.0, most=1.0)
+    loss: str = setting("ce", among=("ce", "lk"))
+    soft: float = setting(0.0, least=0.0, most=1.0)
+    regress: float | None = setting(None, least=0.0)
+    scored: int | None = setting(None, least=64, most=MANY)
     heads_in_turn: bool = False
-    states: str = _setting("kept", among=("kept", "fresh"))
-    validation_fraction: float = _setting(0.05, least=0.0, most=0.5)
-    validation_every: int = _setting(50, least=1)
-    validation_tokens: int = _setting(16_384, least=1)
-    checkpoint_every: int = _setting(100, least=1)
-    seed: int = _setting(0, least=0, most=2**62)
-    dtype: str = _setting("bf16", among=("bf16", "fp32"))
+    states: str = setting("kept", among=("kept", "fresh"))
+    validation_fraction: float = setting(0.05, least=0.0, most=0.5)
+    validation_every: int = setting(50, least=1)
+    validation_tokens: int = setting(16_384, least=1)
+    checkpoint_every: int = setting(100, least=1)
+    seed: int = setting(0, least=0, most=2**62)
+    dtype: str = setting("bf16", among=("bf16", "fp32"))
 
 
 @dataclass(frozen=True)

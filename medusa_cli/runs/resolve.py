@@ -13,6 +13,26 @@ MOST_GROWN = 256
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """Options of loading a model: device, number type, engine, quantisation, and if its own code may run."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    engine: str = "auto"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Returns True if bitsandbytes quantises the weights."""
+        return self.load_in_4bit or self.load_in_8bit
+
+
+DEFAULT_LOADING = LoadOptions()
+
+
+@dataclass(frozen=True)
 class Choice:
     """What was asked for: the model's name, where drafter and tree lie, the run.
 

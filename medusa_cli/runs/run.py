@@ -1,14 +1,65 @@
-"""The run directory: where each command leaves what the next one needs, and who made it."""
+"""One writer a run: a second one is refused at once, and a killed one holds nothing."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.runs.files import restore, write_atomic, write_json
-from medusa_cli.runs.reading import convert, read_json, read_object, read_text
+from medusa_cli.runs.io import convert, read_json, read_object, read_text, restore, sweep, write_atomic, write_json
+
+NAME = ".lock"
+
+
+@contextmanager
+def sole_writer(folder: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]:
+    """Hold the run's lock as the command `what`; UserError, naming the one that holds it, where another does.
+
+    The system frees the lock of a process that was killed. `warn` is told where a file system knows no locks.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / NAME
+    # Without locks it would fall back to one that a killed process leaves behind.
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as reason:
+        raise UserError(
+            f"the run {folder} is being written by {_holder(path)}", "wait until that has ended, or use another @run"
+        ) from reason
+    except PermissionError:
+        raise
+    except OSError as reason:
+        warn(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
+        yield
+        return
+    try:
+        path.write_text(f"{os.getpid()}\n{what}\n{time.time()}\n", encoding="utf-8")
+        sweep(folder)
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """The process that holds a lock, and for how long, as it said itself."""
+    try:
+        pid, what, since = path.read_text(encoding="utf-8").split("\n")[:3]
+        return f"`{what}` (process {int(pid)}, for {_duration(time.time() - float(since))})"
+    except (OSError, ValueError):  # it has the lock, but has not said so yet
+        return "another process"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in words: 40 s, 12 min, 3.5 h."""
+    whole = max(0, round(seconds))
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min" if whole < 7200 else f"{whole / 3600:.1f} h"
+
 
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
@@ -30,7 +81,6 @@ class Run:
         self.name = path.name
         self.recipe_path = path / "recipe.yaml"
         self.distill_path = path / "distill.jsonl"  # what `distill` writes; `data_path` is what to learn from
-        self.questions_path = path / "questions.jsonl"  # what the model asked itself, with `distill --seed self`
         self.failed_path = path / "distill-failed.jsonl"  # the seeds that got no usable answer, and why
         self.states_path = path / "states.bin"
         self.cache_dir = path / "cache"  # states that were computed for a training
@@ -114,7 +164,7 @@ class Run:
         marker = self.path / "run.json"
         if not marker.exists():
             return None
-        from medusa_cli.runs.made import Made
+        from medusa_cli.runs.provenance import Made
 
         made = read_json(marker, "the run's file")
         remedy = "delete it: the next command writes it anew"

@@ -1,10 +1,11 @@
-"""A tree of guesses as a drawing: in the terminal, and as a picture."""
+"""Drawings of a draft tree: in the terminal, and as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.runs.files import replacing
-from medusa_cli.tree.search import Accuracies, node_values
+from medusa_cli.runs.io import replacing
+from medusa_cli.tree.search import Accuracies, Budget, Costs, node_values
 from medusa_cli.tree.tree import Tree
 
 # Chances from here on are drawn in the strongest colour.
@@ -12,7 +13,7 @@ STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """A rich renderable: one line a node with its rank and, with accuracies, its chance of being accepted."""
+    """Returns a rich renderable: one line a node with its rank and, with accuracies, its chance of acceptance."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -28,14 +29,14 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
-    """Write the tree as PNG or SVG, by the path's suffix: depth downwards, the likeliest branch to the left."""
+    """Writes the tree as PNG or SVG by the path's suffix: depth downwards, the likeliest branch to the left."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     values = node_values(tree, accuracies) if accuracies else [1.0] * tree.size
-    x = places(tree)
+    x = columns(tree)
     width = max(6.0, 0.24 * len(tree.leaves))
     figure, axes = pyplot.subplots(figsize=(width, 1.4 + 0.95 * tree.max_depth))
     try:
@@ -70,8 +71,8 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
         pyplot.close(figure)
 
 
-def places(tree: Tree) -> list[float]:
-    """The horizontal place of each node: leaves side by side, depth first, parents above their children's middle."""
+def columns(tree: Tree) -> list[float]:
+    """Returns each node's horizontal position: leaves in depth-first order, parents above their children."""
     x = [0.0] * tree.size
     order: list[int] = []
     stack = [0]
@@ -88,3 +89,29 @@ def places(tree: Tree) -> list[float]:
         if below := tree.children[node]:
             x[node] = (x[below[0]] + x[below[-1]]) / 2
     return x
+
+
+def draw_costs(costs: Costs, shown: Sequence[Budget], chosen: Budget, path: Path) -> None:
+    """Writes a PNG of step time and best expected tokens/s against nodes, the chosen size marked."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.subplots()
+    sizes = sorted(costs.verify)
+    left.plot(sizes, [1e3 * costs.verify[nodes] for nodes in sizes], "o-", markersize=3, color="C0", label="verifying")
+    sizes = [budget.tree.size for budget in shown]
+    left.plot(sizes, [1e3 * budget.seconds for budget in shown], "o:", markersize=2, color="C0", label="with drafting")
+    left.legend(loc="lower right")
+    left.set(xlabel="nodes of the tree, root included", ylabel="ms a step", ylim=(0, None))
+    left.yaxis.label.set_color("C0")
+    right = left.twinx()
+    right.plot([budget.tree.size for budget in shown], [budget.tokens_per_s for budget in shown], "s--", color="C1")
+    right.plot([chosen.tree.size], [chosen.tokens_per_s], "*", markersize=16, color="C3")
+    right.set(ylabel="expected tokens/s", ylim=(0, None))
+    right.yaxis.label.set_color("C1")
+    left.set_title(f"{chosen.tree.size} nodes pay best: {chosen.expected:.2f} tokens in {1e3 * chosen.seconds:.1f} ms")
+    left.grid(alpha=0.3)
+    with replacing(path) as part:
+        figure.savefig(part, format="png", dpi=110)

@@ -1,24 +1,33 @@
-"""The best sparse tree for a budget of nodes, from each head's accuracy by rank (Medusa, section 3.3.3)."""
+"""Search for the best sparse tree of a node budget by each head's accuracies (Medusa, section 3.3.3)."""
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.accuracies import Heads, check_current
+from medusa_cli.runs.run import DEFAULT_RUN
+from medusa_cli.tree.io import MAX_NODES, load_tree
 from medusa_cli.tree.tree import Tree
 
 Accuracies = Sequence[Sequence[float]]
 
 
 def search(accuracies: Accuracies, budget: int) -> Tree:
-    """The tree of `budget` nodes, root included, with the greatest expected length.
+    """Returns the tree of `budget` nodes, root included, with the greatest expected length.
 
-    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node counts the product
-    along its path; a child never counts more than its parent, so taking the best node each time is optimal.
-    Raises UsageError for a budget below 1 or above the number of nodes there are.
+    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's value is the product
+    along its path. A child is never worth more than its parent, so taking the best node each time is optimal. Raises
+    UsageError for a budget below 1 or above the number of nodes there are.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
-        raise UsageError(f"@budget {budget} cannot be", f"these heads allow 1 to {possible:,} nodes, the root included")
+        raise UsageError(
+            f"@budget {budget} is not valid", f"these heads allow 1 to {possible:,} nodes, the root included"
+        )
     # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents, ranks, depths, values = [-1], [0], [0], [1.0]
@@ -43,7 +52,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
 
 
 def largest(accuracies: Accuracies) -> int:
-    """How many nodes, root included, the full tree over these heads and ranks has."""
+    """Returns the nodes, root included, of the full tree over these heads and ranks."""
     total = level = 1
     for head in accuracies:
         level *= len(head)
@@ -52,7 +61,7 @@ def largest(accuracies: Accuracies) -> int:
 
 
 def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
-    """The chance that each node is accepted, 1 for the root; ranks and depths without an accuracy count 0."""
+    """Returns each node's chance of acceptance, 1 for the root; 0 for ranks and depths without an accuracy."""
     values = [1.0]
     for node in range(1, tree.size):
         depth, rank = tree.depths[node] - 1, tree.ranks[node]
@@ -62,5 +71,158 @@ def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
 
 
 def expected_length(tree: Tree, accuracies: Accuracies) -> float:
-    """Expected tokens a step: the backbone's own one plus every node's chance (the root is that own token)."""
+    """Returns the expected tokens a step: the sum of the nodes' chances (the root stands for the bonus token)."""
     return sum(node_values(tree, accuracies))
+
+
+# Nodes over which the cost of one more is averaged.
+SPAN = 12
+# Sizes are tried one by one up to here, then in strides: products run in blocks of rows.
+DENSE_SIZES = 20
+STRIDE = 4
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step's parts: verifying by rows of a pass, and drafting by levels.
+
+    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once costs the same for each
+    depth.
+    """
+
+    verify: Mapping[int, float]
+    draft: Mapping[int, float]
+
+    def step(self, nodes: int, depth: int, batch: int = 1) -> float:
+        """Returns the seconds of a step of `batch` sequences over trees of so many nodes and levels."""
+        drafting = interpolate(self.draft, depth) if depth else 0.0
+        return interpolate(self.verify, nodes * batch) + drafting
+
+    @property
+    def max_rows(self) -> int:
+        """Returns the most rows that were measured."""
+        return max(self.verify)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A tree, its expected tokens a step, and the seconds of such a step, drafting included."""
+
+    tree: Tree
+    expected: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.expected / self.seconds
+
+
+def best_of_size(accuracies: Accuracies, nodes: int, costs: Costs) -> Budget:
+    """Returns the tree of so many nodes with the most tokens a second, over as many of the heads as pay."""
+    candidates = []
+    for heads in range(1 if nodes > 1 else len(accuracies), len(accuracies) + 1):
+        if nodes <= largest(accuracies[:heads]):
+            tree = search(accuracies[:heads], nodes)
+            seconds = costs.step(nodes, tree.max_depth)
+            candidates.append(Budget(tree, expected_length(tree, accuracies), seconds))
+    return max(candidates, key=lambda budget: budget.tokens_per_s)
+
+
+def budgets(accuracies: Accuracies, costs: Costs) -> list[Budget]:
+    """Returns the best tree of each size worth trying, the root alone first."""
+    limit = min(costs.max_rows, largest(accuracies))
+    sizes = [*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)]
+    return [best_of_size(accuracies, nodes, costs) for nodes in sizes]
+
+
+def break_even(chosen: Budget, costs: Costs) -> float:
+    """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
+
+    The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.
+    """
+    nodes = chosen.tree.size
+    seconds = (interpolate(costs.verify, nodes + SPAN) - interpolate(costs.verify, nodes)) / SPAN
+    return max(seconds, 0.0) * chosen.tokens_per_s
+
+
+def interpolate(points: Mapping[int, float], x: int) -> float:
+    """Returns the value at x: linear between measured points, and with the last slope beyond them."""
+    known = sorted(points)
+    if x in points:
+        return points[x]
+    after = bisect_left(known, x)
+    if len(known) == 1 or after == 0:
+        return points[known[0]]
+    beyond = after == len(known)
+    low, high = (known[-2], known[-1]) if beyond else (known[after - 1], known[after])
+    slope = (points[high] - points[low]) / (high - low)
+    # Noise may give a negative slope; no step is cheaper for being larger.
+    return points[high] + max(slope, 0.0) * (x - high) if beyond else points[low] + slope * (x - low)
+
+
+BUDGET = 64
+
+
+def parse_budget(text: str | None) -> int | None:
+    """Returns the named number of nodes; raises UsageError where it is no integer."""
+    try:
+        return None if text is None else int(text)
+    except ValueError as reason:
+        raise UsageError(f"@budget {text!r} is no number of nodes", "give an integer, or auto") from reason
+
+
+def parse_shape(text: str) -> list[int]:
+    """Returns widths such as 4,3,2; raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES."""
+    try:
+        widths = [int(part) for part in text.split(",")]
+    except ValueError as reason:
+        raise UsageError(f"@shape {text!r} is no list of numbers", "give widths such as 4,3,2") from reason
+    if min(widths) < 1:
+        raise UsageError(f"@shape {text!r} has a width below 1", "give widths such as 4,3,2")
+    total = level = 1
+    for width in widths:
+        level *= width
+        total += level
+        if total > MAX_NODES:
+            raise UsageError(f"@shape {text!r} makes more than {MAX_NODES:,} nodes", "give fewer or smaller")
+    return widths
+
+
+def make_tree(
+    used: Heads, budget: int | None, widths: list[int] | None, choices: Path | None, source: str, run: str | None
+) -> tuple[Tree, dict[str, Any]]:
+    """Returns the tree that was asked for, and the setting and value that made it; source: the origin of the heads."""
+    if widths is not None:
+        return Tree.dense(widths), {"shape": widths}
+    if choices is not None:
+        return load_tree(choices), {"choices": str(choices)}
+    if not used.accuracies:
+        raise UserError(
+            f"{source} has no calibration.json",
+            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give @shape 4,3,2",
+        )
+    check_current(used)
+    possible = largest(used.accuracies)
+    nodes = min(BUDGET, possible) if budget is None else budget
+    if MAX_NODES < nodes <= possible:
+        raise UsageError(f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
+    return search(used.accuracies, nodes), {"budget": nodes}
+
+
+def missing_accuracies(widths: tuple[int, ...], known: Heads) -> list[str]:
+    """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
+    notes = []
+    if known.stale:
+        notes.append(f"{known.source} was measured on an earlier drafter of this run: so is the expected length")
+    if known.count is not None and len(widths) > known.count:
+        notes.append(
+            f"the tree is {len(widths)} deep but there are {known.count} heads: these heads cannot fill it; "
+            f"@heads {known.count} truncates it"
+        )
+    for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
+        if width > len(row):
+            notes.append(
+                f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; "
+                "the others count 0 in the expected length"
+            )
+    return notes

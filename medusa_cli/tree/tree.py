@@ -1,4 +1,4 @@
-"""The tree of guesses: parents and ranks; masks, depths and paths are derived from them."""
+"""The draft tree: parents and ranks; masks, depths and paths are derived from them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from medusa_cli.errors import UserError
 
 @dataclass(frozen=True)
 class Tree:
-    """N nodes by their parents and ranks; node 0 is the root (parent -1), every other node comes after its parent.
+    """A tree of N nodes; node 0 is the root (parent -1), every other node comes after its parent.
 
     A node at depth d >= 1 with rank r holds the r-th best guess (from 0) of head d.
     """
@@ -31,7 +31,7 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """From paths of ranks, one a node (the reference's medusa_choices); a missing ancestor is a UserError."""
+        """Builds a tree from rank paths, one a node (medusa_choices); raises UserError for a missing parent."""
         paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [0]
@@ -49,7 +49,7 @@ class Tree:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> "Tree":
-        """The Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
+        """Returns the Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
         choices: list[tuple[int, ...]] = [()]
         level: list[tuple[int, ...]] = [()]
         for width in shape:
@@ -59,12 +59,12 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> "Tree":
-        """The best guess of each of the first `length` heads, one below the other."""
+        """Returns the best guess of each of the first `length` heads, one below the other."""
         return cls.dense([1] * length)
 
     @classmethod
     def root_only(cls) -> "Tree":
-        """No guesses: a plain decoding step."""
+        """Returns the tree of plain decoding: no guesses."""
         return cls((-1,), (0,))
 
     @property
@@ -73,7 +73,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The depth of every node, 0 at the root."""
+        """Returns the depth of every node, 0 at the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -81,16 +81,16 @@ class Tree:
 
     @cached_property
     def depth(self) -> Tensor:
-        """Depths as a long tensor [N]."""
+        """Returns the depths as a long tensor [N]."""
         return torch.tensor(self.depths)
 
-    @property
+    @cached_property
     def max_depth(self) -> int:
         return max(self.depths)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """How many guesses of each head the tree uses: 1 + the highest rank at depths 1 .. max_depth."""
+        """Returns the guesses of each head that the tree uses: 1 + the highest rank at depths 1 .. max_depth."""
         widths = [0] * self.max_depth
         for depth, rank in zip(self.depths[1:], self.ranks[1:], strict=True):
             widths[depth - 1] = max(widths[depth - 1], rank + 1)
@@ -98,7 +98,7 @@ class Tree:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Who sees whom, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
+        """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
         mask = torch.eye(self.size, dtype=torch.bool)
         parents = torch.tensor(self.parents[1:], dtype=torch.long)
         for _ in range(self.max_depth):  # each pass hands every node the ancestors of its parent found so far
@@ -107,7 +107,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The children of every node, in order."""
+        """Returns the children of every node, in order."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -119,7 +119,7 @@ class Tree:
         return tuple(node for node, below in enumerate(self.children) if not below)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to this one, both included."""
+        """Returns the nodes from the root to this one."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
@@ -127,20 +127,44 @@ class Tree:
 
     @cached_property
     def choices(self) -> list[list[int]]:
-        """Every node but the root as its path of ranks."""
+        """Returns every node but the root as its path of ranks."""
         return [[self.ranks[step] for step in self.path(node)[1:]] for node in range(1, self.size)]
 
-    def cut(self, depth: int) -> "Tree":
-        """The part of the tree down to a depth."""
+    def truncate(self, depth: int) -> "Tree":
+        """Returns the part of the tree down to a depth."""
         return Tree.from_choices(path for path in self.choices if len(path) <= depth)
+
+    def truncate_to(self, positions: int) -> "Tree":
+        """Returns the part of the tree that fits into so many positions, the root included."""
+        return self if self.max_depth < positions else self.truncate(max(positions - 1, 0))
 
     def to_json(self) -> dict[str, Any]:
         return {"parents": list(self.parents), "ranks": list(self.ranks)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tree":
-        """From what to_json gives; ValueError for numbers that are not whole."""
+        """Reads what to_json wrote; raises ValueError for numbers that are not integers."""
         parents, ranks = tuple(data["parents"]), tuple(data["ranks"])
         if not all(type(number) is int for number in (*parents, *ranks)):
-            raise ValueError("parents and ranks must be whole numbers")
+            raise ValueError("parents and ranks must be integers")
         return cls(parents, ranks)
+
+
+def batch_trees(tokens: Sequence[Tensor], trees: Sequence[Tree]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens [B, N], depths and masks of B trees for one pass, padded to the largest.
+
+    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A padded node sees itself
+    alone, and no node sees it.
+    """
+    if all(tree is trees[0] or tree == trees[0] for tree in trees):
+        return torch.stack(list(tokens)), trees[0].depth, trees[0].mask
+    size = max(tree.size for tree in trees)
+    device = tokens[0].device
+    padded = torch.zeros(len(trees), size, dtype=torch.long, device=device)
+    depth = torch.zeros(len(trees), size, dtype=torch.long)
+    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    for i, (tree, ids) in enumerate(zip(trees, tokens, strict=True)):
+        padded[i, : tree.size] = ids
+        depth[i, : tree.size] = tree.depth
+        mask[i, : tree.size, : tree.size] = tree.mask
+    return padded, depth.to(device), mask.to(device)

@@ -8,11 +8,12 @@ import json
 import time
 
 from medusa_cli import Medusa, assets
-from medusa_cli.backbone import Backbone
-from medusa_cli.benchmarks import read_questions, spread
-from medusa_cli.decoding import generate, generate_plain
+from medusa_cli.bench.questions import read_questions, spread
+from medusa_cli.decode import generate, generate_plain
 from medusa_cli.drafters import load_drafter
-from medusa_cli.engines import load_backbone
+from medusa_cli.engine import load_backbone
+from medusa_cli.model import Backbone
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import Tree
 
@@ -30,7 +31,9 @@ def main() -> None:
     parser.add_argument("--timed", action="store_true", help="also our own tokens/s with drafts, by engine")
     asked = parser.parse_args()
     run = Run.open(asked.run) if asked.run else None
-    backbone = load_backbone(run.model or asked.model if run else asked.model, dtype="fp32", engine="eager")
+    backbone = load_backbone(
+        run.model or asked.model if run else asked.model, LoadOptions(dtype="fp32", engine="eager")
+    )
     chosen = spread(read_questions(assets.mt_bench_path())[0], asked.questions)
     prompts = [backbone.encode_chat([{"role": "user", "content": one.turns[0]}]) for one in chosen]
     plain = [

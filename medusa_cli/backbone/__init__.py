@@ -1,5 +1,0 @@
-"""The frozen language model: loading, what it is called by, how its conversations are laid out."""
-
-from medusa_cli.backbone.model import Backbone
-
-__all__ = ["Backbone"]

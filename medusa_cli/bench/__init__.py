@@ -1,0 +1,1 @@
+"""Benchmarks: questions, decoding methods, interleaved measurement, sweeps, a judge, and reports."""

@@ -1,0 +1,151 @@
+"""Questions of a bench: read from files and hub datasets, chosen by category and number."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_cli import assets
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.io import read_jsonl
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+# Keys under which published sets keep the user's words, their id and a reference answer; the first one present counts.
+TEXT_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
+ID_KEYS = ("question_id", "task_id", "id")
+REFERENCE_KEYS = ("reference", "answer", "canonical_solution")
+# Spec-Bench counts MT-Bench's eight categories as one of its six tasks.
+SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
+# SPEED-Bench has this text on the hub in the place of texts that may not be passed on.
+WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: the user's turns in order, and reference answers to judge by where the set has them."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    reference: tuple[str, ...] = ()
+
+
+def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
+    """Returns the questions of the categories in a comma-separated list; raises UsageError for an unknown one."""
+    known = list(dict.fromkeys(question.category for question in questions))
+    names = known if wanted is None else [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"@category {name!r} is not in these questions", f"use some of {', '.join(known)}")
+    return [question for question in questions if question.category in names]
+
+
+def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """Returns at most `limit` questions, taken from the categories in turn, in their order; all of them for None."""
+    if limit is not None and limit < 1:
+        raise UsageError(f"@limit {limit} is too small", "use 1 or more")
+    groups: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        groups.setdefault(question.category, []).append(index)
+    turns = {index: turn for group in groups.values() for turn, index in enumerate(group)}
+    order = list(groups)
+    chosen = sorted(turns, key=lambda index: (turns[index], order.index(questions[index].category)))[:limit]
+    return [questions[index] for index in sorted(chosen)]
+
+
+def read_questions(source: str | Path) -> tuple[list[Question], int]:
+    """Returns the questions of a file or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]], and how many records it skipped.
+
+    Raises UserError for a source that does not exist or has no usable question.
+    """
+    records = [_question(record, number) for number, record in enumerate(_records(str(source)), 1)]
+    questions = [question for question in records if question is not None]
+    skipped = len(records) - len(questions)
+    if not questions:
+        raise UserError(
+            f"@questions {str(source)!r} holds no usable question ({skipped} records skipped)",
+            f"each record needs the user's words under one of {', '.join(TEXT_KEYS)}",
+        )
+    if {question.category for question in questions} >= SPEC_BENCH:
+        questions = [
+            question if question.category in SPEC_BENCH else replace(question, category="mt_bench")
+            for question in questions
+        ]
+    return questions, skipped
+
+
+def _records(source: str) -> Iterator[Any]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        yield from _file_records(path)
+        return
+    name, *parts = source.split(":")
+    if path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or name.count("/") != 1 or len(parts) > 2:
+        remedy = f"give a file ({', '.join(SUFFIXES)}) or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]"
+        raise UserError(f"@questions {source!r} does not exist", remedy)
+    yield from _hub_records(source, name, *parts)
+
+
+def _file_records(path: Path) -> Iterator[Any]:
+    """Yields a file's records by its suffix; None for a line that is not JSON."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            yield from pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowException as reason:
+            raise UserError(f"@questions {str(path)!r} is not a Parquet file", "check the path") from reason
+        return
+    if path.suffix == ".txt":
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a question may hold other breaks
+        yield from ({"prompt": line.strip()} for line in lines if line.strip())
+        return
+    bad: list[None] = []
+    yield from read_jsonl(path, on_bad=lambda number, reason: bad.append(None), array=True)
+    yield from bad
+
+
+def _hub_records(source: str, name: str, config: str | None = None, split: str | None = None) -> Iterator[Any]:
+    """Yields the rows of a hub dataset: of the named split, else of test, validation, train, or the first."""
+    from datasets import load_dataset
+
+    assets.check_hub(name, kind="dataset", named="@questions")
+    try:
+        splits = load_dataset(name, config or None, trust_remote_code=False)
+    except Exception as reason:  # the library raises its own and its HTTP client's many types
+        text = " ".join(str(reason).split())
+        raise UserError(f"@questions {source!r}: {text}", "name the config as OWNER/NAME:CONFIG") from reason
+    chosen = split or next(key for key in ("test", "validation", "train", *splits) if key in splits)
+    if chosen not in splits:
+        raise UserError(f"@questions {source!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
+    yield from splits[chosen]
+
+
+def _question(record: Any, number: int) -> Question | None:
+    """Returns a record as a question; None if it has no words of a user."""
+    if not isinstance(record, Mapping):
+        return None
+    key = next((key for key in TEXT_KEYS if record.get(key)), "")
+    turns = _turns(record.get(key))
+    if not turns or any(not isinstance(turn, str) or not turn.strip() or WITHHELD in turn for turn in turns):
+        return None
+    if key == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
+        turns = (f"{turns[0]}\n\n{record['input']}",)
+    name = next((record[key] for key in ID_KEYS if record.get(key) is not None), number)
+    category = record.get("category") or "all"
+    if not isinstance(name, str | int) or not isinstance(category, str):
+        return None
+    answer: Any = next((record[key] for key in REFERENCE_KEYS if record.get(key)), [])
+    return Question(str(name), category, turns, tuple(map(str, answer if isinstance(answer, list) else [answer])))
+
+
+def _turns(words: Any) -> tuple[Any, ...]:
+    """Returns the user's turns of a text, of texts in order, or of messages with roles."""
+    if isinstance(words, str):
+        return (words,)
+    if not isinstance(words, Sequence):
+        return ()
+    if all(isinstance(message, Mapping) for message in words):
+        texts = [(turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in words]
+        return tuple(text for role, text in texts if role in ("user", "human"))
+    return tuple(words)

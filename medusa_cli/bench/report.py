@@ -1,0 +1,492 @@
+"""Reports: what benches measured, as one HTML page that needs no network, and as Markdown."""
+
+import io
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medusa_cli import __version__
+from medusa_cli.bench.steps import ceilings
+from medusa_cli.runs.io import Document
+from medusa_cli.tree.draw import columns
+from medusa_cli.tree.tree import Tree
+
+MARKERS = "osD^vPX*"
+LISTED = 40  # differences in the table
+Interval = tuple[float, float] | None
+Bars = Mapping[str, tuple[float, Interval]]
+Curve = Sequence[tuple[float, float, Interval]]  # x, y and y's interval
+LENGTH = "acceptance length (tokens a step)"
+
+
+@dataclass(frozen=True)
+class SavedBench:
+    """A saved bench with what lies beside it; `name` tells it from the report's other benches."""
+
+    name: str
+    document: Document
+    accuracies: Sequence[Sequence[float]] = ()
+    training: Sequence[Document] = ()
+    sweeps: Sequence[Document] = ()
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        methods: dict[str, Any] = self.document["methods"]
+        return methods
+
+
+class Chart(NamedTuple):
+    """A drawing on matplotlib's axes, made when the page is."""
+
+    title: str
+    draw: Callable[[Any], None]
+    width: float = 5.2  # inches
+    height: float = 3.4
+
+
+class Table(NamedTuple):
+    head: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+
+@dataclass
+class Section:
+    title: str
+    words: str = ""
+    tables: list[Table] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+
+
+def sections(benches: Sequence[SavedBench]) -> list[Section]:
+    """Returns everything that can be said of these benches, in reading order."""
+    parts = (gains, categories, decomposition, positions, trees, passes, sweeps, quality, differences)
+    every = [*itertools.chain.from_iterable(part(benches) for part in parts), *heads(benches), *training(benches)]
+    return [*every, setting(benches)]
+
+
+def html(benches: Sequence[SavedBench], parts: Sequence[Section]) -> str:
+    """Returns the page; style and charts are in it, so it opens offline and can be sent by mail."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).parent)
+    jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    numbers = itertools.count(1)
+    drawn = [(part, [svg(chart, next(numbers)) for chart in part.charts]) for part in parts]
+    template = jinja.get_template("page.html.jinja")
+    return template.render(title=_title(benches), benches=benches, parts=drawn, version=__version__)
+
+
+def markdown(benches: Sequence[SavedBench], parts: Sequence[Section]) -> str:
+    """Returns the same words and tables; charts are in the page only."""
+    lines = [f"# {_inline(_title(benches))}", ""]
+    for bench in benches:
+        name = f"**{_inline(bench.name)}.** " if len(benches) > 1 else ""
+        lines += [name + _inline(" ".join(bench.document["facts"])), ""]
+    for part in parts:
+        lines += [f"## {_inline(part.title)}", "", *([_inline(part.words), ""] if part.words else [])]
+        for table in part.tables:
+            lines += [f"{_inline(table.caption)}:", ""] if table.caption else []
+            rows = [table.head, ["---"] * len(table.head), *table.rows]
+            lines += ["| " + " | ".join(map(_inline, row)) + " |" for row in rows] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _inline(text: str) -> str:
+    """Returns a text on one line, in which nothing reads as HTML or ends a table's cell."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def _title(benches: Sequence[SavedBench]) -> str:
+    titles = ", ".join(dict.fromkeys(str(bench.document["title"]) for bench in benches))
+    return titles if len(benches) == 1 else f"{titles}: {', '.join(bench.name for bench in benches)}"
+
+
+def svg(chart: Chart, number: int) -> str:
+    """Returns a chart as inline SVG: text stays text, and its ids are unlike those of the page's other charts."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Names are of people's choosing, and some hold dollars: no text is mathematics.
+    style = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context({**style, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10.0}):
+        figure = Figure(figsize=(chart.width, chart.height), layout="constrained")
+        axes = figure.subplots()
+        axes.set_axisbelow(True)
+        axes.set_title(textwrap.fill(chart.title, int(10.4 * chart.width)), fontsize=10.5)
+        chart.draw(axes)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if len(handles) > 1:
+            place: Any = {"loc": "outside lower center", "ncols": min(3, len(handles)), "fontsize": 9, "frameon": False}
+            figure.legend(handles.values(), handles.keys(), **place)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = stream.getvalue()
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1c{number}-", text[text.index("<svg") :])
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1)
+
+
+def draw_bars(axes: Any, groups: Mapping[str, Bars], unit: str, order: list[str]) -> None:
+    """Draws horizontal bars by group with whiskers; a dotted line marks 1."""
+    y, ticks = 0.0, []
+    for group, bars in groups.items():
+        ticks.append((y + (len(bars) - 1) / 2, group))
+        for name, (value, interval) in bars.items():
+            axes.barh(y, value, 0.8, color=f"C{order.index(name) % 10}", label=name)
+            if interval is not None:
+                axes.errorbar(value, y, xerr=_whiskers(value, interval), color="black", capsize=2.5, linewidth=1)
+            end = max(value, interval[1] if interval else 0)
+            axes.annotate(f"{value:.2f}", (end, y), (4, 0), textcoords="offset points", va="center")
+            y += 1
+        y += 0.6
+    axes.axvline(1, color="gray", linewidth=0.8, linestyle=":")
+    axes.set_yticks(*zip(*ticks, strict=True))
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlabel(unit)
+
+
+def draw_curves(
+    axes: Any, curves: Mapping[str, Curve], x: str, y: str, limits: Mapping[str, Curve] | None = None, log: bool = False
+) -> None:
+    """Draws lines with their intervals as bands, and `limits` without marks. log: the x axis doubles between ticks."""
+    for number, (name, points) in enumerate(curves.items()):
+        marks = {"marker": MARKERS[number % len(MARKERS)], "linestyle": ("-", "--", "-.", ":")[number // 8 % 4]}
+        color = f"C{number % 10}"
+        axes.plot([p[0] for p in points], [p[1] for p in points], color=color, label=name, markersize=4, **marks)
+        bands = [(p[0], *p[2]) for p in points if p[2] is not None]
+        if len(bands) > 1:
+            axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.16, linewidth=0)
+    for (name, points), dash in zip((limits or {}).items(), itertools.cycle((":", "--"))):
+        axes.plot([p[0] for p in points], [p[1] for p in points], color="gray", linestyle=dash, linewidth=1, label=name)
+    ticks = sorted({point[0] for points in curves.values() for point in points})
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    if log and len(ticks) <= 12 or all(tick == int(tick) for tick in ticks) and len(ticks) <= 8:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel=x, ylabel=y)
+
+
+def draw_points(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> None:
+    """Draws points, one mark and colour a series."""
+    for number, (name, series) in enumerate(points.items()):
+        axes.plot(*zip(*series, strict=True), MARKERS[number % len(MARKERS)], color=f"C{number % 10}", label=name)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set(xlabel=x, ylabel=y)
+
+
+def draw_gains(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draws acceptance length against overhead, with lines of equal gain."""
+    draw_points(axes, points, "overhead (step over plain step)", LENGTH)
+    right, top = (1.15 * max([1.0, *(point[axis] for (point,) in points.values())]) for axis in (0, 1))
+    for gain in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
+        end = min(right, top / gain)
+        axes.plot([0, end], [0, gain * end], color="lightgray", linewidth=1.6 if gain == 1 else 0.9, zorder=1)
+        axes.annotate(f"{gain:g}x", (end, gain * end), (-4, -1), textcoords="offset points", ha="right", va="top")
+    axes.set(xlim=(0, right), ylim=(0, top))
+
+
+def draw_tree(axes: Any, tree: Tree, hits: Sequence[int]) -> None:
+    """Draws a tree, every node shaded and marked by the percentage of steps that accepted it."""
+    x, steps = columns(tree), max(hits[0], 1)
+    for node in range(tree.size):
+        share, spot = hits[node] / steps, (x[node], -tree.depths[node])
+        if node:
+            parent = tree.parents[node]
+            ends = [x[parent], x[node]], [-tree.depths[parent], -tree.depths[node]]
+            axes.plot(*ends, color="C0" if share else "lightgray", linewidth=0.6 + 6 * share, alpha=0.55, zorder=1)
+            axes.annotate(str(tree.ranks[node] + 1), spot, ha="center", va="center", size=6.5, zorder=4)
+        axes.scatter(*spot, s=120, color="white", edgecolors="gray", linewidths=0.7, zorder=2)
+        axes.scatter(*spot, s=120, color="C0", alpha=min(1.0, share), linewidths=0, zorder=3)
+        label = f"{100 * share:.{0 if share >= 0.0995 else 1}f}" if node else "root"
+        axes.annotate(label, spot, (0, -13), textcoords="offset points", ha="center", size=7)
+    depths = range(tree.max_depth + 1)
+    axes.set_yticks([-depth for depth in depths], ["root", *(f"head {depth}" for depth in depths[1:])])
+    axes.set_xticks([])
+    axes.grid(False)
+    axes.margins(x=0.03, y=0.16)
+
+
+def _whiskers(value: float, interval: tuple[float, float]) -> list[list[float]]:
+    """Returns how far an interval reaches below and above a value, as matplotlib takes it."""
+    return [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
+
+
+def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
+    value, interval = figures[key], figures[f"{key}_95"]
+    return f"{value:{form}}" if interval is None else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _labelled(benches: Sequence[SavedBench]) -> Iterator[tuple[str, SavedBench, str, dict[str, Any]]]:
+    """Yields every method with its name in the report, its bench, its name there, and its figures."""
+    for bench in benches:
+        for method, figures in bench.methods.items():
+            yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench, method, figures
+
+
+def _asked(benches: Sequence[SavedBench]) -> str:
+    """Returns the number of questions as words."""
+    counts = sorted({figures["questions"] for _, _, _, figures in _labelled(benches)})
+    return f"{' / '.join(map(str, counts))} question{'s' if counts != [1] else ''}"
+
+
+def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    rows = []
+    for name, bench, method, figures in _labelled(benches):
+        identical = "-" if figures["identical"] is None else f"{figures['identical']}/{figures['questions']}"
+        if figures["identical"] is not None and method == bench.document["reference"]:
+            identical = "reference"
+        row = [name, _with_interval(figures, "tokens_per_s", ".1f"), _with_interval(figures, "speedup")]
+        row += [_with_interval(figures, "acceptance_length") if figures["step_ms"] is not None else "-"]
+        row += [_cell(figures["overhead"], ".2f"), _cell(figures["step_ms"], ".1f")]
+        rows.append([*row, _cell(figures["draft_share"], ".1%"), identical, f"{figures['tokens']:,}"])
+    head = ["method", "tokens/s", "speedup", "acceptance length", "overhead", "step, ms", "drafting"]
+    base = ", ".join(dict.fromkeys(str(bench.document["baseline"]) for bench in benches))
+    words = (
+        f"Speedup is tokens/s over those of {base} in the same run. The acceptance length is the tokens a verified "
+        "step gives, the model's own included. Overhead is the time of such a step over a plain step. In brackets and "
+        "as whiskers: 95 % bootstrap intervals over questions."
+    )
+    groups = {
+        bench.name: {name: (one["speedup"], one["speedup_95"]) for name, one in bench.methods.items()}
+        for bench in benches
+    }
+    order = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    chart = Chart(f"Speedup over {base}, {_asked(benches)}", partial(draw_bars, groups=groups, unit="x", order=order))
+    table = Table([*head, "identical answers", "tokens"], rows)
+    yield Section("What it gains", words, [table], [chart._replace(height=_bars_height(groups))])
+
+
+def _bars_height(groups: Mapping[str, Mapping[str, Any]]) -> float:
+    return 1.4 + 0.27 * sum(len(bars) + 0.6 for bars in groups.values())
+
+
+def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    every = list(_labelled(benches))
+    known = list(dict.fromkeys(category for *_, figures in every for category in figures["per_category"]))
+    faster = [(name, f) for name, bench, method, f in every if method != bench.document["baseline"]]
+    drafted = [(name, f) for name, bench, method, f in every if method in bench.document["drafting"]]
+    for title, key, unit, methods in (
+        ("Speedup", "speedup", "x", faster),
+        ("Acceptance length", "acceptance_length", LENGTH, drafted),
+    ):
+        if len(known) < 2 or not methods:
+            continue
+        parts = {c: {name: f["per_category"][c] for name, f in methods if c in f["per_category"]} for c in known}
+        parts = {f"{c} ({max(f['questions'] for f in part.values())})": part for c, part in parts.items() if part}
+        groups = {c: {n: (f[key], f[f"{key}_95"]) for n, f in part.items()} for c, part in parts.items()}
+        names = [name for name, _ in methods]
+        rows = [[c, *(_with_interval(part[n], key) if n in part else "-" for n in names)] for c, part in parts.items()]
+        draw = partial(draw_bars, groups=groups, unit=unit, order=names)
+        chart = Chart(f"{title} by category (questions)", draw, height=_bars_height(groups))
+        yield Section(f"{title} by category", "", [Table(["category (questions)", *names], rows)], [chart])
+
+
+def decomposition(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    rows, points = [], {}
+    for name, bench, _, figures in _labelled(benches):
+        if "ar" in bench.methods and figures["overhead"] is not None:
+            length, overhead, engine = figures["acceptance_length"], figures["overhead"], bench.methods["ar"]["speedup"]
+            points[name] = [(overhead, length)]
+            drafts = length / overhead
+            values = (engine, length, overhead, drafts, figures["speedup"] / (engine * drafts), figures["speedup"])
+            rows.append([name, *(f"{value:.2f}" for value in values)])
+    if rows:
+        head = ["method", "engine: ar over baseline", "acceptance length", "overhead", "length / overhead"]
+        table = Table([*head, "prefill and the rest", "speedup over baseline"], rows)
+        words = (
+            "Drafts gain acceptance length / overhead. The engine's own gain is that of our plain loop over the "
+            "baseline. The rest is the prefill, which drafts do not shorten, and the time between steps."
+        )
+        chart = Chart("Acceptance length against overhead", partial(draw_gains, points=points))
+        yield Section("Where the gain comes from", words, [table], [chart])
+
+
+def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    curves: dict[str, Curve] = {}
+    rows = []
+    for name, bench, method, figures in _labelled(benches):
+        if method in bench.document["drafting"] or method == "lookup":
+            shares = figures["by_position"]
+            curves[name] = [(0, 1.0, None), *((k, s["reached"], s["reached_95"]) for k, s in enumerate(shares, 1))]
+            cells = [[str(k), f"{s['reached']:.1%}", f"{s['after']:.1%}"] for k, s in enumerate(shares, 1)]
+            rows += [[name, *row, f"{sum(figures['depths']):,}"] for row in cells]
+    if rows:
+        words = (
+            "Share of steps that accepted a draft token at position k: of all steps, as vLLM and SPEED-Bench count; of "
+            "those that had accepted position k - 1, EAGLE's k-alpha."
+        )
+        draw = partial(draw_curves, curves=curves, x="k, position of the draft token", y="share of steps")
+        table = Table(["method", "position", "of all steps", "of those before", "steps"], rows)
+        chart = Chart(f"Steps that accepted at least k draft tokens, {_asked(benches)}", draw)
+        yield Section("Acceptance by position", words, [table], [chart])
+
+
+def trees(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    charts = []
+    for name, bench, method, figures in _labelled(benches):
+        saved, hits = (bench.document["drafting"].get(method) or {}).get("static_tree"), figures["hits"]
+        if saved is not None and len(saved["parents"]) == len(hits):
+            tree = Tree.from_json(saved)
+            title = f"{name}: {tree.size} nodes, {hits[0]:,} steps; below each node the % of steps that accepted it"
+            width = max(5.2, 0.3 * len(tree.leaves) + 1.2)
+            charts.append(Chart(title, partial(draw_tree, tree=tree, hits=hits), width, 0.9 + 0.85 * tree.max_depth))
+    if charts:
+        words = "Static trees. Numbers in the nodes are ranks; a node that is hardly ever accepted costs a row."
+        yield Section("Which nodes of the tree were accepted", words, charts=charts)
+
+
+def passes(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    section = Section("What a step costs")
+    for bench in benches:
+        if rows := bench.document.get("rows"):
+            times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
+            least = {count: ceilings(rows, count) for count, _ in times}
+            cells = [
+                [str(n), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", *(f"{limit:.1f}" for limit in least[n])]
+                for n, ms in times
+            ]
+            head = ["rows", "ms a pass", "over one row", "memory's ceiling, ms", "arithmetic's, ms"]
+            section.tables.append(Table(head, cells, f"{bench.name}: {rows['engine']}"))
+            limits = {
+                "memory's ceiling": [(count, limit[0], None) for count, limit in least.items()],
+                "arithmetic's": [(n, limit[1], None) for n, limit in least.items() if limit[1] <= 1.5 * times[-1][1]],
+            }
+            curves = {rows["engine"]: [(count, ms, None) for count, ms in times]}
+            title = f"{bench.name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
+            draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", limits=limits, log=True)
+            section.charts.append(Chart(title, draw))
+    if section.charts:
+        section.words = (
+            "Memory's ceiling is reading the weights once, at the bandwidth of a copy; arithmetic's is two operations "
+            "a weight and row, at the rate of a large product of matrices."
+        )
+        yield section
+
+
+def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    section = Section("Sweeps")
+    for name, sweep in [(bench.name, sweep) for bench in benches for sweep in bench.sweeps]:
+        rows = [
+            [
+                p["series"],
+                f"{p['x']:g}",
+                _with_interval(p, "tokens_per_s", ".1f"),
+                _with_interval(p, "acceptance_length"),
+            ]
+            + [_cell(p["nll"], ".3f"), str(p["questions"])]
+            for p in sweep["points"]
+        ]
+        head = ["series", sweep["unit"], "tokens/s", "acceptance length", "nats a token", "questions"]
+        section.tables.append(Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"))
+        for key, y in (("acceptance_length", LENGTH), ("tokens_per_s", "tokens/s"), ("nll", "nats a token")):
+            curves: dict[str, list[tuple[float, float, Interval]]] = {}
+            for point in sweep["points"]:
+                if point[key] is not None:
+                    curves.setdefault(point["series"], []).append((point["x"], point[key], point.get(f"{key}_95")))
+            log = sweep["axis"] in ("nodes", "batch", "context")
+            draw = partial(draw_curves, curves=curves, x=sweep["unit"], y=y, log=log)
+            if curves:
+                section.charts.append(Chart(f"{name}: {y} by {sweep['axis']}", draw))
+    if section.tables:
+        yield section
+
+
+def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    rows, judged = [], []
+    for bench in benches:
+        for method, one in (bench.document.get("quality") or {}).items():
+            part = [f"{one['nll']:.3f}", f"{one['perplexity']:.2f}", f"{one['agreement']:.1%}", f"{one['tokens']:,}"]
+            rows.append([bench.name, method, *part])
+        judge = bench.document.get("judge") or {"single": {}, "pairs": {}}
+        for method, one in judge["single"].items():
+            judged.append([bench.name, method, f"{one['score']:.2f}", "-", "-", "-", str(one["answers"])])
+        for method, one in judge["pairs"].items():
+            counts = [str(one[key]) for key in ("wins", "ties", "losses", "answers")]
+            judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
+    head = ["run", "method", "nats a token", "perplexity", "is the model's first choice", "tokens"]
+    tables = [Table(head, rows, "First turns' answers under the plain model, at temperature 1")] if rows else []
+    head = ["run", "judged", "score, of 10", "wins", "ties", "losses", "answers"]
+    tables += [Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")] if judged else []
+    if tables:
+        yield Section("Quality", "", tables)
+
+
+def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    compared = [(name, figures) for name, _, _, figures in _labelled(benches) if figures["identical"] is not None]
+    parted = {name: figures["differences"] for name, figures in compared if figures["differences"]}
+    points = {name: [(d["position"], d["margin"]) for d in parts] for name, parts in parted.items()}
+    rows = [
+        [name, str(d["question"]), str(d["turn"] + 1), str(d["position"]), f"{d['margin']:.4f}"]
+        for name, parts in parted.items()
+        for d in parts
+    ]
+    title = "Identity with plain decoding"
+    if compared and not rows:
+        yield Section(title, f"All answers are token for token the same, {_asked(benches)}.")
+    elif rows:
+        words = (
+            "The first token at which an answer differs from the reference's, and the margin between the model's "
+            f"logits of both: near 0, rounding decided a tie. {min(LISTED, len(rows))} of {len(rows)} are listed."
+        )
+        draw = partial(draw_points, points=points, x="token of the answer", y="margin between the logits")
+        table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
+        yield Section(title, words, [table], [Chart(f"First differences, {_asked(benches)}", draw)])
+
+
+def heads(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    curves: dict[str, Curve] = {}
+    rows = []
+    for bench in benches:
+        for head, shares in enumerate(bench.accuracies, 1):
+            name = f"head {head}" if len(benches) == 1 else f"{bench.name}: head {head}"
+            sums = list(itertools.accumulate(shares))
+            curves[name] = [(rank, total, None) for rank, total in enumerate(sums, 1)]
+            first = [f"{100 * share:.1f}" for share in shares[:5]]
+            rows.append([name, *first, *["-"] * (5 - len(first)), f"{100 * sums[-1]:.1f}"])
+    if rows:
+        columns = ["head", *(f"guess {rank}, %" for rank in range(1, 6)), "any of them, %"]
+        draw = partial(draw_curves, curves=curves, x="best guesses", y="share that holds the right token")
+        words = "Measured by `medusa calibrate` on held-out conversations, each head given the true tokens before."
+        chart = Chart("Accuracy by guesses, held out", draw)
+        yield Section("How good the heads are", words, [Table(columns, rows)], [chart])
+
+
+def training(benches: Sequence[SavedBench]) -> Iterator[Section]:
+    charts = []
+    for bench in benches:
+        checks = [event for event in bench.training if event["event"] == "validated"]
+        curves: dict[str, Curve] = {
+            f"head {k + 1}": [(check["total_positions"], check["accuracies"][k], None) for check in checks]
+            for k in range(len(checks[0]["accuracies"]) if checks else 0)
+        }
+        draw = partial(draw_curves, curves=curves, x="positions trained on", y="first guesses right")
+        charts += [Chart(f"{bench.name}: held-out accuracy", draw)] if curves else []
+    if charts:
+        yield Section("Training", "First guesses that are right on held-out conversations.", charts=charts)
+
+
+def setting(benches: Sequence[SavedBench]) -> Section:
+    columns = {}
+    for bench in benches:
+        saved = bench.document
+        facts = {"measured": saved["created"], "medusa": saved["version"], "model": saved["backbone"]["id"]}
+        facts |= {key: saved[key] for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")}
+        facts |= {f"sampling {key}": value for key, value in saved["sampling"].items()} | saved["environment"]
+        columns[bench.name] = facts
+    keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
+    rows = [[key, *(str(facts.get(key, "-")) for facts in columns.values())] for key in keys]
+    return Section("Environment and versions", "", [Table(["", *columns], rows)])

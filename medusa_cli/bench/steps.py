@@ -1,0 +1,145 @@
+"""Times of forward passes by rows, and the ceilings that memory and arithmetic set."""
+
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from medusa_cli.decode.stats import Clock
+from medusa_cli.engine import Plan, load_backbone
+from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.model.load import peak_memory, reset_peak
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.tree import Tree
+
+ROWS = (1, 4, 8, 16, 32, 64)
+ROUNDS = 15
+CONTEXT = 384
+COPIED_BYTES = 256 * 2**20
+PRODUCT_SIDE = 1024
+REPEATS = 5
+log = logging.getLogger(__name__)
+
+
+def best_time(device: torch.device, work: Callable[[], object]) -> float:
+    """Returns the seconds of the fastest of a few calls."""
+    best = float("inf")
+    for _ in range(REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes a second, read and written, that a plain copy moves."""
+    source = torch.ones(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
+
+
+def operations_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the multiplications and additions a second of a large product of matrices."""
+    left, right = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device=device).to(dtype) for _ in range(2))
+    return 2 * PRODUCT_SIDE**3 / best_time(device, lambda: left @ right)
+
+
+def multiplied_weights(backbone: Backbone) -> int:
+    """Returns the weights that a row is multiplied by: those of all linear layers, in any engine's layout."""
+    layers = [module for module in backbone.model.modules() if "in_features" in vars(module)]
+    # An adapter's layer repeats the sizes of the layer inside it.
+    return sum(int(one.in_features) * int(one.out_features) for one in layers if not hasattr(one, "base_layer"))
+
+
+def time_rows(
+    backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int = CONTEXT, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Returns median milliseconds of a pass by rows after `context` tokens, seconds of the prefill, the cache's bytes.
+
+    The sizes take turns, so that drift of the machine hits all alike.
+    """
+    cache = backbone.engine.new_cache(capacity=context + max(rows))
+    clock = Clock(backbone)
+    backbone.engine.forward(Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none"), cache)
+    prefill = clock.lap()
+    laps: dict[int, list[float]] = {count: [] for count in rows}
+    for number in range(rounds + 2):
+        for count in rows:
+            ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
+            clock = Clock(backbone)
+            backbone.engine.forward(Plan.tree(ids, _tree(count)), cache).logits.argmax(-1).tolist()
+            if number >= 2:  # the first rounds warm up
+                laps[count].append(clock.lap())
+    medians = {str(count): 1e3 * statistics.median(times) for count, times in laps.items()}
+    return {"step_ms": medians, "prefill_s": prefill, "cache_bytes": cache.nbytes}
+
+
+def _tree(nodes: int) -> Tree:
+    """Returns any tree of so many nodes: half of them below the root, the others below those."""
+    wide = nodes // 2
+    return Tree.from_choices([[rank] for rank in range(wide)] + [[rank, 0] for rank in range(nodes - 1 - wide)])
+
+
+def time_passes(backbone: Backbone) -> dict[str, Any]:
+    """Returns milliseconds of a pass by rows on the backbone's engine, and what its ceilings are computed from."""
+    context = min(CONTEXT, backbone.max_positions - 3)
+    log.info("timing passes by rows")
+    return {
+        "engine": backbone.engine.title,
+        "context": context,
+        "rounds": ROUNDS,
+        "step_ms": time_rows(backbone, context=context)["step_ms"],
+        "weight_bytes": backbone.engine.weight_bytes,
+        "weights": multiplied_weights(backbone),
+        "copy_bytes_per_s": copy_bandwidth(backbone.device),
+        "operations_per_s": operations_rate(backbone.device, backbone.dtype),
+    }
+
+
+def ceilings(rows: dict[str, Any], count: int) -> tuple[float, float]:
+    """Returns the least milliseconds of a pass over so many rows, by memory and by arithmetic, from `time_passes`."""
+    memory = 1e3 * rows["weight_bytes"] / rows["copy_bytes_per_s"]
+    return memory, 1e3 * 2 * rows["weights"] * count / rows["operations_per_s"]
+
+
+def time_engines(model: str, options: LoadOptions, contexts: Sequence[int]) -> dict[str, Any]:
+    """Times passes by context and engine; engine "auto" times every engine that can run the model, one at a time."""
+    document: dict[str, Any] = {"model": model, "contexts": {str(size): {} for size in contexts}, "peak_bytes": {}}
+    for engine in ("eager", "fast") if options.engine == "auto" else (options.engine,):
+        try:
+            backbone = load_backbone(model, replace(options, engine=engine))
+        except UsageError:
+            if engine == "eager" or options.engine != "auto":
+                raise
+            continue
+        longest = backbone.max_positions - 3
+        if contexts[-1] > longest:
+            remedy = f"use {longest} or less"
+            raise UsageError(f"@context {contexts[-1]} leaves no position of {backbone.max_positions}", remedy)
+        if "ceiling_ms" not in document:
+            bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
+            document |= {"dtype": str(backbone.dtype).removeprefix("torch."), "device": str(backbone.device)}
+            document |= {
+                "weight_bytes": weights,
+                "copy_bytes_per_s": bandwidth,
+                "ceiling_ms": 1e3 * weights / bandwidth,
+            }
+        for size in contexts:
+            log.info("%s: timing passes with %s tokens in the cache", engine, f"{size:,}")
+            reset_peak(backbone.device)
+            document["contexts"][str(size)][engine] = time_rows(backbone, context=size)
+            peak = peak_memory(backbone.device)
+            document["peak_bytes"][str(size)] = max(document["peak_bytes"].get(str(size), 0), peak)
+        del backbone  # no two of them are held at once
+        gc.collect()
+    return document

@@ -1,0 +1,189 @@
+"""Conversations: one type for seeds, distilled answers and training data, and one reader of their files."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import HALF, Message, encode, is_whole
+from medusa_cli.runs.io import Malformed, ReadReport, read_jsonl, usable
+
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+
+# The roles of ShareGPT, of OpenAI and of data sets made from them.
+ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
+
+    A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
+    hidden states. The rows are those of every position but the last, or of the positions that emitted an answer's
+    token. seal: digest of tokens and rows.
+    """
+
+    id: str
+    messages: list[Message] = field(default_factory=list)
+    tokens: list[Count] = field(default_factory=list)
+    spans: list[tuple[Count, Count]] = field(default_factory=list)
+    state_rows: tuple[Count, Annotated[int, Meta(ge=1, lt=2**48)]] | None = None
+    seal: str | None = None
+
+    @classmethod
+    def from_turns(cls, id: str, turns: Sequence[str], system: str | None = None) -> "Conversation":
+        """Returns a seed: the user's turns after an optional system prompt."""
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)])
+
+    @property
+    def system(self) -> str | None:
+        """System prompt, None without one."""
+        return next((message["content"] for message in self.messages[:1] if message["role"] == "system"), None)
+
+    @property
+    def turns(self) -> list[str]:
+        """Texts of the user's turns."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+    @property
+    def positions(self) -> int:
+        """Number of answer tokens: the positions that are trained on."""
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """True if there is a state row for every position but the last."""
+        return self.state_rows is not None and self.state_rows[1] == len(self.tokens) - 1
+
+    @property
+    def answer_rows(self) -> list[int]:
+        """Number of each answer's first state row."""
+        first = self.state_rows[0] if self.state_rows else 0
+        if self.has_all_rows:
+            return [first + start - 1 for start, _ in self.spans]
+        return [*accumulate((end - start for start, end in self.spans), initial=first)][:-1]
+
+    def to_json(self) -> str:
+        """Returns the conversation as a line of distill.jsonl."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value is not None}, ensure_ascii=False)
+
+
+def messages_of(record: dict[str, Any]) -> list[Message]:
+    """Returns a record's messages (role, content) from OpenAI's "messages" or ShareGPT's "conversations".
+
+    Raises Malformed, with the reason, for a record of another form.
+    """
+    raw = record.get("messages") or record.get("conversations")
+    if not isinstance(raw, list) or not raw:
+        raise Malformed("no messages or conversations")
+    messages = []
+    for message in raw:
+        if not isinstance(message, dict):
+            raise Malformed("a message is not an object")
+        role = message.get("role", message.get("from"))
+        text = message.get("content", message.get("value"))
+        if not isinstance(role, str) or role not in ROLES:
+            raise Malformed(f"unknown role {role!r}")
+        if not isinstance(text, str):
+            raise Malformed("a message without text")
+        messages.append({"role": ROLES[role], "content": text})
+    return messages
+
+
+def id_of(record: dict[str, Any]) -> str:
+    """Returns a record's id, or a digest of the record where it has none; raises Malformed for an unusable id."""
+    name = record.get("id")
+    if not isinstance(name, str | int | None):
+        raise Malformed("an id that is no text")
+    try:
+        name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16])
+    except RecursionError:
+        raise Malformed("nested too deep") from None
+    if not is_whole(name):
+        raise Malformed(HALF)
+    return name
+
+
+def distilled_of(record: Any) -> Conversation:
+    """Returns a line of distill.jsonl as a conversation; raises ValueError for anything else."""
+    conversation = msgspec.convert(record, Conversation)
+    if not conversation.spans or not all(start < end for start, end in conversation.spans):
+        raise ValueError("no answers")
+    return conversation
+
+
+def conversation_of(record: Any, backbone: Backbone) -> Conversation:
+    """Returns a parsed record as a tokenised conversation that fits the model; raises Malformed, with the reason."""
+    if not isinstance(record, dict):
+        raise Malformed("not an object")
+    name = id_of(record)
+    try:
+        messages = messages_of(record)
+        if not any(message["role"] == "assistant" for message in messages[1:]):
+            raise Malformed("no answer to a question")
+    except Malformed:
+        if "tokens" not in record:
+            raise
+        messages = []
+    if "tokens" not in record:
+        return _within_context(Conversation(name, messages, *encode(backbone, messages)), backbone)
+    try:
+        conversation = msgspec.convert({**record, "id": name, "messages": messages}, Conversation)
+    except ValueError as reason:
+        raise Malformed("a field of another type") from reason
+    if any(token >= backbone.vocab_size for token in conversation.tokens):
+        raise Malformed("token ids outside the model's vocabulary")
+    if not conversation.spans:
+        raise Malformed("no assistant spans")
+    last = 1
+    for start, end in conversation.spans:
+        if not last <= start < end <= len(conversation.tokens):
+            raise Malformed("assistant spans out of order or range")
+        last = end
+    if conversation.state_rows is None:
+        return _within_context(conversation, backbone)
+    if conversation.state_rows[1] not in (len(conversation.tokens) - 1, conversation.positions):
+        raise Malformed("state rows that do not match the spans")
+    return conversation
+
+
+def _within_context(conversation: Conversation, backbone: Backbone) -> Conversation:
+    """Cuts a conversation to the model's context: no states can be computed past it."""
+    end = min(len(conversation.tokens), backbone.max_positions)
+    spans = [(start, min(stop, end)) for start, stop in conversation.spans if start < end]
+    if not spans:
+        raise Malformed("answers past the model's context")
+    return Conversation(conversation.id, conversation.messages, conversation.tokens[:end], spans)
+
+
+def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
+    """Reads a JSONL file or a JSON array of conversations; the chat template tokenises those without token ids.
+
+    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty file, or if no
+    record is left.
+    """
+    remedy = "make it with `medusa distill`, or give other data with @data"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist", remedy)
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty", remedy)
+    report = ReadReport()
+    records = read_jsonl(path, report.skip_line, array=True)
+    conversations = usable(records, partial(conversation_of, backbone=backbone), report)
+    if not conversations:
+        raise UserError(f"{path} holds no usable conversation ({report})", remedy)
+    return conversations, report

@@ -1,0 +1,31 @@
+"""Decoding: requests become sequences that a decoder advances step by step."""
+
+from medusa_cli.decode.accept import accept
+from medusa_cli.decode.decoder import Decoder
+from medusa_cli.decode.generate import answer, generate, generate_batch, generate_plain
+from medusa_cli.decode.policy import AdaptivePolicy, DraftPolicy, NgramPolicy
+from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sequence import Request, Sequence
+from medusa_cli.decode.stats import Accepted, Likelihood, Stats, Step
+from medusa_cli.decode.stream import Piece, Reply
+
+__all__ = [
+    "Accepted",
+    "AdaptivePolicy",
+    "Decoder",
+    "DraftPolicy",
+    "Likelihood",
+    "NgramPolicy",
+    "Piece",
+    "Reply",
+    "Request",
+    "Sampling",
+    "Sequence",
+    "Stats",
+    "Step",
+    "accept",
+    "answer",
+    "generate",
+    "generate_batch",
+    "generate_plain",
+]

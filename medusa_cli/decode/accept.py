@@ -1,0 +1,73 @@
+"""Acceptance: greedy and exact sampling follow the model's own choice; typical takes what is plausible."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_cli.decode.sampling import Sampler, Sampling
+from medusa_cli.drafters.base import Draft
+
+# The accepted nodes from the root on, and the bonus token that the model adds after them.
+Path = tuple[list[int], int]
+
+
+def accept(logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler]) -> list[Path]:
+    """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read."""
+    best = logits.argmax(-1).tolist() if any(sampler.greedy for sampler in samplers) else []
+    paths = []
+    for i, (draft, sampler) in enumerate(zip(drafts, samplers, strict=True)):
+        scores = logits[i, : draft.tree.size]
+        if sampler.greedy:
+            paths.append(_follow(draft, best[i].__getitem__))
+        elif sampler.sampling.mode == "typical":
+            paths.append(_typical(scores, draft, sampler.sampling))
+        else:
+            paths.append(_sampled(scores, draft, sampler))
+    return paths
+
+
+def _sampled(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
+    """Follows the model's own draws: the same uniform numbers give the same tokens in plain decoding."""
+    depths, uniforms = draft.tree.depths, sampler.peek_uniforms(draft.tree.max_depth + 1)
+    if scores.device.type == "cpu":  # few nodes are visited, and each costs a softmax over the vocabulary
+        path = _follow(draft, lambda node: sampler.sample(scores[node, None], [uniforms[depths[node]]])[0])
+    else:  # each read of a value waits for the device, so all nodes are drawn at once
+        path = _follow(draft, sampler.sample(scores, [uniforms[depth] for depth in depths]).__getitem__)
+    sampler.advance(len(path[0]))
+    return path
+
+
+def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
+    """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
+    tokens, children = draft.tokens.tolist(), draft.tree.children
+    path = [0]
+    while True:
+        token = choose(path[-1])
+        child = next((node for node in children[path[-1]] if tokens[node] == token), None)
+        if child is None:
+            return path, token
+        path.append(child)
+
+
+def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Path:
+    """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
+
+    Of equally long paths the likeliest wins. The bonus token is the model's most likely one.
+    """
+    log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).nan_to_num(0.0).sum(-1)
+    limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [N]
+    tree = draft.tree
+    parents = torch.tensor(tree.parents[1:], dtype=torch.long, device=logits.device)
+    scores = log_p[parents, draft.tokens[1:]]  # [N - 1]
+    plausible = (scores.exp() > limit[parents]).tolist()
+    totals: list[float | None] = [0.0]
+    best, best_key = 0, (0, 0.0)
+    for node, (score, passes) in enumerate(zip(scores.tolist(), plausible, strict=True), 1):
+        above = totals[tree.parents[node]]
+        totals.append(above + score if passes and above is not None else None)
+        total = totals[-1]
+        if total is not None and (tree.depths[node], total) > best_key:
+            best, best_key = node, (tree.depths[node], total)
+    return tree.path(best), int(logits[best].float().argmax())

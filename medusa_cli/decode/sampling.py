@@ -1,0 +1,156 @@
+"""Sampling: how a sequence chooses its next token from logits, with a random stream of its own."""
+
+import hashlib
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_cli.errors import UsageError
+
+MODES = ("greedy", "exact", "typical")
+# A nucleus is rarely larger, and finding so many likeliest tokens takes a tenth of sorting the vocabulary.
+NUCLEUS = 512
+# Dividing logits by less than this may overflow fp32.
+MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Mode, temperature, top-p and top-k, epsilon and delta of typical acceptance, and the seed."""
+
+    mode: str = "greedy"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    epsilon: float = 0.09
+    delta: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"@temperature {self.temperature} is not valid", "use 0 for greedy, or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1")
+        if self.top_k < 0:
+            raise UsageError(f"@top_k {self.top_k} is not valid", "use 0 for no cut, or a positive number")
+        cuts = {"@top_p": self.top_p if self.top_p < 1 else None, "@top_k": self.top_k or None}
+        for name, value in cuts.items():
+            if self.mode == "typical" and value is not None:
+                raise UsageError(
+                    f"{name} {value} has no effect with @sampling typical, which has a rule of its own",
+                    f"leave {name} out, or use @sampling exact",
+                )
+        if not 0 < self.epsilon <= 1 or not self.delta > 0:
+            raise UsageError(
+                f"epsilon {self.epsilon} and delta {self.delta} is not valid", "use 0 < epsilon <= 1 and delta > 0"
+            )
+
+    @classmethod
+    def by_name(cls, temperature: float, name: str) -> "Sampling":
+        """Returns exact sampling with a seed derived from a name alone; greedy at temperature 0."""
+        if temperature == 0:
+            return cls()
+        return cls("exact", temperature, seed=int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+
+    @property
+    def greedy(self) -> bool:
+        """Returns True if every token is the most likely one; temperature 0 is greedy in every mode."""
+        return self.mode == "greedy" or self.temperature < MIN_TEMPERATURE
+
+
+def sampling_of(
+    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
+) -> Sampling:
+    """Returns the sampling that options ask for; a temperature alone means exact sampling."""
+    if temperature is None:
+        temperature = 0.7 if mode in ("exact", "typical") else 0.0
+    return Sampling(
+        mode or ("exact" if temperature > 0 else "greedy"), temperature, top_p, top_k, seed=random_seed or 0
+    )
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Returns the weights [.., C] to draw from and their token ids; None for the whole vocabulary in order.
+
+    Applies temperature, then top-k, then top-p to logits [.., V].
+    """
+    scores, ids = logits.float() / sampling.temperature, None
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores, ids = scores.topk(sampling.top_k, dim=-1)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        if ids is None:
+            probs, ids = _likeliest(probs, sampling.top_p)
+        probs = nucleus(probs, sampling.top_p)
+    return probs, ids
+
+
+def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
+    """Sets probabilities (in falling order) outside the nucleus to zero.
+
+    A token stays while the mass before it is below top_p, so the most likely one always stays.
+    """
+    return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+
+
+def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Returns the largest probabilities in falling order, enough to sum to top_p, and their token ids."""
+    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:  # on a GPU reading the sum costs more than a sort
+        best = probs.topk(NUCLEUS, dim=-1)
+        if bool((best.values.sum(-1) > top_p).all()):
+            return best.values, best.indices
+    ordered = probs.sort(dim=-1, descending=True)
+    return ordered.values, ordered.indices
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns the index [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
+
+    Inverting the distribution takes one random number a row; exponential races take C.
+    """
+    summed = weights.cumsum(-1, dtype=torch.double)
+    target = uniforms.to(summed)[..., None] * summed[..., -1:]
+    return torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)[..., 0]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence by its sampling and its random stream, one uniform number a token.
+
+    The numbers do not depend on the device or on drafts: an answer depends on its seed alone. `stream` selects the
+    random stream; stream 0 draws as the seed alone would.
+    """
+
+    def __init__(self, sampling: Sampling, stream: int = 0) -> None:
+        self.sampling, self.greedy = sampling, sampling.greedy
+        self.generator = torch.Generator().manual_seed((sampling.seed + stream) % 2**63)
+        self._uniforms: list[float] = []
+
+    def peek_uniforms(self, count: int) -> list[float]:
+        """Returns the random numbers of the next `count` tokens."""
+        missing = count - len(self._uniforms)
+        if missing > 0:
+            self._uniforms += torch.rand(missing, generator=self.generator, dtype=torch.double).tolist()
+        return self._uniforms[:count]
+
+    def advance(self, count: int) -> None:
+        """Drops the numbers of `count` tokens that were chosen."""
+        del self._uniforms[:count]
+
+    def sample(self, logits: Tensor, uniforms: Several[float]) -> list[int]:
+        """Returns one token for each row of logits [n, V] by its uniform number."""
+        weights, ids = candidates(logits, self.sampling)
+        drawn = draw(weights, torch.tensor(uniforms, dtype=torch.double, device=logits.device))
+        tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
+        return tokens
+
+    def choose(self, logits: Tensor) -> int:
+        """Returns the next token from one row of logits [V]."""
+        if self.greedy or self.sampling.mode == "typical":
+            return int(logits.float().argmax())
+        (token,) = self.sample(logits[None], self.peek_uniforms(1))
+        self.advance(1)
+        return token

@@ -1,0 +1,115 @@
+"""An answer's text as its tokens come: whole characters only, and nothing of a stop string."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medusa_cli.decode.stats import Likelihood, Stats, Step
+from medusa_cli.model import Backbone
+
+# Decoders write this for bytes of an unfinished character.
+REPLACEMENT = "\ufffd"
+# Tokens of one line after which decoding starts from a later token.
+MAX_LINE_TOKENS = 256
+
+
+class TextStream:
+    """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
+
+    All parts together are the text of all ids decoded at once.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._decode = backbone.decode
+        self._ids: list[int] = []
+        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows: Llama decoders strip
+        # a blank from the beginning of what they decode, and it must not be a line's own.
+        self._start = self._line = 0
+        self._shown = 0  # characters of the text since `_start`
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Returns the text that these ids add."""
+        self._ids += ids
+        text = self._decode(self._ids[self._start :])
+        if text.endswith(REPLACEMENT):
+            return ""
+        new, self._shown = text[self._shown :], len(text)
+        if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
+            # The end of a line is a safe place to start again, so long answers are not decoded over and over.
+            self._start, self._line = self._line, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._start :]))
+        return new
+
+    def flush(self) -> str:
+        """Returns the text that still waits at the end of the answer."""
+        return self._decode(self._ids[self._start :])[self._shown :]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that one token added, and whether the token was an accepted draft token."""
+
+    text: str
+    accepted: bool
+
+
+class Reply:
+    """Collects the steps of an answer. Text that may begin a stop string waits until that is decided.
+
+    reason is None while the answer goes on, then "stop", "length" or "cancelled".
+    """
+
+    def __init__(self, backbone: Backbone, stop_strings: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.likelihoods: list[Likelihood] = []
+        self.reason: str | None = None
+        self.stats = Stats()
+        self._stream = TextStream(backbone)
+        self._stops = [text for text in stop_strings if text]
+        self._waiting: list[Piece] = []
+
+    def add(self, step: Step, reason: str | None) -> list[Piece]:
+        """Takes a step and the sequence's finish reason, None if it goes on; returns the text that can be shown."""
+        self.stats.add(step)
+        self.tokens += step.tokens
+        self.likelihoods += step.likelihoods
+        self._waiting += [Piece(self._stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
+        return self._show(reason)
+
+    def cancel(self) -> list[Piece]:
+        """Ends the answer unless it has ended; returns the text that waited."""
+        return [] if self.reason else self._show("cancelled")
+
+    def _show(self, reason: str | None) -> list[Piece]:
+        if reason:
+            self._waiting.append(Piece(self._stream.flush(), False))
+        text = "".join(piece.text for piece in self._waiting)
+        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+        if starts:
+            shown, _ = split(self._waiting, min(starts))
+            self._waiting, self.reason = [], "stop"
+        else:
+            partial = 0 if reason else max((partial_stop(text, stop) for stop in self._stops), default=0)
+            shown, self._waiting = split(self._waiting, len(text) - partial)
+            self.reason = reason
+        self.text += "".join(piece.text for piece in shown)
+        return shown
+
+
+def partial_stop(text: str, stop: str) -> int:
+    """Returns how many characters at the end of a text begin a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
+    """Splits pieces after so many characters."""
+    first: list[Piece] = []
+    rest: list[Piece] = []
+    for piece in pieces:
+        inside = max(0, min(length, len(piece.text)))
+        if piece.text[:inside]:
+            first.append(Piece(piece.text[:inside], piece.accepted))
+        if piece.text[inside:]:
+            rest.append(Piece(piece.text[inside:], piece.accepted))
+        length -= len(piece.text)
+    return first, rest

@@ -1,0 +1,172 @@
+"""Answers from servers of the model, which needs only its tokenizer here."""
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from medusa_cli import assets
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.distill.local import TOKEN_CHARACTERS
+from medusa_cli.distill.records import Answered, Failed, Outcome, TooLong
+from medusa_cli.errors import UserError, first_line
+from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
+from medusa_cli.runs.http import ChatServers
+from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.recipe import DistillRecipe
+
+
+class Tokenizer:
+    """A model's tokenizer, sizes and end tokens without its weights; raises UserError where they cannot be loaded.
+
+    chat_template takes the place of the tokenizer's own. trust_remote_code lets Python files of the model's run.
+    """
+
+    def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        source = assets.model_dir(model)
+        self.id = model
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as reason:
+            if "trust_remote_code" in str(reason):
+                raise assets.untrusted(model) from reason
+            raise UserError(
+                f"@model {model!r}: its tokenizer could not be loaded: {first_line(reason)}",
+                "give the folder or hub id of the model that the server serves",
+            ) from reason
+        if chat_template is not None:
+            self.tokenizer.chat_template = chat_template
+        try:
+            generation: Any = GenerationConfig.from_pretrained(source)
+        except OSError:
+            generation = None
+        ids: set[int] = set()
+        for owner in (generation, config, self.tokenizer):
+            eos = getattr(owner, "eos_token_id", None)
+            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self.eos_ids = frozenset(ids)
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.identity = {
+            "id": model,
+            "architecture": config.model_type,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "layers": config.num_hidden_layers,
+            "fingerprint": None,  # of the weights, which are elsewhere
+        }
+
+
+def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tuple[ChatServers, list[str]]:
+    """Returns the servers at comma-separated addresses that serve the model, and a line for each that is silent.
+
+    served_name: the model's name on the servers; None: found by asking for one token. Raises UserError where no server
+    answers for the model.
+    """
+    greeting = [{"role": "user", "content": "Hello"}]
+    render(tokenizer, greeting, prompt=True)  # raises at once where there is no template
+    servers, name = ChatServers(addresses.split(",")), tokenizer.id
+    silent = servers.check()
+    # To whoever starts a server a named model is a folder. The folder first: a server that loads what it is asked for
+    # would look for the name on the hub, for minutes.
+    local = [assets.model_dir(name)] if name in assets.MODELS else []
+    local += [str(Path(name).resolve())] if Path(name).is_dir() else []
+    reasons = []
+    for candidate in dict.fromkeys([served_name] if served_name else [*local, name, *servers.models()]):
+        servers.model = candidate
+        try:
+            servers.complete(greeting, max_tokens=1, temperature=0.0)
+            return servers, silent
+        except UserError as reason:
+            reasons.append(f"as {servers.model!r}: {reason.message}")
+    raise UserError(
+        f"the model {name!r} is not served {'; '.join(reasons)}",
+        "give the name it is served under as @endpoint_model",
+    )
+
+
+def answer_remotely(
+    servers: ChatServers,
+    tokenizer: Tokenizer,
+    seeds: Sequence[Conversation],
+    settings: DistillRecipe,
+    concurrency: int = 8,
+) -> Iterator[Outcome]:
+    """Lets the servers answer every seed's turns one after another, `concurrency` conversations at a time.
+
+    Yields what became of each seed as it ends, without states: training computes those. A seed fails alone.
+    """
+    waiting = deque(seeds)
+    running: set[Future[Outcome]] = set()
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        try:
+            while waiting or running:
+                done: set[Future[Outcome]] = set()
+                if running:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                # The servers get their next question before anything is written down: they must not idle.
+                while waiting and len(running) < concurrency:
+                    running.add(pool.submit(_converse, servers, tokenizer, waiting.popleft(), settings))
+                for future in done:
+                    yield future.result()
+        finally:
+            servers.stop()
+
+
+def _converse(servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe) -> Outcome:
+    """Has one seed's turns answered, each answer becoming history of the next.
+
+    A later turn that is too long ends the conversation: servers differ in what they do beyond the context.
+    """
+    messages = [] if seed.system is None else seed.messages[:1]
+    options: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+    if settings.temperature:  # small enough for any server
+        options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
+    complete: list[bool] = []
+    try:
+        for turn in seed.turns[: settings.max_turns]:
+            messages.append({"role": "user", "content": turn})
+            if not _fits(tokenizer, messages, settings):
+                if not complete:
+                    return TooLong(seed.id)
+                messages.pop()
+                break
+            text, finish_reason = servers.complete(messages, **options)
+            messages.append({"role": "assistant", "content": text})
+            complete.append(finish_reason != "length")
+        return Answered(tokenise(tokenizer, seed.id, messages, complete))
+    except (UserError, Malformed) as reason:
+        return Failed(seed.id, str(reason))
+
+
+def _fits(tokenizer: Tokenizer, messages: list[Message], settings: DistillRecipe) -> bool:
+    """Returns True if an answer fits after a prompt."""
+    context = min(settings.context, tokenizer.max_positions)
+    if len(messages[-1]["content"]) > TOKEN_CHARACTERS * context:
+        return False
+    prompt = token_ids(tokenizer, render(tokenizer, messages, prompt=True))
+    return len(prompt) + settings.max_new_tokens <= context
+
+
+def tokenise(tokenizer: ChatTokenizer, id: str, messages: list[Message], complete: Sequence[bool]) -> Conversation:
+    """Returns answered messages with token ids and spans; an answer cut by the length limit has no end token.
+
+    Raises Malformed where the ids do not give the answers' text back.
+    """
+    tokens, spans = encode(tokenizer, messages)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    kept = []
+    for (start, end), ended, text in zip(spans, complete, answers, strict=True):
+        last = end if ended or tokens[end - 1] not in tokenizer.eos_ids else end - 1
+        decoded = tokenizer.tokenizer.decode(tokens[start:last], skip_special_tokens=True)
+        if last - start < 1 or decoded.strip() != text.strip():
+            raise Malformed("its token ids do not give the text back")
+        kept.append((start, last))
+    return Conversation(id, messages, tokens, kept)

@@ -1,0 +1,134 @@
+"""The eager engine: transformers' own layers, the readable reference and the way for models that no other one knows."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.kernels import kernels_for, pack_linears
+from medusa_cli.engine.plan import Layout
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import lower, tapped
+from medusa_cli.model.layers import Layers, Unsupported
+
+
+class EagerEngine(Engine):
+    """Passes through the network itself; pseudo rows through its layers one by one, where these can be told apart."""
+
+    name = "eager"
+
+    def __init__(self, backbone: Backbone, pack: bool = False) -> None:
+        """pack: the network's linear layers give way to a kernel's products, through which no gradient passes."""
+        super().__init__(backbone)
+        self.dtype = backbone.embedding.weight.dtype
+        self.kernel = kernels_for(self.dtype, backbone.device)[-1]
+        # What a step reads: all weights but an embedding table that is not also the lm_head.
+        tied = backbone.model.get_output_embeddings().weight is backbone.embedding.weight
+        every = sum(one.numel() * one.element_size() for one in backbone.model.parameters())
+        table = backbone.embedding.weight
+        self._bytes = every - (0 if tied else table.numel() * table.element_size())
+        if pack:
+            pack_linears(backbone.model, self.kernel)
+        self._head = backbone.model.get_output_embeddings()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._bytes
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        scores: Tensor = self._head(states)
+        return scores
+
+    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        if layout.pseudo is not None:
+            final = self._layer_by_layer(tokens, layout, cache)
+            return final, final
+        masks = {kind: mask[:, None] for kind, mask in layout.masks.items()}
+        out = self.backbone.model.base_model(
+            input_ids=tokens,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=layout.positions,
+            past_key_values=_View(cache, layout),
+            use_cache=True,
+            output_hidden_states=lower(taps),
+        )
+        return tapped(out, taps), out.last_hidden_state
+
+    def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: Cache) -> Tensor:
+        """Final states [B, R, H]; pseudo rows enter on the way."""
+        backbone, pseudo = self.backbone, layout.pseudo
+        assert pseudo is not None
+        try:
+            parts = Layers(backbone.model)
+        except Unsupported as reason:
+            raise UserError(
+                f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
+                "use a drafter that does not ride in the model's own layers, such as drafter=hydra",
+            ) from reason
+        view, x = _View(cache, layout), parts.base.embed_tokens(tokens)
+        tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
+        for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
+            x = pseudo.enter(index, x)
+            rows = x.shape[1]
+            cos, sin = tables[kind]
+            x = layer(
+                x,
+                attention_mask=layout.masks[backbone.masks.kind_of(index)][:, None, :rows],
+                position_embeddings=(cos[:, :rows], sin[:, :rows]),
+                position_ids=layout.positions[:, :rows],
+                past_key_values=view,
+                use_cache=True,
+            )
+        final: Tensor = parts.base.norm(x)
+        return final
+
+
+class _View(TransformersCache):
+    """The slots of one pass as transformers' attention sees them."""
+
+    def __init__(self, cache: Cache, layout: Layout) -> None:
+        super().__init__(layers=[_ViewLayer(cache, layout, index) for index in range(cache.layers)])
+
+
+class _ViewLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, cache: Cache, layout: Layout, index: int) -> None:
+        super().__init__()
+        self._cache, self._layout, self._index = cache, layout, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._cache.allocate(key_states.shape[1], key_states.shape[3], key_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        cache, layout = self._cache, self._layout
+        if cache.keys is None:
+            self.lazy_initialization(key_states, value_states)
+        assert cache.keys is not None and cache.values is not None
+        mine = slice(layout.first, layout.first + layout.size)
+        keys, values = cache.keys[self._index, mine], cache.values[self._index, mine]  # [B, KV, C, D]
+        rows = key_states.shape[2]
+        if layout.start is not None:
+            end = layout.start + rows
+            keys[:, :, layout.start : end] = key_states
+            values[:, :, layout.start : end] = value_states
+        else:
+            order = torch.arange(layout.size, device=keys.device)[:, None]
+            keys[order, :, layout.places[:, :rows]] = key_states.transpose(1, 2)
+            values[order, :, layout.places[:, :rows]] = value_states.transpose(1, 2)
+        return keys[:, :, : layout.end], values[:, :, : layout.end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._layout.end, 0
+
+    def get_seq_length(self) -> int:
+        return self._layout.end
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,117 @@
+"""What an engine is: plans in, states and logits out, over a cache; how a pass is run is a subclass's own."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.kernels import Kernel
+from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
+from medusa_cli.model import Backbone
+from medusa_cli.model.masks import Masks
+
+# Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
+PREFILL_ROWS = 512
+# At most so many rows of fp32 logits are kept for the steps of decoding.
+SCRATCH_ROWS = 256
+
+
+class Engine(ABC):
+    """Runs a backbone's passes; `dtype` is the type of its states, `kernel` how it multiplies.
+
+    The logits of a step on a CPU are overwritten by the next pass where they had to be cast: copy them to keep them.
+    """
+
+    name: ClassVar[str]
+    dtype: torch.dtype
+    kernel: Kernel
+    # Attention reads a multiple of so many columns, where every new length costs a product its preparation, and where
+    # a product over a part of the cache would first copy it.
+    round_to = 1
+    transposed = False
+    # Whether steps are captured as CUDA graphs; None: not tried yet.
+    captures: bool | None = False
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self._scratch: Tensor | None = None
+
+    @property
+    def title(self) -> str:
+        """The engine and its kernel in words."""
+        return f"{self.name} engine ({self.kernel.name})"
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step over few rows reads."""
+
+    @property
+    def masks(self) -> Masks:
+        """Additive masks of the type of this engine's states."""
+        return self.backbone.masks
+
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS, *, plain: bool = False) -> Cache:
+        """Empty slots with room for `capacity` tokens each; they grow as needed, up to the context and a tree.
+
+        plain: steps will have one row a slot, whose products want keys as they come where there are several slots.
+        """
+        stride, transposed = self.round_to if self.round_to > 1 else None, self.transposed and not (plain and slots > 1)
+        return Cache(self.backbone.num_layers, slots, capacity, transposed=transposed, stride=stride)
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan, cache: Cache) -> Output:
+        """Run a plan. The rows of a chain stay in the cache, of a tree's those that `cache.keep` then names."""
+        if plan.is_chain and plan.rows > PREFILL_ROWS:
+            return self._in_pieces(plan, cache)
+        tokens = plan.tokens.to(self.backbone.device)
+        layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device, self.round_to)
+        states, final = self.run(tokens, layout, cache, plan.taps)
+        if plan.is_chain:
+            for slot in range(plan.first, plan.first + len(tokens)):
+                cache.lengths[slot] += plan.rows
+        ahead = None
+        if layout.pseudo is not None:
+            (states, ahead), final = layout.pseudo.part(states), final[:, : plan.rows]
+        if plan.logits == "none":
+            return Output(None, states, ahead)
+        return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, ahead)
+
+    def _in_pieces(self, plan: Plan, cache: Cache) -> Output:
+        """A long chain, piece by piece; pseudo rows ride with the last."""
+        cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.rows)
+        pieces = plan.tokens.split(PREFILL_ROWS, dim=1)
+        before = "none" if plan.logits == "last" else plan.logits
+        parts = [Plan(one, None, None, plan.first, plan.taps, before) for one in pieces[:-1]]
+        parts.append(Plan(pieces[-1], None, None, plan.first, plan.taps, plan.logits, plan.pseudo))
+        outputs = [self.forward(part, cache) for part in parts]
+        scores = [out.logits for out in outputs if out.logits is not None]
+        hidden = torch.cat([out.hidden for out in outputs], dim=1)
+        return Output(torch.cat(scores, dim=1) if scores else None, hidden, outputs[-1].ahead)
+
+    @abstractmethod
+    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Tapped states [B, R, H * taps] and the final ones [B, R, H] of tokens [B, n] laid out in R rows each.
+
+        Keys and values of all R rows are written behind the slots' lengths.
+        """
+
+    @abstractmethod
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Scores [.., V] of final states [.., H], in the engine's type."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """fp32 logits [.., V] of final states [.., H].
+
+        Fresh megabytes every step cost more than a cast itself, as the system hands out and zeroes each page anew:
+        those of a step lie in a buffer that the next step overwrites.
+        """
+        scores = self.lm_head(states)
+        rows = scores.numel() // scores.shape[-1]
+        if scores.dtype == torch.float32 or rows > SCRATCH_ROWS or scores.device.type != "cpu":
+            return scores.float()
+        if self._scratch is None or len(self._scratch) < rows:
+            self._scratch = torch.empty(max(64, rows), scores.shape[-1])
+        return self._scratch[:rows].view(scores.shape).copy_(scores)

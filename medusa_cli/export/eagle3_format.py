@@ -1,0 +1,198 @@
+"""EAGLE-3 folders: what vLLM, SGLang and llama.cpp's converter read, and SpecForge, speculators and AngelSlim write."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medusa_cli import assets
+from medusa_cli.errors import UserError
+from medusa_cli.export.folder import Source, exporting
+from medusa_cli.export.tensors import Base, check_tensors
+from medusa_cli.model.load import read_config
+from medusa_cli.runs.io import write_json
+
+KIND = "eagle"
+WEIGHTS = "model.safetensors"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+# Levels of a draft if a checkpoint does not say how many it was trained for: SpecForge's default.
+LEVELS = 7
+# Variants of the layer that cannot be run here: configs that switch one on are refused.
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+WIDEST = 1 << 24  # of any width in a config: larger ones overflow
+README = """# EAGLE-3 drafter for {model}
+
+Written by `medusa export --to eagle3`. It drafts up to {levels} tokens; the engines below verify them with {model}.
+
+{launch}
+"""
+
+
+def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
+    """Writes an EAGLE drafter as other engines read it; UserError for any other kind."""
+    if source.kind != KIND:
+        raise UserError(
+            f"@to eagle3 cannot hold the {source.kind} drafter {source.run.drafter_dir}",
+            "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
+        )
+    config, tensors, model, notes = source.config, dict(source.tensors), assets.model_dir(source.model), []
+    if config.vocabulary == "draft":  # engines want no maps for a full vocabulary
+        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    if len(config.taps) != 3:
+        notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
+    if source.run.adapter is not None:
+        model = f"{source.run.name}-merged"
+        notes.append(f"it belongs to a model with an adapter; serve `medusa export --to hf --output {model}`")
+    launch = _launch(model, output, config.num_heads)
+    with exporting(output, overwrite) as part:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / WEIGHTS)
+        write_json(part / "config.json", _engine_config(source))
+        blocks = "\n\n".join(f"```sh\n{line}\n```" for line in launch)
+        page = README.format(model=source.model, levels=config.num_heads, launch=blocks)
+        (part / "README.md").write_text(page, encoding="utf-8")
+    return launch, notes
+
+
+def _launch(model: str, folder: Path, tokens: int) -> list[str]:
+    """Returns the command that starts each engine with the drafter."""
+    speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {tokens}}}'
+    return [
+        f"vllm serve {model} --speculative-config '{speculative}'",
+        f"python -m sglang.launch_server --model {model} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} --speculative-eagle-topk 4 "
+        f"--speculative-num-draft-tokens {4 * tokens}",
+        f"python convert_hf_to_gguf.py {folder} --target-model-dir {model} --outfile eagle3.gguf\n"
+        f"llama-server -m MODEL.gguf -md eagle3.gguf --spec-type draft-eagle3 --spec-draft-n-max {tokens}",
+    ]
+
+
+def _engine_config(source: Source) -> dict[str, Any]:
+    """Returns config.json under the engines' names."""
+    base, own = read_config(source.model, source.trusted), source.config
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **{key: getattr(own, key) for key in (*widths, "rms_norm_eps", "rope_theta")},
+        "num_key_value_heads": own.num_attention_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
+        "max_position_embeddings": base.max_position_embeddings,
+        "bos_token_id": base.bos_token_id,
+        "eos_token_id": base.eos_token_id,
+        "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
+        AUX_LAYERS: list(own.taps),
+        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not the one that takes it.
+        "eagle_config": {AUX_LAYERS: [layer - 1 for layer in own.taps], "use_aux_hidden_state": True},
+        "num_aux_hidden_states": len(own.taps),
+    }
+
+
+def verifier_of(config: dict[str, Any]) -> str | None:
+    """Returns the model that a speculators config names, None if it names none."""
+    name = _dict(_dict(config.get("speculators_config")).get("verifier")).get("name_or_path")
+    return name if isinstance(name, str) else None
+
+
+def import_eagle3(
+    tensors: dict[str, Tensor], config: dict[str, Any], base: Base
+) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """Reads an EAGLE-3 folder: config, tensors, notes. Shared key and value heads are copied to every query head.
+
+    UserError for variants of the layer that cannot be run here, and for maps and widths that cannot be.
+    """
+    plain = _flat(config)
+    variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
+    if "speculators_model_type" in config and "norm_before_residual" not in plain:
+        variants.append("norm_before_residual")  # speculators' default
+    if plain.get("num_hidden_layers", 1) != 1:
+        variants.append("num_hidden_layers")
+    if variants:
+        raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
+    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
+    heads, vocabulary = plain.get("num_attention_heads"), plain.get("draft_vocab_size") or base.vocab_size
+    if not isinstance(heads, int) or heads < 1:
+        raise UserError("config.json has no num_attention_heads", "fetch the checkpoint again")
+    widths = {
+        "hidden_size": base.hidden_size,
+        "intermediate_size": plain.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "head_dim": plain.get("head_dim") or base.hidden_size // heads,
+    }
+    shared = plain.get("num_key_value_heads", heads)
+    possible = all(isinstance(one, int) and 0 < one < WIDEST for one in (*widths.values(), shared, vocabulary))
+    if not possible or heads % shared:
+        raise UserError(f"config.json has widths that cannot be: {widths | {'num_key_value_heads': shared}}",
+                        "fetch the checkpoint again")  # fmt: skip
+    for name in ("k_proj", "v_proj"):
+        key, rows = f"midlayer.self_attn.{name}.weight", shared * widths["head_dim"]
+        if key in tensors and tensors[key].dim() and len(tensors[key]) == rows:
+            each = tensors[key].unflatten(0, (shared, widths["head_dim"]))
+            tensors[key] = each.repeat_interleave(heads // shared, 0).flatten(0, 1)
+    maps: dict[str, Tensor] = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
+    if vocabulary != base.vocab_size:
+        tensors["d2t"] = _checked_map(maps, vocabulary, base.vocab_size)
+    rope = _dict(plain.get("rope_parameters"))
+    theta = plain.get("rope_theta") or rope.get("rope_theta") or 10_000.0
+    ours = {
+        "drafter": KIND,
+        "num_heads": _levels(config),
+        "num_layers": 1,
+        "vocab_size": base.vocab_size,
+        "vocabulary": "own" if vocabulary == base.vocab_size else "draft",
+        "matrices": "one",
+        "rank": None,
+        **widths,
+        "num_key_value_heads": heads,
+        "draft_vocab_size": vocabulary,
+        "rms_norm_eps": plain.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(theta) if isinstance(theta, int) else theta,
+        "taps": _aux_layers(plain, base),
+    }
+    return ours, tensors, notes
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config without the nesting of speculators and EAGLE."""
+    eagle = _dict(config.get("eagle_config"))
+    if isinstance(layers := eagle.get(AUX_LAYERS), list):
+        eagle = {**eagle, AUX_LAYERS: [layer + 1 if type(layer) is int else layer for layer in layers]}
+    return eagle | _dict(config.get("transformer_layer_config")) | config
+
+
+def _aux_layers(plain: dict[str, Any], base: Base) -> list[int]:
+    """Returns the layers after which hidden states are read, from 1; UserError for layers the model does not have."""
+    layers = plain.get(AUX_LAYERS) or [2, base.layers // 2, base.layers - 3]
+    if not isinstance(layers, list) or not all(type(layer) is int and 1 <= layer < base.layers for layer in layers):
+        raise UserError(f"the drafter reads the layers {layers}, the model has {base.layers}", "give its own @model")
+    return layers
+
+
+def _checked_map(maps: dict[str, Tensor], vocabulary: int, tokens: int) -> Tensor:
+    """Returns d2t [M], the offset of each draft token's id; UserError unless t2d [V] marks the same tokens."""
+    check_tensors(maps, {"d2t": (vocabulary,), "t2d": (tokens,)}, "the EAGLE-3 checkpoint")
+    ids = maps["d2t"].long() + torch.arange(vocabulary)
+    inside = bool(((ids >= 0) & (ids < tokens)).all())
+    if not inside or not torch.equal(ids.sort().values, maps["t2d"].bool().nonzero()[:, 0]):
+        raise UserError("d2t and t2d of the checkpoint contradict each other", "fetch it again")
+    return maps["d2t"].long()
+
+
+def _levels(config: dict[str, Any]) -> int:
+    """Returns how many tokens a checkpoint was trained to draft, if it says so."""
+    methods = _dict(config.get("speculators_config")).get("proposal_methods")
+    first = _dict(methods[0]) if isinstance(methods, list) and methods else {}
+    tokens = first.get("speculative_tokens")
+    return tokens if isinstance(tokens, int) and tokens > 0 else LEVELS

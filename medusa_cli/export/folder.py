@@ -1,0 +1,105 @@
+"""What is exported, and the folder that it is written to: complete or absent, with a checksum for every file."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.errors import UserError
+from medusa_cli.export.tensors import weight_shapes
+from medusa_cli.runs.accuracies import STAMP, stamp_of
+from medusa_cli.runs.io import convert, read_object, read_weights, replacing_folder
+from medusa_cli.runs.run import RUNS, Run, called
+
+CHECKSUMS = "SHA256SUMS"
+
+
+@contextmanager
+def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Gives an empty folder to fill, which becomes `folder` with its checksums.
+
+    UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"@output {folder} is a file", "give the name of a new folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise UserError(f"@output {folder} is not empty", "give a new folder, or @overwrite to replace it")
+        if not (folder / CHECKSUMS).is_file():
+            raise UserError(f"@output {folder} holds other files than an export", "give a new folder")
+    with replacing_folder(folder) as part:
+        yield part
+        for path in part.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        sums = [f"{_sha256(path)}  {path.relative_to(part).as_posix()}" for path in files]
+        (part / CHECKSUMS).write_text("\n".join(sums) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run's drafter as it is on disk: kind, config (of the kind's class), tensors by their names in the file.
+
+    model: the name of its model. trusted: whether Python files of the model's may run.
+    """
+
+    run: Run
+    model: str
+    kind: str
+    config: Any
+    tensors: dict[str, Tensor] = field(repr=False)
+    trusted: bool = False
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """The run's calibration, None if it has none."""
+        path = self.run.calibration_path
+        return read_object(path, "the calibration") if path.is_file() else None
+
+    @property
+    def bench(self) -> str | None:
+        """The newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
+        stamp, folder, shipped = stamp_of(self.run.drafter_dir), self.run.bench_dir, Run.pretrained(self.model)
+        if shipped is not None and shipped.path == self.run.path:  # bench writes to a run of the model's name
+            folder = Run(RUNS / called(self.model)).bench_dir
+        for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
+            drafting = read_object(path, "the report").get("drafting") or {}
+            if path.with_suffix(".md").is_file() and stamp in [entry.get(STAMP) for entry in drafting.values()]:
+                return path.with_suffix(".md").read_text(encoding="utf-8")
+        return None
+
+
+def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
+    """Returns the drafter of a run, by default the one that ships for the model; UserError if it cannot be used."""
+    from medusa_cli.drafters import drafter_kind
+
+    target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    if target is None:
+        raise UserError(f"no drafter ships for the model {model!r}", "train one, then give its @run")
+    folder = target.drafter_dir
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} holds no drafter", "run `medusa train` or `medusa import` first, or give another @run"
+        )
+    kind, what = drafter_kind(folder), f"the drafter's config {folder / 'config.json'}"
+    stored = read_object(folder / "config.json", "the drafter's config")
+    config = convert(kind.read_config(stored), kind.config_class, what, "train the drafter again")
+    ids = kind.id_shapes(config)
+    weights = folder / kind.weights_file
+    tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)
+    owner = (target.model or stored.get("base_model_name_or_path")) if run else None
+    name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
+    return Source(target, name, kind.name, config, tensors, trusted)

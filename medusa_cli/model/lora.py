@@ -1,0 +1,197 @@
+"""LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+
+from medusa_cli.errors import UserError, first_line
+from medusa_cli.model.layers import decoder_layers
+from medusa_cli.runs.io import read_as, read_weights, replacing_folder
+
+WEIGHTS = "adapter_model.safetensors"
+WHAT = "the adapter's weights"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What counts of a saved adapter's config, in peft's names: plain LoRA of one rank over the modules named."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Meta(ge=1, le=65_536)]
+    lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
+    target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)]
+
+
+def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int | None = None) -> None:
+    """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
+
+    layers: of its decoder layers, only so many of the last ones have it; None: all. Attach before the network becomes a
+    Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
+    """
+    with _quiet():
+        from peft import LoraConfig, inject_adapter_in_model
+
+    depth = network.config.get_text_config().num_hidden_layers
+    below = [] if layers is None else decoder_layers(network, "train.lora_layers")[: depth - layers]
+    left_out = {id(module) for layer in below for module in layer.modules()}
+    found = [name for name, module in network.named_modules()
+             if isinstance(module, nn.Linear) and id(module) not in left_out]  # fmt: skip
+    names = {name if left_out else name.rpartition(".")[2] for name in found}
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
+    with _quiet():
+        inject_adapter_in_model(config, network)
+    network.medusa_lora = config  # what `save` writes beside the weights
+
+
+def unfreeze(network: Any, *, everything: bool = False) -> None:
+    """Let the adapter learn, in fp32, or with `everything` each weight of the network."""
+    for name, weight in network.named_parameters():
+        if everything or "lora_" in name:
+            weight.data = weight.data.float() if not everything else weight.data
+            weight.requires_grad_(True)
+
+
+def trained_weights(network: Any) -> dict[str, nn.Parameter]:
+    """The weights of a network that learn, by name."""
+    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+
+
+@contextmanager
+def adapter_off(network: Any) -> Iterator[None]:
+    """The original network: the same weights, with no second copy, while the adapter is switched off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def take_up(network: Any, folder: Path) -> None:
+    """Copy a saved adapter into the attached one, to train it on; UserError where it is not of the same shape."""
+    weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
+    keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
+    saved = read_weights(folder / WEIGHTS, WHAT)
+    if {name: one.shape for name, one in saved.items()} != {keys[name]: one.shape for name, one in weights.items()}:
+        raise UserError(
+            f"{WHAT} {folder / WEIGHTS} are not of the shape that is to be trained",
+            "keep train.lora_rank and train.lora_layers as they were",
+        )
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(saved[keys[name]])
+
+
+def original(layer: Any) -> Any:
+    """A linear layer as it was before an adapter was attached to it."""
+    return getattr(layer, "base_layer", layer)
+
+
+def weight_change(layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor | None:
+    """What the adapter on a linear layer adds to the rows [n, H] of its weight that `rows` picks of all [V, ..].
+
+    None where there is none, or it is switched off.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+        return None
+    parts = [(rows(layer.lora_B[one].weight), layer.lora_A[one].weight, layer.scaling[one])
+             for one in layer.active_adapters]  # fmt: skip
+    return torch.stack([scale * (up @ down) for up, down, scale in parts]).sum(0)
+
+
+def save(network: Any, folder: Path, backbone: str) -> None:
+    """Write the adapter in peft's layout into a folder that replaces an earlier one only when it is complete."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    config = network.medusa_lora
+    config.base_model_name_or_path = backbone
+    config.inference_mode = True
+    # The weights of the lm_head that an adapter is for are the model's own: it would save them as well.
+    state = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
+    with replacing_folder(folder) as part:
+        save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
+        (part / WEIGHTS).chmod(0o644)
+        config.save_pretrained(part)
+
+
+def merge(network: Any, folder: Path, beside: bool = False) -> Any:
+    """The network with a saved adapter added to its weights, or kept `beside` them, which quantised ones need.
+
+    UserError where the adapter is not for this network.
+    """
+    _weights_in(folder)
+    if not beside:
+        untie(network)
+    known = read_as(folder / "adapter_config.json", AdapterConfig, "the adapter's config")
+    saved = read_weights(folder / WEIGHTS, WHAT)
+    try:
+        with _quiet():
+            from peft import LoraConfig, PeftModel
+
+            # Of the file nothing counts but what was checked: other keys of it load models and import modules.
+            config = LoraConfig(
+                r=known.r, lora_alpha=known.lora_alpha, target_modules=known.target_modules, bias="none"
+            )
+            config.inference_mode = True
+            adapted = PeftModel.from_pretrained(network, str(folder), config=config)
+            lost = [
+                name
+                for name, _ in adapted.named_parameters()
+                if "lora_" in name and name.replace(".default.", ".") not in saved
+            ]
+            if lost:  # such a part would be as if it had learnt nothing
+                raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
+            return network if beside else adapted.merge_and_unload()
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
+        raise UserError(
+            f"the adapter {folder} does not fit the model: {first_line(reason)}",
+            "give the @model it was trained with",
+        ) from reason
+
+
+def untie(network: Any) -> None:
+    """Give the lm_head a weight of its own: merged into a shared one, its adapter would change the embeddings too."""
+    head = network.get_output_embeddings()
+    if head.weight is network.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        network.config.get_text_config().tie_word_embeddings = False
+        network.config.tie_word_embeddings = False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' hints.
+
+    They are on tied weights, which `untie` parts, and on names that peft uses.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
+def digest(folder: Path) -> str:
+    """What tells one adapter from another; UserError where a folder holds none."""
+    return hashlib.sha256(_weights_in(folder).read_bytes()).hexdigest()[:16]
+
+
+def _weights_in(folder: Path) -> Path:
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
+    return folder / WEIGHTS

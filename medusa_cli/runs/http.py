@@ -1,0 +1,159 @@
+"""Client of OpenAI-compatible chat servers: several addresses asked in turn, retries, pauses that grow."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import requests
+
+from medusa_cli.errors import UserError
+
+ATTEMPTS = 8
+# Seconds before the first retry, and the longest pause.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+# Seconds for an answer.
+TIMEOUT = 600.0
+# Busy or broken for the moment; any other refusal will be the same next time.
+TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
+KEY = "MEDUSA_API_KEY"
+
+
+@dataclass
+class _Server:
+    """Address of a server, when it may be asked again (of time.monotonic), and how often in a row it failed."""
+
+    url: str
+    retry_at: float = 0.0
+    failures: int = 0
+
+
+class ChatServers:
+    """Servers of one model, asked in turn; one that fails is left alone for a while, longer every time.
+
+    urls: addresses with or without /v1. flag: the setting that names them in errors. A key in MEDUSA_API_KEY is sent
+    as a bearer token. Threads may share the object; stop() ends waiting and retrying at once.
+    """
+
+    def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
+        self.model, self.flag = model, flag
+        self.servers = [_Server(url.strip().rstrip("/").removesuffix("/v1")) for url in urls]
+        key = os.environ.get(KEY)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._local, self._lock, self._stopped = threading.local(), threading.Lock(), threading.Event()
+        self._last = 0
+
+    @property
+    def _session(self) -> requests.Session:
+        """This thread's own connections: a session is not made to be shared."""
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.headers.update(self._headers)
+        return session
+
+    def check(self) -> list[str]:
+        """Returns a line for each server that does not answer; raises UserError unless one of them does."""
+        silent = []
+        for server in self.servers:
+            try:
+                self._session.get(f"{server.url}/v1/models", timeout=5.0)
+            except ValueError as reason:  # what requests raises for addresses it cannot read
+                raise UserError(
+                    f"{self.flag} {server.url} is no address", "give one such as http://localhost:8000"
+                ) from reason
+            except requests.RequestException as reason:
+                silent.append(f"{server.url} does not answer ({type(reason).__name__})")
+                self._back_off(server, time.monotonic())
+        if len(silent) == len(self.servers):
+            raise UserError(f"{self.flag} {', '.join(silent)}", "start it, or mend the address")
+        return silent
+
+    def models(self) -> list[str]:
+        """Returns the names under which a server lists its models, none where it does not say."""
+        try:
+            models = self._session.get(f"{self._next().url}/v1/models", timeout=5.0).json()["data"]
+            return [str(model["id"]) for model in models]
+        except (requests.RequestException, ValueError, KeyError, TypeError):
+            return []
+
+    def stop(self) -> None:
+        """Ends waiting and retrying in all threads."""
+        self._stopped.set()
+
+    def complete(self, messages: list[dict[str, str]], **options: Any) -> tuple[str, str]:
+        """Returns the answer's text and its finish reason; raises UserError once all attempts have failed.
+
+        options: further fields of the request, such as max_tokens and temperature.
+        """
+        body = {"model": self.model, "messages": messages, "stream": False, **options}
+        fault = "stopped"
+        for attempt in range(ATTEMPTS):
+            if self._stopped.is_set():
+                break
+            server, start, pause = self._next(), time.monotonic(), 0.0
+            try:
+                reply = self._session.post(f"{server.url}/v1/chat/completions", json=body, timeout=(10.0, TIMEOUT))
+                if reply.status_code == 200:
+                    choice = reply.json()["choices"][0]
+                    answer = str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
+                    self._succeeded(server, start)
+                    return answer
+                fault = f"status {reply.status_code}: {reply.text[:200]}"
+                if reply.status_code not in TRANSIENT:
+                    break
+                pause = retry_after(reply.headers.get("Retry-After", ""))
+            except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as reason:
+                fault = f"{type(reason).__name__}: {reason}"
+            self._back_off(server, start, pause)
+            if attempt + 1 < ATTEMPTS:
+                self._stopped.wait(self._seconds_left())
+        raise UserError(
+            f"{self.flag} {', '.join(server.url for server in self.servers)}: {fault}", "see the server's log"
+        )
+
+    def _next(self) -> _Server:
+        """Returns the next server that is not left alone, else the one that is to be asked again first."""
+        with self._lock:
+            now, count = time.monotonic(), len(self.servers)
+            self._last = (self._last + 1) % count
+            order = [self.servers[(self._last + step) % count] for step in range(count)]
+            return min(order, key=lambda server: max(server.retry_at, now))
+
+    def _back_off(self, server: _Server, start: float, pause: float = 0.0) -> None:
+        """Leaves a server alone that failed a request begun at `start`: for `pause`, or longer every time.
+
+        Requests that were under way when it began to fail count as one failure.
+        """
+        with self._lock:
+            if start >= server.retry_at:
+                seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**server.failures) * random.uniform(0.5, 1.0)
+                server.failures += 1
+                server.retry_at = time.monotonic() + seconds
+            server.retry_at = max(server.retry_at, time.monotonic() + min(pause, TIMEOUT))
+
+    def _succeeded(self, server: _Server, start: float) -> None:
+        """Forgets a server's failures, unless they are younger than the request it answered."""
+        with self._lock:
+            if start >= server.retry_at:
+                server.failures = 0
+
+    def _seconds_left(self) -> float:
+        """Returns the seconds until some server may be asked again."""
+        with self._lock:
+            return max(0.0, min(server.retry_at for server in self.servers) - time.monotonic())
+
+
+def retry_after(value: str) -> float:
+    """Returns the seconds of a Retry-After header, given as seconds or as a date; 0 without."""
+    if value.isdigit():
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds()
+    except (ValueError, TypeError):  # no date, or one without a zone
+        return 0.0

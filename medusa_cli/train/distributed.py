@@ -1,0 +1,129 @@
+"""Several processes under torchrun (or accelerate launch): their ranks, their shares of the work, and their sums."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from medusa_cli.errors import UsageError
+
+# Processes wait for one another where they share work, and their shares may differ by hours.
+TIMEOUT = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process's rank among `size`, and its rank on its machine; alone it is 0 of 1. Rank 0 writes and prints.
+
+    sharded: the model's layers are split over the processes, so that all must make the same passes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    sharded: bool = False
+
+    @classmethod
+    def join(cls, device: str = "auto", backend: str | None = None, sharded: bool = False) -> "Distributed":
+        """Reads the launcher's environment variables and joins the process group.
+
+        Tensors on a GPU of the process's own are summed through NCCL. All else, or all with a named backend, goes
+        through gloo. UsageError where there are fewer GPUs than processes.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls(sharded=sharded)
+        world = cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")), sharded)
+        own_gpu = world.device(device) != device
+        if own_gpu:
+            count = torch.cuda.device_count()
+            if world.local_rank >= count:
+                raise UsageError(
+                    f"process {world.local_rank + 1} of this machine has no GPU of its own: there are {count}",
+                    f"start `torchrun --nproc_per_node {count} ...`, or give @device cpu",
+                )
+            torch.cuda.set_device(world.local_rank)
+        if not torch.distributed.is_initialized():
+            backend = backend or ("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+            torch.distributed.init_process_group(backend, timeout=TIMEOUT)
+        return world
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def device(self, asked: str) -> str:
+        """Returns the device of this process: under several processes on CUDA, a GPU each."""
+        alone = self.size == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available()
+        return asked if alone else f"cuda:{self.local_rank}"
+
+    def strided_shard(self, items: Sequence[Any]) -> list[Any]:
+        """Returns every size-th item, from this process's rank on."""
+        return list(items[self.rank :: self.size])
+
+    def contiguous_shard(self, items: Sequence[Any]) -> list[Any]:
+        """Returns this process's stretch of the items; those of all ranks, in order, are the items."""
+        start, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return list(items[start:end])
+
+    def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
+        """Returns this process's strided shard, each item with True if it counts.
+
+        Over a sharded model every process makes as many passes: one that has fewer items repeats the last one, which
+        does not count.
+        """
+        own = [(item, True) for item in self.strided_shard(items)]
+        missing = -len(items) % self.size if self.sharded else 0
+        return [*own, (items[-1], False)] if self.rank >= self.size - missing else own
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replaces every gradient by its sum over the processes; one that no process has stays None."""
+        if self.size == 1:
+            return
+        # An optimizer steps for a gradient of zeros and not for None: the two must not be confused.
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(present)
+        for parameter, count in zip(parameters, present.tolist(), strict=True):
+            if not count:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+
+    def broadcast(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gives every process the first one's weights."""
+        if self.size > 1:
+            for parameter in parameters:
+                torch.distributed.broadcast(parameter.data, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the small objects of all processes, in order of their ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def first_ahead(self) -> Iterator[None]:
+        """Runs the block in the first process, then in the others, which read what it wrote."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until all processes are here."""
+        if self.size > 1:
+            torch.distributed.barrier()
+
+    def destroy(self) -> None:
+        """Leaves the process group at the end."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()

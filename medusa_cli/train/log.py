@@ -1,0 +1,166 @@
+"""The training's record, one JSON object a line: what happened at which step."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import convert
+
+from medusa_cli.runs.io import Malformed, read_jsonl, replacing, write_atomic
+from medusa_cli.train.events import Event, Saved, Stepped, Stopped, Validated
+
+NAME = "train.jsonl"
+# What a line may be of, by the name that it has there.
+KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved, Stopped)}
+
+
+class TrainLog:
+    """Appends events to a JSONL file; a resumed training first drops the lines past its checkpoint."""
+
+    def __init__(self, path: Path, resumed_at: int | None = None) -> None:
+        self.path = path
+        kept = [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._stream = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append one event, named by its class, and flush it."""
+        line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
+        self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a log up to the first bad one, such as a last one that was cut off."""
+    lines: list[dict[str, Any]] = []
+    heads = 0
+    with suppress(ValueError, TypeError, KeyError):
+        for line in read_jsonl(path, on_bad=_stop) if path.is_file() else ():
+            event = convert(line, KINDS[line["event"]])
+            if isinstance(event, Stepped | Validated):
+                heads = heads or len(event.head_losses)
+                if not len(event.head_losses) == len(event.accuracies) == heads > 0:
+                    break
+            lines.append(line)
+    return lines
+
+
+def _stop(number: int, reason: str) -> None:
+    raise Malformed(reason)
+
+
+class Board:
+    """Scalars by step in a folder for `tensorboard --logdir`; nothing where tensorboard is not installed."""
+
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        self._writer: Any = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:  # one that does not fit this torch is as good as none
+                return
+            purge = None if resumed_at is None else resumed_at + 1  # what a resumed training does again
+            self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, event: Event) -> None:
+        """Add a step's or a validation's scalars."""
+        if self._writer is not None and isinstance(event, Stepped | Validated):
+            for name, value in scalars(event).items():
+                self._writer.add_scalar(name, value, event.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(event: Stepped | Validated) -> dict[str, float]:
+    """An event's numbers by name: train/... of a step, held_out/... of a validation."""
+    found = {"loss": event.loss, **event.parts}
+    for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
+        found |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
+    if isinstance(event, Stepped):
+        found |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
+        found["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
+    return {f"{'train' if isinstance(event, Stepped) else 'held_out'}/{name}": one for name, one in found.items()}
+
+
+def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Loss and top-1 accuracy per head over positions: training thin, held-out with marks."""
+    figure, (left, right) = _figure(1, 2, (11, 4))
+    steps = [line for line in log if line["event"] == "stepped"]
+    checks = [line for line in log if line["event"] == "validated"]
+    heads = len((steps or checks)[0]["head_losses"]) if steps or checks else 0
+    for head in range(heads):
+        color = f"C{head}"
+        for axis, key in ((left, "head_losses"), (right, "accuracies")):
+            # A single batch's accuracy jumps about; the mean of its neighbours shows the trend.
+            values = _smooth([line[key][head] for line in steps])
+            axis.plot([line["total_positions"] for line in steps], values, color=color, alpha=0.4, linewidth=1)
+            axis.plot(
+                [line["total_positions"] for line in checks],
+                [line[key][head] for line in checks],
+                color=color,
+                marker="o",
+                markersize=3,
+                label=f"head {head + 1}",
+            )
+    left.set(xlabel="positions", ylabel="loss (nats)", title="loss (thin: training, marks: held out)")
+    right.set(xlabel="positions", ylabel="top-1 accuracy", title="top-1 accuracy")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        if heads:
+            axis.legend()
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str) -> None:
+    """Accuracy of the i-th guess (column) of each head (row), with the numbers in the cells."""
+    heads, top = len(accuracies), len(accuracies[0])
+    figure, ((axis,),) = _figure(1, 1, (1.5 + 0.75 * top, 1.4 + 0.6 * heads))
+    image = axis.imshow(accuracies, cmap="viridis", aspect="auto", vmin=0)
+    for head, row in enumerate(accuracies):
+        for guess, value in enumerate(row):
+            bright = value > 0.6 * max(max(one) for one in accuracies)
+            axis.text(
+                guess,
+                head,
+                f"{value:.3f}",
+                ha="center",
+                va="center",
+                color="black" if bright else "white",
+                fontsize=8,
+            )
+    axis.set_xticks(range(top), [str(i + 1) for i in range(top)])
+    axis.set_yticks(range(heads), [f"head {k + 1}" for k in range(heads)])
+    axis.set(xlabel="guess", title=title)
+    figure.colorbar(image, label="accuracy")
+    _save(figure, path)
+
+
+def _smooth(values: list[float], width: int = 9) -> list[float]:
+    windows = [values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
+    # The object interface draws without a display and leaves pyplot's global state alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, (axes[0] if columns > 1 else axes)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as part:
+        figure.savefig(part, format="png", dpi=110)

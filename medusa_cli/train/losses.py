@@ -1,0 +1,305 @@
+"""Training losses: the heads' loss, sampled softmax, soft targets, and the blockwise softmax loss under them all."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.runs.recipe import TrainRecipe
+
+# Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
+ROWS = 128
+# Sampled softmax draws this share of its tokens from the less likely ones.
+DRAWN = 0.25
+# Slope of the LK loss's weight: lambda = exp(-ETA * acceptance) (arXiv:2602.23881).
+ETA = 3.0
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a micro-batch and its parts.
+
+    total: the value to minimise, a mean over all `positions`; a head without a target at a position adds nothing there.
+    per_head [K]: each head's mean loss over its `learnt` [K] targets. correct, counted [K]: each head's top-1 hits and
+    targets. parts: other parts by name.
+    """
+
+    total: Tensor
+    per_head: Tensor
+    correct: Tensor
+    counted: Tensor
+    learnt: Tensor
+    positions: int
+    parts: dict[str, float]
+
+
+def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe) -> BatchLoss:
+    """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
+
+    A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the accuracy. Heads that read
+    the drafted tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
+    (`train.regress`; EAGLE, arXiv:2401.15077). That part is in the total alone. Heads that do not read them could only
+    learn the mean of the possible states.
+    """
+    device, heads = batch.next.device, range(1, drafter.num_heads + 1)
+    index, bias = drafter.vocabulary_index(device), drafter.bias(backbone)
+    soft = train.soft if drafter.soft is None else drafter.soft
+    p = teacher_probabilities(drafter, backbone, batch) if soft or train.loss == "lk" else None
+    select: Callable[[Tensor], Tensor] = lambda matrix: matrix  # noqa: E731
+    if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
+        emitted = index[batch.next[batch.learnt]]
+        counts = torch.bincount(emitted[emitted >= 0], minlength=len(drafter.draft_ids))
+        mass = counts.float() if p is None else p.sum(0, dtype=torch.float)
+        sampled = SampledSoftmax.draw(mass, counts > 0, train.scored)
+        index, bias = sampled.index(index), sampled.bias(bias)
+        p = None if p is None else sampled.teacher(p)
+        select = cache(sampled.select)  # heads may share a matrix
+    positions = [batch.targets(k) for k in heads]
+    targets = [index[batch.next[rows + k]] for k, rows in zip(heads, positions, strict=True)]
+    known = [rows[ids >= 0] for rows, ids in zip(positions, targets, strict=True)]
+    count = max(1, len(batch.learnt))
+    regress = _regress_weight(drafter, train)
+    total, per_head, correct = torch.zeros((), device=device), [], []
+    for k, rows, ids, states in zip(heads, known, targets, drafter.head_states(backbone, batch, known), strict=True):
+        read, matrix = drafter.product(backbone, k - 1, states, batch.next[rows + k - 1])
+        teacher = None if p is None else p[rows + k]
+        loss, hits = linear_loss(read, select(matrix), ids[ids >= 0], teacher, soft=soft, kind=train.loss, bias=bias)
+        per_head.append(loss)
+        correct.append(hits)
+        if regress and len(rows):
+            own = batch.hidden[rows + k, -drafter.config.hidden_size :].detach()
+            loss = loss + regress * F.smooth_l1_loss(states.float(), own.float())
+        total = total + train.decay**k * len(rows) / count * loss
+    counted, learnt = (torch.tensor([len(rows) for rows in kind], device=device) for kind in (positions, known))
+    return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
+
+
+def _regress_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
+    """Returns the recipe's weight of the distance between states, or the drafter's default in stage 1.
+
+    In stage 2 the backbone's states are no fixed target: they move with the heads.
+    """
+    if not drafter.autoregressive:
+        return 0.0
+    default = drafter.regress if train.stage == 1 else 0.0
+    return default if train.regress is None else train.regress
+
+
+@dataclass(frozen=True)
+class SampledSoftmax:
+    """The rows [m] of a vocabulary of `size` that one batch scores, and the log of how many rows each stands for [m].
+
+    With the log weights added to the scores, the softmax is that over all rows in the mean. The likely rows are scored
+    for certain, rows drawn at random stand for the rest (sampled softmax, Jean et al., arXiv:1412.2007).
+    """
+
+    rows: Tensor
+    log_weight: Tensor
+    size: int
+
+    @classmethod
+    def draw(cls, mass: Tensor, required: Tensor, count: int) -> "SampledSoftmax":
+        """Draws `count` rows: all `required` [M], most others by their mass [M], the rest by chance."""
+        order = torch.where(required, torch.inf, mass).argsort(descending=True)
+        likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
+        first = max(likely, int(required.sum()))
+        rest = order[first:]
+        drawn = rest[torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)]
+        each = math.log(len(rest) / max(1, len(drawn))) if len(rest) else 0.0
+        weights = torch.cat([mass.new_zeros(first), mass.new_full((len(drawn),), each)])
+        return cls(torch.cat([order[:first], drawn]), weights, len(mass))
+
+    def index(self, index: Tensor) -> Tensor:
+        """Maps an index token id -> row [V] to token id -> number among the scored rows [V], -1 where not scored."""
+        number = index.new_full((self.size + 1,), -1)  # the last entry is that of row -1
+        number[self.rows] = torch.arange(len(self.rows), device=index.device)
+        return number[index]
+
+    def select(self, matrix: Tensor) -> Tensor:
+        """Returns the scored rows [m, H] of a vocabulary matrix [M, H]."""
+        return matrix.index_select(0, self.rows)
+
+    def bias(self, bias: Tensor | None) -> Tensor:
+        """Returns the log weights [m] plus the scored part of a bias [M]."""
+        return self.log_weight if bias is None else bias[self.rows] + self.log_weight
+
+    def teacher(self, p: Tensor) -> Tensor:
+        """Returns probabilities [P, M] over the scored rows alone [P, m]."""
+        part = p.index_select(1, self.rows) * self.log_weight.exp().to(p.dtype)
+        return part / part.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch) -> Tensor:
+    """Returns the backbone's probabilities [P, M] over the heads' vocabulary at every position.
+
+    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The model's own loss,
+    self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
+    """
+    final = batch.hidden[:, -drafter.config.hidden_size :]
+    weight, bias = drafter.of_vocabulary(backbone.lm_head_weight), drafter.of_vocabulary(backbone.lm_head_bias)
+    change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
+    weight = weight if change is None else weight + change.to(weight.dtype)
+    probabilities = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
+    for block in probabilities.split(ROWS):
+        block.copy_(block.float().softmax(-1))
+    return probabilities
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    soft: float = 0.0,
+    kind: str = "ce",
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
+
+    kind "ce" is cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M]; "lk" is `lk_loss` to the teacher. The
+    product is in hidden's dtype, the loss in fp32; the bias does not learn. Without rows the loss is zero.
+    """
+    bias = None if bias is None else bias.to(hidden.dtype)
+    hits = torch.zeros((), dtype=torch.long, device=hidden.device)
+
+    def linear(rows: Tensor) -> Tensor:
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.linear(rows, weight.to(rows.dtype), bias)
+
+    def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        nonlocal hits
+        hits = hits + (log_q.argmax(-1) == targets[block]).sum()
+        p = None if teacher is None else teacher[block].float()
+        return lk_loss(log_q, p) if kind == "lk" and p is not None else cross_entropy(log_q, targets[block], p, soft)
+
+    total = blockwise_loss(loss, linear, hidden, [weight])
+    return total / max(1, len(targets)), hits
+
+
+def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
+
+    The gradient takes the memory of log_q.
+    """
+    total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
+    if p is not None and soft:
+        total -= soft * torch.dot(p.view(-1), log_q.view(-1))
+    gradient = log_q.exp_()
+    if p is not None and soft:
+        gradient.sub_(p, alpha=soft)
+    return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
+
+
+def lk_loss(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum over rows [n, M] of lambda * KL(p || q) + (1 - lambda) * TV(p, q), and its gradient by logits.
+
+    lambda = exp(-ETA * acceptance), where acceptance = 1 - TV is the rows' mean: KL leads while p and q are far apart,
+    then the acceptance counts (arXiv:2602.23881). log_q is overwritten.
+    """
+    kl = torch.special.xlogy(p, p).sum() - torch.dot(p.view(-1), log_q.view(-1))
+    q = log_q.exp_()
+    difference = q - p
+    variation = 0.5 * difference.abs().sum()
+    share = torch.exp(-ETA * (1.0 - variation / max(1, len(p))))
+    sign = 0.5 * difference.sign()
+    by_variation = q * (sign - (q * sign).sum(-1, keepdim=True))
+    return share * kl + (1.0 - share) * variation, difference.mul_(share).add_((1.0 - share) * by_variation)
+
+
+class LogSoftmax:
+    """fp32 log-probabilities of blocks of logits, in one buffer that the next block overwrites.
+
+    Fresh memory for every block costs more than the work on it: the system zeroes each page anew.
+    """
+
+    def __init__(self) -> None:
+        self._logits = self._result = torch.empty(0)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self._logits.shape[1:] != logits.shape[1:] or len(self._logits) < len(logits):
+            self._logits, self._result = (logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2))
+        wide = self._logits[: len(logits)].copy_(logits)
+        return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
+
+    @property
+    def spare(self) -> Tensor:
+        """The second buffer, free once the log-probabilities are made."""
+        return self._logits
+
+
+# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its gradient by the logits
+# [n, V], which may take the memory of the argument.
+RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+def blockwise_loss(
+    loss: RowLoss,
+    linear: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    rows: int | None = None,
+) -> Tensor:
+    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])), with its gradients made on the way.
+
+    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach hidden and the weights,
+    which must be all that `linear` learns by.
+    """
+    total: Tensor = _BlockwiseLoss.apply(loss, linear, rows, torch.is_grad_enabled(), hidden, *weights)
+    return total
+
+
+class _BlockwiseLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: RowLoss,
+        linear: Callable[[Tensor], Tensor],
+        rows: int | None,
+        learning: bool,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[4:] if learning else (False,) * (1 + len(weights))
+        leaves = [weight for weight, want in zip(weights, wanted[1:], strict=True) if want]
+        total, log_softmax = torch.zeros((), device=hidden.device), LogSoftmax()
+        hidden_grads: list[Tensor] = []
+        weight_grads: list[Tensor] = []
+        for start in range(0, max(1, len(hidden)), rows or max(1, len(hidden))):
+            part = hidden[start : start + (rows or len(hidden))].detach().requires_grad_(wanted[0])
+            with torch.set_grad_enabled(any(wanted)):
+                logits = linear(part)
+            gradient = logits.detach()
+            for first in range(0, len(part), ROWS):  # the gradient takes the logits' memory, block by block
+                block = gradient[first : first + ROWS]
+                value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
+                total += value
+                block.copy_(slope)
+            if any(wanted):
+                grads = list(torch.autograd.grad(logits, [part, *leaves] if wanted[0] else leaves, gradient))
+                if wanted[0]:
+                    hidden_grads.append(grads.pop(0))
+                if weight_grads:
+                    torch._foreach_add_(weight_grads, grads)
+                else:
+                    weight_grads = grads
+        kept = iter(weight_grads)
+        ctx.save_for_backward(
+            torch.cat(hidden_grads) if wanted[0] else None, *(next(kept) if want else None for want in wanted[1:])
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
+        return (None, None, None, None, *scaled)

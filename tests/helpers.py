@@ -1,0 +1,311 @@
+"""Shared by tests: tiny models, stub drafters, the command line, saved runs, and plain decoding as reference."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from medusa_cli.cli import app
+from medusa_cli.decode import generate_plain
+from medusa_cli.drafters import Draft, Drafter, MedusaHeads, NewTokens
+from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
+from medusa_cli.model import Backbone
+from medusa_cli.runs.io import write_json
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.run import Run, provenance
+from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree.io import save_tree
+
+FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<start> ' + message['role'] + ' ' + message['content'] + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
+)
+SPECIAL = ("<pad>", "<unk>", "<end>", "<start>")
+ROLES = ("system", "user", "assistant")
+END_ID = SPECIAL.index("<end>")
+PROMPT = [5, 9, 20, 11, 7]
+TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])  # of what save_run writes
+SPARSE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
+
+
+def medusa(*words: Any, exit_code: int | None = None, input: str | None = None) -> Result:
+    """Runs `medusa WORDS` in this process; exit_code is asserted if given."""
+    result = CliRunner().invoke(app, [str(word) for word in words], input=input)
+    assert exit_code is None or result.exit_code == exit_code, result.output
+    return result
+
+
+def medusa_json(*words: Any) -> Any:
+    """Returns the document that `medusa WORDS --json` prints."""
+    return json.loads(medusa(*words, "--json", "--quiet", exit_code=0).stdout)
+
+
+def tiny_tokenizer(vocab: int = 64) -> Any:
+    """Returns a tokenizer of the words w0, w1, ... after the special tokens and the roles; ids below `vocab`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *ROLES, *(f"w{i}" for i in range(vocab - len(SPECIAL) - len(ROLES)))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(
+    family: str = "llama", *, vocab: int = 64, hidden: int = 32, layers: int = 2, positions: int = 512, seed: int = 0
+) -> Any:
+    """Returns a random fp32 causal LM of a family, whose greedy text is not one token repeated."""
+    import transformers as hf
+
+    common = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+        "eos_token_id": END_ID,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
+    }
+    configs = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": None}),
+        "mistral-window": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 8}),
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
+        "gemma3": (
+            hf.Gemma3TextConfig,
+            hf.Gemma3ForCausalLM,
+            {
+                "head_dim": 8,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * (layers // 2 + 1),
+            },
+        ),
+    }
+    config_class, model_class, extra = configs[family]
+    if family == "gemma3":
+        extra["layer_types"] = extra["layer_types"][:layers]
+    torch.manual_seed(seed + 4)  # with the first few seeds some families repeat one token forever
+    return model_class(config_class(**{**common, **extra})).eval()
+
+
+def tiny_backbone(
+    family: str = "llama",
+    *,
+    vocab: int = 64,
+    hidden: int = 32,
+    layers: int = 2,
+    positions: int = 512,
+    seed: int = 0,
+    engine: str = "eager",
+) -> Backbone:
+    """Returns a backbone over tiny_model, in fp32."""
+    model = tiny_model(family, vocab=vocab, hidden=hidden, layers=layers, positions=positions, seed=seed)
+    backbone = Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}")
+    attach(backbone, engine)
+    return backbone
+
+
+def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:
+    """Returns the token ids of each head's best guesses at the trained positions, best first, [n, K, top]."""
+    return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)
+
+
+def forward(
+    backbone: Backbone,
+    tokens: Tensor | Sequence[int],
+    cache: Cache | None = None,
+    tree: Tree | None = None,
+    *,
+    slot: int = 0,
+    taps: Sequence[int] = (-1,),
+    logits: str = "all",
+    pseudo: ExtraRows | None = None,
+) -> Output:
+    """Runs tokens [n] as a chain or a tree in one slot; returns logits [n, V], hidden [n, ..], ahead [n, K, H]."""
+    if tree is None:
+        plan = Plan.chain(tokens, slot=slot, taps=taps, logits=logits, pseudo=pseudo)
+    else:
+        plan = Plan.tree(tokens, tree, slot=slot, taps=taps, pseudo=pseudo)
+    out = backbone.engine.forward(plan, backbone.engine.new_cache() if cache is None else cache)
+    return Output(
+        None if out.logits is None else out.logits[0], out.hidden[0], None if out.ahead is None else out.ahead[0]
+    )
+
+
+def prefilled(backbone: Backbone, prompt: Tensor | Sequence[int]) -> Cache:
+    """Returns a cache of one slot that holds a prompt."""
+    cache = backbone.engine.new_cache()
+    forward(backbone, prompt, cache, logits="none")
+    return cache
+
+
+def rows_of(cache: Cache, slot: int = 0) -> Tensor:
+    """Returns the keys and values of a slot [2, layers, KV, length, D]."""
+    assert cache.keys is not None and cache.values is not None
+    return torch.stack([cache.keys[:, slot], cache.values[:, slot]])[:, :, :, : cache.lengths[slot]]
+
+
+def drafted(drafter: Drafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree) -> Draft:
+    """Returns the draft for one sequence, whose state is the drafter's own."""
+    [draft] = drafter.draft(backbone, [drafter], [new], shape)
+    return draft
+
+
+def save_network(model: Any, folder: Path) -> str:
+    """Saves a network with a tokenizer of its vocabulary; returns the path to give as --model."""
+    model.save_pretrained(folder)
+    tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+class Oracle(Drafter):
+    """Stub drafter that knows the answer and puts right tokens on a share of the nodes."""
+
+    name = "oracle"
+    num_heads = 8
+    config = None
+
+    def __init__(self, answer: Sequence[int], right: float) -> None:
+        super().__init__()
+        self.answer, self.right, self.drafts = list(answer), right, 0
+        self.chance = torch.Generator().manual_seed(0)
+
+    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[NewTokens], shape: Tree) -> list[Draft]:
+        assert len(sequences) == len(confirmed)
+        return [self.guess(backbone, new, shape) for new in confirmed]
+
+    def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
+        assert new.hidden.shape == (len(new.tokens), backbone.hidden_size)
+        done = new.start + len(new.tokens) - len(PROMPT)
+        assert self.answer[done : done + 1] in ([new.root], [])
+        self.drafts += 1
+        tokens = [new.root]
+        for node in range(1, tree.size):
+            ahead = self.answer[done + tree.depths[node] : done + tree.depths[node] + 1]
+            good = float(torch.rand(1, generator=self.chance)) < self.right
+            wrong = int(torch.randint(5, backbone.vocab_size, (1,), generator=self.chance))
+            tokens.append(ahead[0] if good and ahead else wrong)
+        return Draft(torch.tensor(tokens), tree)
+
+
+def plain(backbone: Backbone, count: int = 90, **rules) -> list[int]:
+    """Returns the tokens of plain decoding after PROMPT."""
+    return [t for s in generate_plain(backbone, PROMPT, max_new_tokens=count, stop_ids=(), **rules) for t in s.tokens]
+
+
+class Recording:
+    """Mixin for a drafter's class that records its inputs and drafts."""
+
+    seen: list[tuple[NewTokens, Draft]]
+
+    def draft(self, backbone, sequences, confirmed, shape) -> list[Draft]:
+        drafts = super().draft(backbone, sequences, confirmed, shape)
+        self.seen += zip(confirmed, drafts, strict=True)
+        return drafts
+
+
+def medusa_drafter(backbone: Backbone, vocabulary: str = "own") -> MedusaHeads:
+    """Returns four random Medusa heads with a draft vocabulary on request."""
+    torch.manual_seed(1)
+    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
+    heads = MedusaHeads.create(backbone, 4, 2, vocabulary, ids)
+    for weight in heads.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    return heads.eval()
+
+
+def save_model(folder: Path, **shape) -> str:
+    """Saves a tiny Llama with its tokenizer; returns the path to give as --model."""
+    backbone = tiny_backbone(**shape)
+    backbone.model.set_attn_implementation("eager")
+    backbone.model.save_pretrained(folder)
+    backbone.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_run(
+    folder: Path,
+    model: str,
+    *,
+    heads: int = 3,
+    tree: Tree | None = TREE,
+    kind: type[HeadDrafter] = MedusaHeads,
+    calibrated: bool = False,
+) -> Run:
+    """Saves a run with random heads for the tiny model, a tree, and accuracies on request."""
+    run = Run.open(str(folder) + "/", create=True)
+    run = Run(folder)
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
+    torch.manual_seed(0)
+    drafter = kind.create(backbone, heads, 1, "own")
+    for weight in drafter.parameters():
+        weight.data += 0.05 * torch.randn_like(weight)
+    drafter.save(run.drafter_dir, provenance(backbone.identity))
+    run.bind(backbone.identity)
+    if tree is not None:
+        save_tree(run.tree_path, tree, {})
+    if calibrated:
+        write_json(run.calibration_path, {"accuracies": [[0.5, 0.2, 0.1]] * heads})
+    return run
+
+
+def save_questions(path: Path, count: int = 4) -> str:
+    """Saves questions of two turns in two categories, and one malformed line."""
+    lines = [
+        json.dumps({"question_id": i, "category": "ab"[i % 2], "turns": [f"w{i} w{i + 1}", f"w{i + 9}"]})
+        for i in range(count)
+    ]
+    path.write_text("\n".join([*lines, '{"question_id": 99}']) + "\n")
+    return str(path)
+
+
+def save_bench(folder: Path) -> Path:
+    """Saves a tiny model, a run of it called mine, and questions; returns the folder."""
+    save_run(folder / "mine", save_model(folder / "model"))
+    save_questions(folder / "q.jsonl")
+    return folder
+
+
+def bench(folder: Path, *words: str) -> Result:
+    """Runs `medusa bench` in fp32 over what save_bench wrote."""
+    common = ["--questions", str(folder / "q.jsonl"), "--run", str(folder / "mine"), "--dtype", "fp32"]
+    return medusa("bench", *common, "--max-new-tokens", "20", *words)
+
+
+def conversation(number: int, turns: int = 1, length: int = 9) -> dict:
+    """Returns a conversation whose answers count on from the question's number: a language that a head can learn."""
+    words = [f"w{(number + i) % 50}" for i in range(length)]
+    messages = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"w{(number + turn) % 50}"})
+        messages.append({"role": "assistant", "content": " ".join(words)})
+    return {"id": f"c{number}", "messages": messages}
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    """Writes records as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
