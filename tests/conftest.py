@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from medusa_cli.assets import home
 
-    fetched, apart = home(), Path(config.cache.mkdir("home"))  # type: ignore[union-attr]
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    fetched, apart = home(), Path(cache.mkdir("home") if cache else tempfile.mkdtemp(prefix="medusa-home-"))
     for name in ("downloads", "files", "models"):
         if (fetched / name).is_dir() and not (apart / name).exists():
             (apart / name).unlink(missing_ok=True)

@@ -92,7 +92,7 @@ def test_expected_length_counts_the_own_token_and_every_path() -> None:
 def test_a_budget_that_cannot_be_is_named(budget: int) -> None:
     accuracies = [[0.5, 0.2], [0.4, 0.1]]
     assert largest(accuracies) == 7
-    with pytest.raises(UsageError, match=f"budget {budget} cannot be; these heads allow 1 to 7"):
+    with pytest.raises(UsageError, match=f"budget {budget} .*1 to 7"):
         search(accuracies, budget)
 
 
