@@ -1,7 +1,7 @@
 """Shared by tests: tiny models, stub drafters, the command line, saved runs, and plain decoding as reference."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
-from medusa_cli.decode import generate_plain
+from medusa_cli.decode import Decoder, DraftPolicy, Request, Step
 from medusa_cli.drafters import Draft, Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
@@ -309,3 +309,46 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+Drafting = DraftPolicy | Tree | DynamicTree | None
+
+
+def answer(decoder: Decoder, prompt: Sequence[int], **rules: Any) -> Iterator[Step]:
+    """Yields the steps of one request, whose fields the rules are. Closing the iterator frees the slot."""
+    sequence, first = decoder.admit(Request(prompt, **rules))
+    try:
+        yield first
+        while not sequence.done:
+            yield from (step for other, step in decoder.step() if other is sequence)
+    finally:
+        decoder.cancel(sequence)
+
+
+def generate(
+    backbone: Backbone, drafter: Drafter | None, policy: Drafting, prompt: Sequence[int], **rules: Any
+) -> Iterator[Step]:
+    """Yields the steps of one prompt; without a drafter decoding is plain."""
+    yield from answer(Decoder(backbone, drafter, policy), prompt, **rules)
+
+
+def generate_plain(backbone: Backbone, prompt: Sequence[int], **rules: Any) -> Iterator[Step]:
+    """Yields the steps of plain decoding, the reference of every drafter."""
+    yield from generate(backbone, None, None, prompt, **rules)
+
+
+def generate_batch(
+    backbone: Backbone,
+    drafter: Drafter | None,
+    policy: Drafting,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    **rules: Any,
+) -> Iterator[tuple[int, Step]]:
+    """Yields the steps of many prompts with their numbers, `batch_size` prompts at a time."""
+    decoder = Decoder(backbone, drafter, policy, slots=max(1, min(batch_size, len(prompts))))
+    if rules.get("stop_ids") is not None:
+        rules["stop_ids"] = frozenset(rules["stop_ids"])  # read by every prompt
+    for sequence, step in decoder.run(Request(prompt, **rules) for prompt in prompts):
+        yield sequence.number, step

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medusa_cli.decode import AdaptivePolicy, Sampling, Step, generate, generate_batch
+from medusa_cli.decode import AdaptivePolicy, Sampling, Step
 from medusa_cli.decode.estimates import AcceptancePriors, SequenceAcceptance, sampling_kind
 from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, SizedTree
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import Costs
-from tests.helpers import FAMILIES, PROMPT, Oracle, plain, tiny_backbone
+from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone
 from tests.test_hydra import hydra
 
 ROOT, FEW, MANY = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])

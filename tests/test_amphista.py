@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.drafters import DRAFTERS, Amphista, Batch, NewTokens, load_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -14,7 +13,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, drafted, guesses, tiny_backbone
+from tests.helpers import FAMILIES, Recording, drafted, generate, generate_plain, guesses, tiny_backbone
 
 # The recipe's heads, those over the model's own lm_head, ones of low rank, and the paper's alpha variant.
 VARIANTS: dict[str, dict[str, Any]] = {

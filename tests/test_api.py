@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import Medusa
-from medusa_cli.decode import generate_plain
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
-from tests.helpers import save_model, save_run
+from tests.helpers import generate_plain, save_model, save_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
 IDS = [5, 9, 20, 11, 7]
@@ -127,19 +126,12 @@ def test_likelihoods_come_on_request(medusa: Medusa) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens 0 is too small"),
-        ({"temperature": -1.0}, "temperature -1.0 cannot be"),
-        ({"top_p": 0.0}, "top_p 0.0 cannot be"),
-        ({"sampling": "lucky"}, "sampling 'lucky' is unknown"),
-        ({"logprobs": -1}, "logprobs -1 cannot be"),
-    ],
+    "rules", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"sampling": "lucky"}, {"logprobs": -1}]
 )
-def test_a_rule_that_cannot_be_is_said_at_the_call_in_its_own_words(medusa: Medusa, rules: dict, said: str) -> None:
+def test_refusals_name_the_argument(medusa: Medusa, rules: dict) -> None:
     with pytest.raises(UsageError) as caught:
         medusa.stream(IDS, **rules)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(next(iter(rules)))
 
 
 @pytest.mark.parametrize("prompt", [[], [5, -1], [5, 64], [{"role": "user"}], ["w1"]])

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, Stats, Step, answer, generate, generate_batch, generate_plain
+from medusa_cli.decode import Decoder, Request, Sampling, Stats, Step
 from medusa_cli.drafters import Amphista, Draft, HydraHeads, MedusaHeads, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, SPARSE, Oracle, tiny_backbone
+from tests.helpers import FAMILIES, SPARSE, Oracle, answer, generate, generate_batch, generate_plain, tiny_backbone
 
 PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
 
@@ -243,8 +243,6 @@ def test_seconds_of_all_rows_add_up_to_no_more_than_the_whole() -> None:
 
 def test_what_cannot_be_batched_is_refused() -> None:
     backbone = tiny_backbone(positions=32)
-    with pytest.raises(UsageError, match="batch_size 0"):
-        together(backbone, None, None, size=0)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):
         together(backbone, None, None, [[5], [5] * 40])
     assert together(backbone, None, None, [])[0] == []

@@ -32,7 +32,7 @@ class Oracle(torch.nn.Module):
 
         self.draft_ids = torch.arange(64)
 
-    def places(self, device: torch.device) -> Tensor:
+    def vocabulary_index(self, device: torch.device) -> Tensor:
         return torch.arange(64)
 
     def logits(self, backbone: Backbone, batch) -> Iterator[Tensor]:

@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, answer
+from medusa_cli.decode import Decoder, Request, Sampling
 from medusa_cli.decode import cuda_graph as captured
 from medusa_cli.decode import cuda_graph as choosing
 from medusa_cli.decode import cuda_graph as trial
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, plain, tiny_backbone
+from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, answer, plain, tiny_backbone
 from tests.test_accept import target_probs
 
 RULES = {

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from medusa_cli.decode import generate, generate_batch, generate_plain
 from medusa_cli.drafters import DRAFTERS, Batch, NewTokens, load_drafter
 from medusa_cli.drafters.heads import Conditional, HeadDrafter
 from medusa_cli.errors import UsageError
@@ -18,7 +17,7 @@ from medusa_cli.train import Trainer, build_drafter, load_dataset
 from medusa_cli.train.calibration import calibrate
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, tiny_backbone, write_lines
+from tests.helpers import FAMILIES, generate, generate_batch, generate_plain, tiny_backbone, write_lines
 from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]])

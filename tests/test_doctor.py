@@ -13,7 +13,6 @@ from typer.testing import Result
 from medusa_cli.data.conversation import read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
-from medusa_cli.decode.generate import generate_plain
 from medusa_cli.doctor import CHECKS, Case, Finding, chosen, examine, worst
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
@@ -24,7 +23,7 @@ from medusa_cli.train.events import Stepped, Validated
 from medusa_cli.train.log import TrainLog
 from medusa_cli.tree.io import save_tree
 from medusa_cli.tree.search import Costs
-from tests.helpers import TREE, medusa, save_model, save_questions, save_run, tiny_backbone
+from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run, tiny_backbone
 
 NAMES = [check.name for check in CHECKS]
 

@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.drafters import Draft, HydraHeads, NewTokens
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
-from tests.helpers import FAMILIES, drafted, medusa_drafter, tiny_backbone
+from tests.helpers import FAMILIES, drafted, generate, generate_plain, medusa_drafter, tiny_backbone
 from tests.test_amphista import amphista
 from tests.test_firp import firp
 from tests.test_hydra import hydra

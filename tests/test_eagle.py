@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from medusa_cli.decode import generate, generate_batch, generate_plain
 from medusa_cli.drafters import Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters.eagle import SharedPrefixAttention, merged_attention, plain_attention
 from medusa_cli.drafters.layers import rotary, rotated
@@ -18,7 +17,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, guesses, medusa, tiny_backbone
+from tests.helpers import FAMILIES, Recording, generate, generate_batch, generate_plain, guesses, medusa, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1], [0, 0, 2, 0]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
-from medusa_cli.decode import generate as decode
 from medusa_cli.drafters import Amphista, Eagle, Firp, HydraHeads, MedusaHeads, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
@@ -27,6 +26,7 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, save_tree
+from tests.helpers import generate as decode
 from tests.helpers import medusa, medusa_json, save_model, save_run, tiny_tokenizer
 
 PROMPT = torch.tensor([[3, 6, 9, 20, 31, 44, 12]])

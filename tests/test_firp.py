@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_cli.decode import Step, generate, generate_batch, generate_plain
+from medusa_cli.decode import Step
 from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.drafters.firp import spread
 from medusa_cli.engine import attach
@@ -16,7 +16,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, forward, rows_of, tiny_backbone
+from tests.helpers import FAMILIES, Recording, forward, generate, generate_batch, generate_plain, rows_of, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]

@@ -81,7 +81,7 @@ def test_the_loss_is_the_kl_to_the_distribution_so_many_steps_on(vocabulary: str
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
     states = ahead(backbone, batch.trace, drafter._extra_rows(list(drafter.steps)), batch.rows)
     rows = backbone.lm_head_weight[drafter.draft_ids]
-    known = drafter.places(torch.device("cpu")) >= 0
+    known = drafter.vocabulary_index(torch.device("cpu")) >= 0
     total: Any = 0.0
     for k in (1, 2, 3):
         terms, count = [], len(batch.next)
@@ -110,7 +110,7 @@ def test_a_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     with torch.no_grad():
         mixed = ahead(backbone, both.trace, pseudo, both.rows)[: len(alone.next)]
         assert torch.allclose(mixed, ahead(backbone, alone.trace, pseudo, alone.rows), atol=1e-5)
-    made = trace(backbone, items[0].tokens[None])
+    made = trace(backbone, torch.tensor([items[0].tokens]))
     assert len(made.states) == DEPTH + 1 and len(made.keys) == DEPTH
 
 

@@ -3,12 +3,24 @@
 import pytest
 import torch
 
-from medusa_cli.decode import Request, Sampling, Stats, generate, generate_batch, generate_plain
+from medusa_cli.decode import Request, Sampling, Stats
 from medusa_cli.decode.sequence import StopCriteria
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import Tree
-from tests.helpers import END_ID, FAMILIES, PROMPT, SPARSE, Oracle, medusa_drafter, plain, tiny_backbone
+from tests.helpers import (
+    END_ID,
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    generate,
+    generate_batch,
+    generate_plain,
+    medusa_drafter,
+    plain,
+    tiny_backbone,
+)
 
 TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.drafters import Batch, HydraHeads, NewTokens, load_drafter
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
@@ -14,7 +13,7 @@ from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, drafted, guesses, tiny_backbone
+from tests.helpers import FAMILIES, Recording, drafted, generate, generate_plain, guesses, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
 DRAFT_IDS = torch.tensor([7, 3, 40, 12, 9, 55, 21, 30])

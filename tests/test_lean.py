@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.engine import Plan, attach, load_backbone
 from medusa_cli.engine import fast as lean_engine
 from medusa_cli.engine import jit as tracing
@@ -22,6 +21,8 @@ from tests.helpers import (
     FAMILIES,
     SPARSE,
     forward,
+    generate,
+    generate_plain,
     medusa_drafter,
     rows_of,
     save_network,

@@ -16,7 +16,7 @@ from medusa_cli.data.packing import (
     split_conversations,
 )
 from medusa_cli.data.states import StateStore
-from medusa_cli.decode import Decoder, Request, answer, generate
+from medusa_cli.decode import Decoder, Request
 from medusa_cli.drafters import DRAFTERS, Batch, NewTokens, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
@@ -29,7 +29,7 @@ from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import runs_model, taps_of, whole_conversations
 from medusa_cli.train.stage2 import Stage2
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import conversation, guesses, medusa, save_model, tiny_backbone, write_lines
+from tests.helpers import answer, conversation, generate, guesses, medusa, save_model, tiny_backbone, write_lines
 from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import rounding_in
-from tests.helpers import SPARSE, forward, medusa, medusa_drafter, save_model
+from tests.helpers import SPARSE, forward, generate, generate_plain, medusa, medusa_drafter, save_model
 from tests.test_joint import place, train
 
 pytest.importorskip("bitsandbytes")

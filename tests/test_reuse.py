@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, Step, answer, generate, generate_plain
+from medusa_cli.decode import Decoder, Request, Sampling, Step
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import SPARSE, forward, medusa_drafter, rows_of, tiny_backbone
+from tests.helpers import SPARSE, answer, forward, generate, generate_plain, medusa_drafter, rows_of, tiny_backbone
 from tests.test_amphista import amphista
 from tests.test_firp import firp
 from tests.test_hydra import hydra

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from medusa_cli.decode import Stats, generate
+from medusa_cli.decode import Stats
 from medusa_cli.drafters import MedusaHeads, load_drafter
 from medusa_cli.engine import attach
 from medusa_cli.engine.kernels import BITS, FEW_ROWS, IntKernel, round_weight
@@ -15,7 +15,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16
 from medusa_cli.tree import Tree
-from tests.helpers import forward, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import forward, generate, tiny_backbone, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 

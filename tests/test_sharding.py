@@ -136,7 +136,7 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
     by_id = {sample.conversation.id: sample for sample in samples}
     for line in run.distill_path.read_text().splitlines():
         one = json.loads(line)
-        assert one["tokens"] == by_id[one["id"]].tokens
+        assert one["tokens"] == by_id[one["id"]].conversation.tokens
         assert torch.equal(store.read(*one["state_rows"]), by_id[one["id"]].states.to(torch.bfloat16))
     other = RecordWriter(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
     other.write(samples[0])

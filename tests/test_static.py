@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, answer, generate, generate_plain
+from medusa_cli.decode import Decoder, Request
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import attach
 from medusa_cli.model import Backbone
@@ -14,7 +14,10 @@ from tests.helpers import (
     PROMPT,
     SPARSE,
     Oracle,
+    answer,
     forward,
+    generate,
+    generate_plain,
     plain,
     prefilled,
     tiny_backbone,

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import batch_of
-from medusa_cli.decode import generate, generate_plain
 from medusa_cli.drafters import Batch, HydraHeads, NewTokens, load_drafter
 from medusa_cli.drafters.layers import Fuse
 from medusa_cli.errors import UsageError
@@ -19,7 +18,7 @@ from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import taps_of
 from medusa_cli.tree import Tree
-from tests.helpers import FAMILIES, drafted, forward, medusa, save_model, tiny_backbone
+from tests.helpers import FAMILIES, drafted, forward, generate, generate_plain, medusa, save_model, tiny_backbone
 from tests.test_joint import records
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])

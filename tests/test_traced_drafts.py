@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, generate
+from medusa_cli.decode import Decoder, Request
 from medusa_cli.drafters import DRAFTERS, Drafter, heads
 from medusa_cli.engine import jit as tracing
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import tiny_backbone
+from tests.helpers import generate, tiny_backbone
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),

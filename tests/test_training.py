@@ -20,7 +20,6 @@ from medusa_cli.commands.train import command_on
 from medusa_cli.data.conversation import read_conversations
 from medusa_cli.data.packing import Example, coverage, frequent_tokens, held_out_ids, micro_batches, schedule
 from medusa_cli.data.states import StateStore
-from medusa_cli.decode import generate
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
@@ -38,7 +37,7 @@ from medusa_cli.train.schedule import learning_rate
 from medusa_cli.train.stage1 import Stage1Cached, head_rate
 from medusa_cli.tree import Tree
 from tests import helpers
-from tests.helpers import END_ID, conversation, medusa, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
+from tests.helpers import END_ID, conversation, generate, medusa, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
 
 # A language that a head can learn: each answer counts on from the question's number.
 SETTINGS = [

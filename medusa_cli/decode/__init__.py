@@ -2,7 +2,6 @@
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.decoder import Decoder
-from medusa_cli.decode.generate import answer, generate, generate_batch, generate_plain
 from medusa_cli.decode.policy import AdaptivePolicy, DraftPolicy, NgramPolicy
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Request, Sequence
@@ -24,8 +23,4 @@ __all__ = [
     "Stats",
     "Step",
     "accept",
-    "answer",
-    "generate",
-    "generate_batch",
-    "generate_plain",
 ]

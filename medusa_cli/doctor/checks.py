@@ -21,9 +21,8 @@ from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, conversation_of, id_of
 from medusa_cli.data.packing import held_out_ids
-from medusa_cli.decode import Decoder, Stats
+from medusa_cli.decode import Decoder, Request, Stats
 from medusa_cli.decode.costs import costs_for
-from medusa_cli.decode.generate import answer
 from medusa_cli.decode.sampling import sampling_of
 from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import load_drafter
@@ -669,8 +668,10 @@ def decoded(case: Case, heat: float) -> list[Stats]:
         tree = case.tree
         decoder = Decoder(case.backbone, case.drafter, tree)
         rule = sampling_of(None, heat or None, 1.0, 0, 0)
-        each = (answer(decoder, one, max_new_tokens=case.tokens, sampling=rule) for one in prompts(case))
-        found = [Stats.of(steps) for steps in each]
+        requests = [Request(prompt, case.tokens, rule) for prompt in prompts(case)]
+        found = [Stats() for _ in requests]
+        for sequence, step in decoder.run(requests):
+            found[sequence.number].add(step)
         case.answered[heat] = [one for one in found if one.steps]
         if not case.answered[heat]:
             raise UserError("every answer ended with its first token", case.distill())
