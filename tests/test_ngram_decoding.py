@@ -12,9 +12,6 @@ from medusa_cli.decode import (
     Request,
     Sampling,
     Stats,
-    answer,
-    generate,
-    generate_batch,
 )
 from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
 from medusa_cli.drafters.base import Draft
@@ -23,7 +20,20 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import Costs, search
-from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, medusa, plain, save_model, save_run, tiny_backbone
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    answer,
+    generate,
+    generate_batch,
+    medusa,
+    plain,
+    save_model,
+    save_run,
+    tiny_backbone,
+)
 from tests.test_firp import firp
 from tests.test_hydra import hydra
 from tests.test_ngram import ACCURACIES, CHEAP, DEAR, ROUND

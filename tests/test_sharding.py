@@ -139,7 +139,7 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
         assert one["tokens"] == by_id[one["id"]].conversation.tokens
         assert torch.equal(store.read(*one["state_rows"]), by_id[one["id"]].states.to(torch.bfloat16))
     other = RecordWriter(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
-    other.write(samples[0])
+    other.write(samples[0].conversation, samples[0].states)
     other.close()
     with pytest.raises(UserError, match="distilled with seed"):
         merge_parts(run, RecordWriter(run, backbone.hidden_size, header), backbone.hidden_size)
