@@ -1,4 +1,4 @@
-"""A server in a thread, on a free port of the loopback, and clients for it."""
+"""A tiny server in a thread, on a free port of the loopback, and clients for it."""
 
 import http.client
 import json
@@ -7,57 +7,65 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from medusa_cli.api import Medusa
-from medusa_cli.serve.limits import Limits
-from medusa_cli.serve.server import Server, listen, prepare
+from medusa_cli.serve.middleware import Limits
+from medusa_cli.serve.server import Server, listen
+from tests.helpers import save_model, save_run
 
 MODEL = "tiny"
+IDS = [5, 9, 20, 11, 7]
+
+
+def tiny_medusa(folder: Path) -> Medusa:
+    """Returns a tiny model with random Medusa heads and a static tree."""
+    run = save_run(folder / "run", save_model(folder / "model"))
+    return Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32")
 
 
 @dataclass
 class Served:
-    """A running server: where it is, and what it is made of."""
+    """A running server and its clients' methods."""
 
-    server: Server
     port: int
-    medusa: Medusa
+    server: Server | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def openai(self, **options: Any) -> Any:
+        """Returns OpenAI's client."""
         from openai import OpenAI
 
         return OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
 
-    def ask(
+    def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], str]:
-        """Status, headers and body of a plain request; a body that is no text goes as JSON."""
-        given = {"Content-Type": "application/json", **(headers or {})}
+        """Returns status, headers and body of a plain request; a body that is no text goes as JSON."""
         data = body if isinstance(body, str | bytes | None) else json.dumps(body)
-        door = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            door.request(method, path, data, given)
-            response = door.getresponse()
+            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read().decode()
         finally:
-            door.close()
+            connection.close()
 
     def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], Any]:
-        status, found, text = self.ask("POST", path, body, headers)
-        return status, found, json.loads(text)
+        status, answered, text = self.request("POST", path, body, headers)
+        return status, answered, json.loads(text)
 
     def number(self, name: str) -> float:
-        """A number of /metrics."""
-        lines = self.ask("GET", "/metrics")[2].splitlines()
+        """Returns a number of /metrics."""
+        lines = self.request("GET", "/metrics")[2].splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def until(self, name: str, value: float, seconds: float = 60) -> None:
-        """Wait until a number of /metrics is this one."""
+        """Waits until a number of /metrics has this value."""
         end = time.monotonic() + seconds
         while self.number(name) != value:
             assert time.monotonic() < end, f"{name} is {self.number(name)}, not {value}"
@@ -66,18 +74,18 @@ class Served:
 
 @contextmanager
 def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
-    """A server for the time of a test."""
-    door = listen("127.0.0.1", 0)
-    server = prepare(medusa, Limits(**{"name": MODEL, "max_new_tokens": 400, **settings}))
-    thread = threading.Thread(target=server.run, args=(door,), daemon=True)
+    """Runs a server for the time of a test."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(medusa, Limits(**{"name": MODEL, "max_new_tokens": 400, **settings}))
+    thread = threading.Thread(target=server.run, args=(listener,), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Served(server, door.getsockname()[1], medusa)
+        yield Served(listener.getsockname()[1], server)
     finally:
         if thread.is_alive():
-            with suppress(KeyboardInterrupt):  # a test may have told it already
+            with suppress(KeyboardInterrupt):  # the test may have stopped it
                 server.stop()
         thread.join(60)
         assert not thread.is_alive(), "the server did not stop"

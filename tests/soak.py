@@ -126,7 +126,7 @@ def main() -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            seen = Served(None, server.port, medusa)  # type: ignore[arg-type]
+            seen = Served(server.port)
             seen.until("medusa_requests_running", 0)
             left = seen.number("medusa_requests_waiting")
             seconds = time.monotonic() - began

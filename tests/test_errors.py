@@ -12,13 +12,13 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     assert in_flags(ERROR) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
     assert str(ERROR) == "max_new_tokens 0 is too small; use 1 or more, or another run"
     refusal = refusal_for(ERROR, "prompt")
-    assert (refusal.detail.param, refusal.detail.code) == ("max_tokens", "invalid_value")
-    assert refusal.detail.message.startswith("max_tokens 0 is too small")
+    assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value")
+    assert str(refusal).startswith("max_tokens 0 is too small")
 
 
 def test_an_error_that_names_no_setting_is_about_the_prompt() -> None:
     refusal = refusal_for(UserError("it is too long", "give another @model"), "prompt")
-    assert refusal.detail.param == "prompt" and refusal.detail.message.startswith("prompt: it is too long")
+    assert refusal.param == "prompt" and str(refusal).startswith("prompt: it is too long")
 
 
 @pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (@run)"])

@@ -132,7 +132,7 @@ def test_a_command_runs_a_models_code_with_the_flag_alone(
     write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads(), {})
     booby_trapped(tmp_path / "model", "own-kind")
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("medusa_cli.serve.server.prepare", lambda *_: SimpleNamespace(run=lambda door: None))
+    monkeypatch.setattr("medusa_cli.serve.server.Server", lambda *_: SimpleNamespace(run=lambda listener: None))
     words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
     done = medusa(*words)
     assert done.exit_code == 1 and "--trust-remote-code" in done.stderr, done.output

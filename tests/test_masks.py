@@ -2,7 +2,6 @@
 
 import itertools
 
-import ijson
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from medusa_cli.data.conversation import messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.drafters import DRAFTERS, Batch
 from medusa_cli.model.chat_template import encode
-from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.io import Malformed, read_jsonl
 from tests.helpers import tiny_backbone
 
 WANTED = 200
@@ -20,28 +19,27 @@ WANTED = 200
 def test_the_mask_is_the_assistants_words_on_real_conversations_of_several_turns() -> None:
     speaker = Tokenizer(assets.DEFAULT_MODEL)
     decode, seen, answers = speaker.tokenizer.decode, 0, 0
-    with assets.sharegpt_path().open("rb") as stream:
-        for record in itertools.islice(ijson.items(stream, "item"), 4 * WANTED):
-            try:
-                messages = messages_of(record)[:8]
-                tokens, spans = encode(speaker, messages)
-            except Malformed:
-                continue
-            if len(spans) < 2 or messages[0]["role"] != "user":
-                continue
-            seen += 1
-            answered = [m["content"] for m in messages if m["role"] == "assistant"]
-            assert [decode(tokens[start:end]) for start, end in spans] == [f"{text}<|im_end|>" for text in answered]
-            # What is left is the template's rendering of the same conversation with nothing said by the assistant.
-            last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-            silent = [{**m, "content": "" if m["role"] == "assistant" else m["content"]} for m in messages[: last + 1]]
-            expected = speaker.tokenizer.apply_chat_template(silent, tokenize=False)
-            learnt = {at for start, end in spans for at in range(start, end)}
-            rest = decode([token for at, token in enumerate(tokens) if at not in learnt])
-            assert rest == expected.replace("assistant\n<|im_end|>", "assistant\n")
-            answers += len(spans)
-            if seen == WANTED:
-                break
+    for record in itertools.islice(read_jsonl(assets.sharegpt_path(), array=True), 4 * WANTED):
+        try:
+            messages = messages_of(record)[:8]
+            tokens, spans = encode(speaker, messages)
+        except Malformed:
+            continue
+        if len(spans) < 2 or messages[0]["role"] != "user":
+            continue
+        seen += 1
+        answered = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert [decode(tokens[start:end]) for start, end in spans] == [f"{text}<|im_end|>" for text in answered]
+        # What is left is the template's rendering of the same conversation with nothing said by the assistant.
+        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        silent = [{**m, "content": "" if m["role"] == "assistant" else m["content"]} for m in messages[: last + 1]]
+        expected = speaker.tokenizer.apply_chat_template(silent, tokenize=False)
+        learnt = {at for start, end in spans for at in range(start, end)}
+        rest = decode([token for at, token in enumerate(tokens) if at not in learnt])
+        assert rest == expected.replace("assistant\n<|im_end|>", "assistant\n")
+        answers += len(spans)
+        if seen == WANTED:
+            break
     assert seen == WANTED and answers > 2 * WANTED
 
 

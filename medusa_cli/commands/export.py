@@ -36,14 +36,14 @@ def export(
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    said: OutputFlags,
+    printed: OutputFlags,
 ) -> None:
     """Write a drafter so that another program decodes with it, and print how that program is started.
 
     Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
     that --to hf writes, in the number type it is stored in. Every folder has the checksums of its files.
     """
-    said.configure()
+    printed.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
@@ -52,13 +52,13 @@ def export(
     from medusa_cli.export.folder import find_source
 
     source = find_source(run, model, trust_remote_code)
-    whose = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
-    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {whose} to {output}")
+    trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
+    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}")
     tree = {"budget": budget} if to == "hf" else {}
     launch, notes = formats.FORMATS[to](source, output, overwrite=overwrite, **tree)
     for note in notes:
         console.warn(note)
-    if said.json:
+    if printed.json:
         console.emit_json({"output": str(output), "format": to, "launch": launch, "notes": notes})
         return
     console.result(f"{output} is written. To use it:")

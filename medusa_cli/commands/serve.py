@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import console, options
-from medusa_cli.errors import UserError
+from medusa_cli import console, extras, options
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, but
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -16,7 +15,9 @@ def serve(
     *,
     drafting: DraftFlags,
     baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
     api_key: Annotated[
         str | None,
@@ -40,28 +41,24 @@ def serve(
     max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
     temperature: options.Temperature = None,
     place: LoadFlags,
-    said: Annotated[OutputFlags, but("json")],
+    printed: Annotated[OutputFlags, but("json")],
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
 
     Requests decode side by side and join and leave at every step. --temperature is that of requests that name none.
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
-    said.configure()
-    try:
-        from medusa_cli.serve.server import listen, prepare
-    except ModuleNotFoundError as reason:
-        raise UserError(
-            f"medusa serve needs {reason.name}", "install it with `pip install 'medusa-cli[serve]'`"
-        ) from None
+    printed.configure()
+    extras.need("serve", "medusa serve")
     from medusa_cli.api import Medusa
     from medusa_cli.options import follow_choice, load
     from medusa_cli.runs.run import called
-    from medusa_cli.serve.limits import Limits
+    from medusa_cli.serve.middleware import Limits
+    from medusa_cli.serve.server import Server, listen
 
-    door = listen(host, port)  # before the model is loaded: a port that is taken is said at once
+    listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
     choice = drafting.or_plain(baseline)
-    made = load(choice, follow_choice(choice, place))
+    loaded = load(choice, follow_choice(choice, place))
     limits = Limits(
         name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,
@@ -73,9 +70,9 @@ def serve(
         temperature=temperature or 0.0,
     )
     if host not in LOOPBACK and not limits.api_key:
-        console.warn("whoever reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
-    server = prepare(Medusa(made), limits)
-    at = f"[{host}]" if ":" in host else host
-    door.listen()  # before it is said
-    console.info(f"serving {limits.name!r} at http://{at}:{door.getsockname()[1]}/v1, a page to try it at /")
-    server.run(door)
+        console.warn("anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
+    server = Server(Medusa(loaded), limits)
+    listener.listen()  # before the address is printed
+    address = f"[{host}]" if ":" in host else host
+    console.info(f"serving {limits.name!r} at http://{address}:{listener.getsockname()[1]}/v1, a page to try it at /")
+    server.run(listener)

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the one step that all decoding is made of."""
+"""An OpenAI-compatible server over the decoder that all commands use."""

@@ -1,14 +1,15 @@
-"""What a server allows and asks for."""
+"""The ASGI application: OpenAI's routes, and the handler that turns bodies into requests and steps into answers."""
 
 import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -16,17 +17,17 @@ from starlette.exceptions import HTTPException
 
 from medusa_cli import __version__
 from medusa_cli.api import Medusa
+from medusa_cli.decode import Request
 from medusa_cli.errors import UserError
-from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_of
-from medusa_cli.serve.limits import Limits
+from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body
 from medusa_cli.serve.metrics import Metrics
-from medusa_cli.serve.middleware import AuthMiddleware
+from medusa_cli.serve.middleware import Limits, Middleware, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
-from medusa_cli.serve.scheduler import Closing, Event, Full, Scheduler, Ticket
+from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).with_name("index.html")
-# The page may run what is in it and talk to this server, and nothing else.
+# The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 429, 500, 503)
@@ -35,21 +36,20 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 
 
 def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
-    """The ASGI application and the scheduler it feeds, which the caller starts and drains."""
+    """Returns the ASGI application, and the scheduler that its caller runs and drains."""
     metrics = Metrics()
     scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
-    desk = Handler(medusa, scheduler, limits)
-    began = int(time.time())
-    model = {"id": limits.name, "object": "model", "created": began, "owned_by": "medusa"}
+    handler = Handler(medusa, scheduler, limits)
+    model = {"id": limits.name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
-    async def chat(body: ChatRequest, request: Request) -> Any:
-        return await desk.answer(body, [message.plain for message in body.messages], request)
+    async def chat(body: ChatRequest, http: HttpRequest) -> Any:
+        return await handler.answer(body, http.receive)
 
     @app.post("/v1/completions", responses=ANSWERS)
-    async def complete(body: CompletionRequest, request: Request) -> Any:
-        return await desk.answer(body, body.prompt, request)
+    async def complete(body: CompletionRequest, http: HttpRequest) -> Any:
+        return await handler.answer(body, http.receive)
 
     @app.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
 
     @app.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def one_model(name: str) -> dict[str, Any]:
-        desk.check_model(name)
+        handler.check_model(name)
         return model
 
     @app.get("/health", responses={503: {}})
@@ -74,38 +74,38 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
 
     @app.exception_handler(Refusal)
-    async def refused(request: Request, reason: Refusal) -> Response:
+    async def refused(http: HttpRequest, reason: Refusal) -> Response:
         return reason.response()
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, reason: RequestValidationError) -> Response:
-        return refusal_of(reason.errors()).response()
+    async def invalid(http: HttpRequest, reason: RequestValidationError) -> Response:
+        return refusal_for_body(reason.errors()).response()
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, reason: HTTPException) -> Response:
+    async def unknown(http: HttpRequest, reason: HTTPException) -> Response:
         response = Refusal(reason.status_code, str(reason.detail)).response()
         response.headers.update(reason.headers or {})
         return response
 
-    return AuthMiddleware(app, limits, metrics, lambda: scheduler.closing), scheduler
+    return Middleware(app, limits, metrics), scheduler
 
 
 class Handler:
-    """Takes completion requests to the scheduler and brings the answers back."""
+    """Submits completion requests to the scheduler and formats their answers."""
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits) -> None:
         self._medusa, self._scheduler, self._limits = medusa, scheduler, limits
-        self._encoding = asyncio.Lock()  # a tokenizer is no place for two threads
+        self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     def check_model(self, name: str) -> None:
         if name != self._limits.name:
-            said = f"the model {name!r} is not served here; ask for {self._limits.name!r}"
-            raise Refusal(404, said, param="model", code="model_not_found")
+            text = f"the model {name!r} is not served here; ask for {self._limits.name!r}"
+            raise Refusal(404, text, param="model", code="model_not_found")
 
-    async def answer(self, body: ChatRequest | CompletionRequest, prompt: Any, request: Request) -> Response:
-        """The whole answer, or a stream of it; Refusal for what cannot be answered."""
+    async def answer(self, body: ChatRequest | CompletionRequest, receive: Receive) -> Response:
+        """Returns the whole answer, or a stream of it; raises Refusal."""
         self.check_model(body.model)
-        wording = OpenAIFormat(self._medusa.backbone, body.model, chat=isinstance(body, ChatRequest))
+        request = await self._request(body)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -113,103 +113,91 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        asked = await self._asked(body, prompt)
-        try:
-            ticket = self._scheduler.submit(asked, deliver)
-        except Full:
-            wait = self._scheduler.wait_s
-            raise Refusal(429, f"too many requests; try again in {wait} s", code="queue_full", retry_s=wait) from None
-        except Closing:
-            raise Refusal(503, "the server is about to stop", code="closing", retry_s=10) from None
+        ticket = self._scheduler.submit(request, deliver)
+        answer = OpenAIFormat(self._medusa.backbone, body.model, chat=isinstance(body, ChatRequest))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            lines = _stream(wording, ticket, events, request.receive, usage)
+            lines = _stream(answer, ticket, _until_gone(ticket, events, receive), usage)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async for event in _until_gone(ticket, events, request.receive):
+        async for event in _until_gone(ticket, events, receive):
             if event.error is not None:
                 raise _failure(event.error)
-        return JSONResponse(wording.whole(ticket))
+        return JSONResponse(answer.whole(ticket))
 
-    async def _asked(self, body: ChatRequest | CompletionRequest, prompt: Any) -> Any:
-        """What is asked of the decoder, within the server's limits."""
-        limits = self._limits
+    async def _request(self, body: ChatRequest | CompletionRequest) -> Request:
+        """Returns the decoder's request, within the server's limits."""
+        limits, backbone = self._limits, self._medusa.backbone
         limit = body.limit or limits.max_new_tokens
-        if limit > limits.max_new_tokens and body.limiting is not None:
-            said = f"{body.limiting} {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
-            raise Refusal(400, said, param=body.limiting, code="invalid_value")
+        if limit > limits.max_new_tokens and body.limit_field is not None:
+            text = f"{body.limit_field} {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
+            raise Refusal(400, text, param=body.limit_field, code="invalid_value")
         try:
             async with self._encoding:
-                asked = await run_in_threadpool(
+                request = await run_in_threadpool(
                     self._medusa.request,
-                    prompt,
+                    body.content,
                     max_new_tokens=min(limit, limits.max_new_tokens),
                     temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else body.top_p,
                     top_k=body.top_k or 0,
                     seed=body.seed if body.seed is not None else secrets.randbits(62),
-                    stop=body.stops,
+                    stop=body.stop_strings,
                     logprobs=body.top,
                     raw=True,
                 )
         except UserError as reason:
-            # Where the model lies on this machine is nobody's business.
             refusal = refusal_for(reason, "messages" if isinstance(body, ChatRequest) else "prompt")
-            refusal.detail.message = refusal.detail.message.replace(self._medusa.backbone.id, limits.name)
-            raise refusal from reason
-        most = min(limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
-        if len(asked.prompt) > most:
-            said = f"the prompt has {len(asked.prompt):,} tokens, this server takes {most:,}"
-            raise Refusal(400, said, code="context_length_exceeded")
-        return asked
+            # Clients must not learn the model's path on this machine.
+            text = str(refusal).replace(backbone.id, limits.name)
+            raise Refusal(refusal.status, text, param=refusal.param, code=refusal.code) from reason
+        longest = min(limits.max_prompt_tokens, backbone.max_positions - 1)
+        if len(request.prompt) > longest:
+            text = f"the prompt has {len(request.prompt):,} tokens, this server takes {longest:,}"
+            raise Refusal(400, text, code="context_length_exceeded")
+        return request
 
 
-async def _until_gone(
-    ticket: Ticket, events: asyncio.Queue[Event], receive: Callable[[], Awaitable[Any]]
-) -> AsyncIterator[Event]:
-    """The events up to the last; a client that goes away, or stops listening, leaves its slot."""
+async def _until_gone(ticket: Ticket, events: asyncio.Queue[Event], receive: Receive) -> AsyncIterator[Event]:
+    """Yields the events up to the last; a client that goes away, or stops reading, frees its slot."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.leave()
+        ticket.abandon()
 
-    watching = asyncio.create_task(watch())
+    watcher = asyncio.create_task(watch())
     try:
         while True:
             event = await events.get()
-            if ticket.left:
+            if ticket.abandoned:
                 return
             yield event
             if event.last:
                 return
     finally:
-        watching.cancel()
-        ticket.leave()
+        watcher.cancel()
+        ticket.abandon()
 
 
 async def _stream(
-    wording: OpenAIFormat,
-    ticket: Ticket,
-    events: asyncio.Queue[Event],
-    receive: Callable[[], Awaitable[Any]],
-    usage: bool,
+    answer: OpenAIFormat, ticket: Ticket, events: AsyncIterator[Event], usage: bool
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events, a chunk a step."""
-    extra = {"usage": None} if usage else {}
-    for chunk in wording.opening():
-        yield _line({**chunk, **extra})
-    listening = _until_gone(ticket, events, receive)
+    """Yields the answer as server-sent events, one a step."""
+    no_usage = {"usage": None} if usage else {}
     try:
-        async for event in listening:
+        for chunk in answer.first_chunks():
+            yield _line({**chunk, **no_usage})
+        async for event in events:
             if event.error is not None:
                 yield _line(_failure(event.error).body)
                 return
             if event.pieces or event.likelihoods or event.last:
-                yield _line({**wording.chunk(ticket, event.pieces, event.likelihoods, event.last), **extra})
+                yield _line({**answer.chunk(ticket, event), **no_usage})
     finally:
-        await listening.aclose()  # type: ignore[attr-defined]
+        ticket.abandon()
+        await events.aclose()  # type: ignore[attr-defined]
     if usage:
-        yield _line(wording.closing(ticket))
+        yield _line(answer.usage_chunk(ticket))
     yield "data: [DONE]\n\n"
 
 
@@ -219,7 +207,7 @@ def _line(data: dict[str, Any]) -> str:
 
 
 def _failure(reason: Exception) -> Refusal:
-    """What a client hears of a request that failed on its way; our own faults without their details."""
+    """Returns the refusal for a request that failed after it was accepted, without details of internal errors."""
     if isinstance(reason, UserError):
         return refusal_for(reason)
     return Refusal(500, "the answer could not be finished", code="internal_error")

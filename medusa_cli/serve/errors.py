@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's form: a message, the parameter it is about, a code."""
+"""Refusals in OpenAI's form: a message, the parameter at fault, a code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from medusa_cli.errors import UserError, worded
-from medusa_cli.serve.schema import LIST, TEXT
+from medusa_cli.serve.schema import FIXED, LIST, TEXT
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -20,13 +20,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every refusal looks like."""
+    """The body of every refusal."""
 
     error: ErrorDetail
 
 
 class Refusal(Exception):
-    """A request that is not answered: its status, why, and the parameter that is to blame."""
+    """Ends a request with an HTTP status, a message, and the parameter at fault."""
 
     def __init__(
         self,
@@ -38,16 +38,17 @@ class Refusal(Exception):
         retry_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_s = status, retry_s
-        # Half characters, which JSON can bring, cannot be sent back.
-        param = None if param is None else whole(param)
-        self.detail = ErrorDetail(
-            message=whole(message), type=TYPES.get(status, "invalid_request_error"), param=param, code=code
-        )
+        self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
 
     @property
     def body(self) -> dict[str, Any]:
-        return ErrorBody(error=self.detail).model_dump()
+        detail = ErrorDetail(
+            message=_encodable(str(self)),
+            type=TYPES.get(self.status, "invalid_request_error"),
+            param=self.param and _encodable(self.param),
+            code=self.code,
+        )
+        return ErrorBody(error=detail).model_dump()
 
     def response(self) -> JSONResponse:
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
@@ -58,58 +59,41 @@ class Refusal(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def whole(text: str) -> str:
-    """A text without half characters."""
+def _encodable(text: str) -> str:
+    """Returns a text without the halves of surrogate pairs that JSON can bring and UTF-8 cannot hold."""
     return text.encode(errors="replace").decode()
 
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
-    """What a client hears of what cannot be; param: what is to blame where no setting is."""
-    said, setting = worded(reason.text, _field), reason.about
+    """Returns the refusal for an error of the core; `param` is at fault if no setting is."""
+    text, setting = worded(reason.text, _field), reason.about
     if setting is not None:
-        return Refusal(400, said, param=_field(setting), code="invalid_value")
-    return Refusal(400, f"{param}: {said}" if param else said, param=param, code="invalid_prompt")
+        return Refusal(400, text, param=_field(setting), code="invalid_value")
+    return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
 
 
 def _field(setting: str) -> str:
-    """A setting as OpenAI's requests name it."""
+    """Returns a setting's name in OpenAI's requests."""
     return {"max_new_tokens": "max_tokens"}.get(setting, setting)
 
 
-def refusal_of(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """The first of pydantic's errors in words that name the parameter."""
+def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
+    """Returns the refusal for the first of pydantic's errors on a body."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", TEXT, LIST)]
-    param = ".".join(place) or None
-    kind, said = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
+    path = [str(part) for part in first["loc"] if part not in ("body", TEXT, LIST)]
+    param = ".".join(path) or None
+    kind, text = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
         return Refusal(400, "the body is no JSON", code="invalid_json")
-    if kind == "model_attributes_type" and not place:
-        sent = isinstance(first.get("input"), bytes)  # as curl sends it without a header, for one
-        what = "was not sent as JSON; add the header Content-Type: application/json" if sent else "is no JSON object"
-        return Refusal(400, f"the body {what}", code="invalid_json")
+    if kind == "model_attributes_type" and not path:
+        fault = "is no JSON object"
+        if isinstance(first.get("input"), bytes):  # curl sends it so without a header
+            fault = "was not sent as JSON; add the header Content-Type: application/json"
+        return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":
         return Refusal(400, f"the parameter {param!r} is not supported; leave it out", param=param, code="unsupported")
-    known = {part for part in place if part.isidentifier()}
-    if known & UNSUPPORTED:
-        name = next(part for part in place if part in UNSUPPORTED)
-        return Refusal(400, f"{name!r} is only supported at its default: {said}", param=param, code="unsupported")
-    return Refusal(400, f"{param}: {said}" if param else said, param=param, code="invalid_value")
-
-
-# Parameters with one value that can be honoured.
-UNSUPPORTED = {
-    "n",
-    "best_of",
-    "echo",
-    "suffix",
-    "store",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "tools",
-    "tool_calls",
-    "tool_choice",
-    "response_format",
-    "annotations",
-}
+    fixed = next((name for name in path if name in FIXED), None)
+    if fixed is not None:
+        text = f"{fixed!r} is only supported at its default: {text}"
+        return Refusal(400, text, param=param, code="unsupported")
+    return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

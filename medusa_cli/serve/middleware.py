@@ -1,14 +1,14 @@
-"""Before a request is looked at: its key, its body's size and how long that takes, and whether the server closes."""
+"""Limits of a server, and the middleware that checks key and body before a request is parsed."""
 
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
 
 from medusa_cli.serve.errors import Refusal
-from medusa_cli.serve.limits import Limits
 from medusa_cli.serve.metrics import Metrics
 
 Message = MutableMapping[str, Any]
@@ -17,11 +17,30 @@ Send = Callable[[Message], Awaitable[None]]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/openapi.json", "/")
 
 
-class AuthMiddleware:
-    """Hands on what may pass, its body whole; refuses the rest. /v1 alone needs the key."""
+@dataclass(frozen=True)
+class Limits:
+    """Name, key and limits of a server.
 
-    def __init__(self, app: Any, limits: Limits, metrics: Metrics, closing: Callable[[], bool]) -> None:
-        self._app, self._limits, self._metrics, self._closing = app, limits, metrics, closing
+    slots: requests that decode side by side. waiting: requests in the queue. max_body: bytes. body_s: seconds that a
+    body may take. temperature: of requests that name none.
+    """
+
+    name: str
+    api_key: str | None = None
+    slots: int = 8
+    waiting: int = 64
+    max_prompt_tokens: int = 4096
+    max_new_tokens: int = 2048
+    max_body: int = 1 << 20
+    body_s: float = 20.0
+    temperature: float = 0.0
+
+
+class Middleware:
+    """Passes requests on with their whole body; refuses a wrong key (under /v1), a large body, and a slow one."""
+
+    def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
+        self._app, self._limits, self._metrics = app, limits, metrics
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,52 +50,49 @@ class AuthMiddleware:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.response(path, message["status"])
+                self._metrics.responses.labels(path, str(message["status"])).inc()
             await send(message)
 
+        headers = Headers(scope=scope)
         try:
-            self._check(scope)
-            whole = await asyncio.wait_for(self._body(Headers(scope=scope), receive), self._limits.body_s)
+            if scope["path"].startswith("/v1/"):
+                self._check_key(headers)
+            body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
             await reason.response()(scope, receive, counted)
             return
         except asyncio.TimeoutError:
-            slow = Refusal(408, f"the body took more than {self._limits.body_s:g} s to come", code="timeout")
+            slow = Refusal(408, f"the body took more than {self._limits.body_s:g} s", code="timeout")
             await slow.response()(scope, receive, counted)
             return
-        if whole is None:
+        if body is None:  # the client is gone
             return
-        given = [{"type": "http.request", "body": whole, "more_body": False}]
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            return given.pop() if given else await receive()
+            return unread.pop() if unread else await receive()
 
         await self._app(scope, replay, counted)
 
-    def _check(self, scope: Message) -> None:
-        if not scope["path"].startswith("/v1/"):
-            return
-        if self._limits.api_key:
-            said = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(said.encode("latin-1"), f"Bearer {self._limits.api_key}".encode()):
-                raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
-        if scope["method"] == "POST" and self._closing():
-            raise Refusal(503, "the server is about to stop", code="closing", retry_s=10)
+    def _check_key(self, headers: Headers) -> None:
+        given = headers.get("authorization", "").encode("latin-1")
+        if self._limits.api_key and not hmac.compare_digest(given, f"Bearer {self._limits.api_key}".encode()):
+            raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """All of the body; None where the client went away before its end."""
-        most = self._limits.max_body
-        too_large = Refusal(413, f"the body is larger than {most:,} bytes", code="too_large")
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """Returns the whole body, None if the client goes away before its end."""
+        limit = self._limits.max_body
+        too_large = Refusal(413, f"the body is larger than {limit:,} bytes", code="too_large")
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > most:
+        if length.isdigit() and int(length) > limit:
             raise too_large
-        whole = bytearray()
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            whole += message.get("body", b"")
-            if len(whole) > most:
+            body += message.get("body", b"")
+            if len(body) > limit:
                 raise too_large
             if not message.get("more_body"):
-                return bytes(whole)
+                return bytes(body)

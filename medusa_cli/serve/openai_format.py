@@ -1,135 +1,126 @@
-"""Answers in OpenAI's words, whole or in chunks; what is ours alone stands under "medusa"."""
+"""Answers in OpenAI's form, whole or in chunks; fields beyond OpenAI's stand under "medusa"."""
 
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_cli.decode import Likelihood, Piece
+from medusa_cli.decode import Likelihood
 from medusa_cli.decode.stream import REPLACEMENT
 from medusa_cli.model import Backbone
-from medusa_cli.serve.scheduler import Ticket
+from medusa_cli.serve.scheduler import Event, Ticket
 
-# What OpenAI says for a token that cannot be: JSON knows no infinity.
+# OpenAI's value for an impossible token: JSON has no infinity.
 NEVER = -9999.0
-# Bytes that a character has at most.
-MOST_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 
 
 class OpenAIFormat:
-    """One answer's id, time and model, for every chunk alike."""
+    """Formats one answer: all its chunks have the same id, time and model."""
 
     def __init__(self, backbone: Backbone, model: str, *, chat: bool) -> None:
-        self._backbone, self._chat = backbone, chat
-        self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._written = 0
-        self._before: list[int] = []  # the answer's last tokens, from a whole character on
-        self._read = ""  # their text
+        self._chat, self._tokens = chat, TokenTexts(backbone)
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created, self._model = int(time.time()), model
+        self._offset = 0  # characters of the answer so far
 
     def whole(self, ticket: Ticket) -> dict[str, Any]:
-        """The answer at once."""
+        """Returns the finished answer."""
         reply = ticket.reply
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": reply.text, "refusal": None}}
-            if self._chat
-            else {"text": reply.text}
-        )
+        message = {"role": "assistant", "content": reply.text, "refusal": None}
+        content: dict[str, Any] = {"message": message} if self._chat else {"text": reply.text}
         choice = self._choice(content, ticket, reply.likelihoods, reply.reason)
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": usage(ticket)}
+        body = self._body("chat.completion" if self._chat else "text_completion", [choice])
+        return {**body, "usage": usage(ticket)}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """What comes before the first text: in a chat, who speaks."""
-        return [self._chunk([_bare({"delta": {"role": "assistant", "content": ""}})])] if self._chat else []
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks before the first text: in a chat, the role."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([choice])] if self._chat else []
 
-    def chunk(
-        self, ticket: Ticket, pieces: Sequence[Piece], likely: Sequence[Likelihood], last: bool
-    ) -> dict[str, Any]:
-        """What one step added."""
-        text = "".join(piece.text for piece in pieces)
+    def chunk(self, ticket: Ticket, event: Event) -> dict[str, Any]:
+        """Returns the chunk of one step."""
+        text = "".join(piece.text for piece in event.pieces)
         content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        choice = self._choice(content, ticket, likely, ticket.reply.reason if last else None)
-        return {**self._chunk([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in pieces]}}
+        choice = self._choice(content, ticket, event.likelihoods, ticket.reply.reason if event.last else None)
+        return {**self._chunk([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
-    def closing(self, ticket: Ticket) -> dict[str, Any]:
-        """The chunk after the last, with the usage alone."""
+    def usage_chunk(self, ticket: Ticket) -> dict[str, Any]:
+        """Returns the chunk after the last one, with the usage alone."""
         return {**self._chunk([]), "usage": usage(ticket)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            **self._head,
-            "object": "chat.completion.chunk" if self._chat else "text_completion",
-            "choices": choices,
-        }
+        return self._body("chat.completion.chunk" if self._chat else "text_completion", choices)
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "created": self._created, "model": self._model, "object": kind, "choices": choices}
 
     def _choice(
-        self, content: dict[str, Any], ticket: Ticket, likely: Sequence[Likelihood], reason: str | None
+        self, content: dict[str, Any], ticket: Ticket, likelihoods: Sequence[Likelihood], reason: str | None
     ) -> dict[str, Any]:
-        choice = {**_bare(content), "finish_reason": reason}
+        logprobs = None
         if ticket.request.top is not None:
-            choice["logprobs"] = self._content(likely) if self._chat else self._columns(likely)
-        return choice
+            rows = [self._tokens.row(likelihood) for likelihood in likelihoods]
+            logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(rows)
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _content(self, likely: Sequence[Likelihood]) -> dict[str, Any]:
-        """Log probabilities as chats have them."""
-        rows = []
-        for one in likely:
-            top = [self._entry(*other) for other in one.top]
-            rows.append({**self._entry(one.token, one.logprob), "top_logprobs": top})
-            self._pass(one.token)
-        return {"content": rows, "refusal": None}
+    def _chat_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
+        content = [{**_entry(*token), "top_logprobs": [_entry(*other) for other in top]} for token, *top in rows]
+        return {"content": content, "refusal": None}
 
-    def _columns(self, likely: Sequence[Likelihood]) -> dict[str, Any]:
-        """Log probabilities as completions have them."""
-        words, offsets, others = list[str](), list[int](), list[dict[str, float]]()
-        for one in likely:
-            words.append(self._word(one.token))
-            offsets.append(self._written)
-            others.append({})
-            for token, value in one.top:  # falling: of those that read alike the likeliest stands
-                others[-1].setdefault(self._word(token), max(value, NEVER))
-            self._written += len(words[-1])
-            self._pass(one.token)
+    def _completion_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
+        offsets, likeliest = list[int](), list[dict[str, float]]()
+        for (text, _), *top in rows:
+            offsets.append(self._offset)
+            self._offset += len(text)
+            # The likeliest comes first: of tokens with one text it is the one that stays.
+            likeliest.append({text: logprob for text, logprob in reversed(top)})
         return {
-            "tokens": words,
-            "token_logprobs": [max(one.logprob, NEVER) for one in likely],
-            "top_logprobs": others,
+            "tokens": [row[0][0] for row in rows],
+            "token_logprobs": [row[0][1] for row in rows],
+            "top_logprobs": likeliest,
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
-        # A part of a character has no text of its own, and its bytes are not to be had from every tokenizer.
-        return {
-            "token": word,
-            "logprob": max(logprob, NEVER),
-            "bytes": None if REPLACEMENT in word else list(word.encode()),
-        }
 
-    def _word(self, token: int) -> str:
-        """A token's text in its place: decoders of the Llama kind strip the blank of one that they decode alone."""
-        if not self._read.endswith(REPLACEMENT):
-            both = self._decoded([*self._before, token])
-            if both.startswith(self._read):
-                return both[len(self._read) :]
-        return self._decoded([token])
+TokenLogprob = tuple[str, float]
 
-    def _pass(self, token: int) -> None:
-        """Go on behind a token."""
-        part = self._decoded([token]).endswith(REPLACEMENT)
-        self._before = [*self._before[-MOST_BYTES:], token] if part else [token]
-        self._read = self._decoded(self._before)
 
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._backbone.tokenizer.decode(tokens))
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    # A part of a character has no text of its own, and not every tokenizer tells its bytes.
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+
+class TokenTexts:
+    """Decodes tokens in their context: decoders of the Llama kind strip the blank of a token decoded alone."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._tokenizer = backbone.tokenizer
+        self._before: list[int] = []  # the last tokens, from a whole character on
+        self._text = ""  # their text
+
+    def row(self, likelihood: Likelihood) -> list[TokenLogprob]:
+        """Returns text and log probability of the answer's next token, then of the likeliest tokens in its place."""
+        entries = [(likelihood.token, likelihood.logprob), *likelihood.top]
+        texts = {token: self._in_context(token) for token, _ in entries}
+        partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
+        self._before = [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token] if partial else [likelihood.token]
+        self._text = self._decode(self._before)
+        return [(texts[token], max(logprob, NEVER)) for token, logprob in entries]
+
+    def _in_context(self, token: int) -> str:
+        if not self._text.endswith(REPLACEMENT):
+            text = self._decode([*self._before, token])
+            if text.startswith(self._text):
+                return text[len(self._text) :]
+        return self._decode([token])
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
 
 
 def usage(ticket: Ticket) -> dict[str, Any]:
-    """Tokens in OpenAI's words, and what drafting came to."""
+    """Returns token counts, and how many draft tokens were accepted."""
     stats, prompt = ticket.reply.stats, len(ticket.request.prompt)
     return {
         "prompt_tokens": prompt,
@@ -143,7 +134,3 @@ def usage(ticket: Ticket) -> dict[str, Any]:
             "acceptance_rate": round(stats.acceptance_rate, 4),
         },
     }
-
-
-def _bare(content: dict[str, Any]) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""Requests to steps: one thread owns the decoder, lets requests join and leave between steps, hands out pieces."""
+"""Requests to steps: one thread owns the decoder, and requests join and leave between its steps."""
 
 import logging
 import threading
@@ -11,22 +11,17 @@ from medusa_cli.api import Medusa
 from medusa_cli.decode import Likelihood, Piece, Reply, Request, Step
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError
+from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics
 
+# Seconds after which a client whose request was refused may try again.
+RETRY_S, RESTART_S = 2, 10
 log = logging.getLogger(__name__)
-
-
-class Full(Exception):
-    """The queue takes no more requests for now."""
-
-
-class Closing(Exception):
-    """The server is about to stop and takes no more requests."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a step added to an answer; the last one carries why it ended, or what went wrong."""
+    """The text that a step added to an answer; the last event of an answer may carry an error instead."""
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
@@ -35,164 +30,150 @@ class Event:
 
 
 class Ticket:
-    """One request on its way: its reply so far, and whom to tell of each step."""
+    """A request in the queue or in a slot, its reply so far, and the callback that receives its events."""
 
     def __init__(self, request: Request, reply: Reply, deliver: Callable[[Event], None]) -> None:
         self.request, self.reply, self.deliver = request, reply, deliver
-        self.came = time.perf_counter()
-        self.reused = 0
-        self.left = False
+        self.submitted = time.perf_counter()
+        self.reused = 0  # tokens of the prompt that came from the prefix cache
+        self.abandoned = False
 
-    def leave(self) -> None:
-        """Nobody waits for the answer any more: its slot is free at the next step."""
-        self.left = True
+    def abandon(self) -> None:
+        """Marks that nobody waits for the answer: the scheduler frees its slot before the next step."""
+        self.abandoned = True
+
+    @property
+    def seconds(self) -> float:
+        """Returns the time since the request was submitted."""
+        return time.perf_counter() - self.submitted
 
 
 class Scheduler:
-    """First come, first served: at most `slots` requests decode side by side and `waiting` more wait."""
+    """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait."""
 
     def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int) -> None:
         self._medusa, self._metrics = medusa, metrics
-        self._slots, self._most = slots, waiting
+        self._slots, self._max_waiting = slots, waiting
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._waiting: deque[Ticket] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._alive = False
-        self._step_s = 0.0
-        metrics.watch(lambda: len(self._running), lambda: len(self._waiting))
+        self._changed = threading.Condition()  # guards the queue
+        self.closing = False
+        self.alive = False
+        metrics.running.set_function(lambda: len(self._running))
+        metrics.waiting.set_function(lambda: len(self._waiting))
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Ticket:
-        """Queue a request; `deliver` is called from the decoding thread. Raises Full or Closing."""
+        """Queues a request; the decoding thread calls `deliver`. Raises Refusal."""
         ticket = Ticket(request, Reply(self._medusa.backbone, request.stop_strings), deliver)
         with self._changed:
-            if self._closing:
-                raise Closing
-            if len(self._waiting) >= self._most + max(0, self._slots - len(self._running)):
-                raise Full
+            if self.closing:
+                raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
+            if len(self._waiting) >= self._max_waiting + max(0, self._slots - len(self._running)):
+                raise Refusal(429, "too many requests; try again later", code="queue_full", retry_s=RETRY_S)
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
 
     def drain(self) -> None:
-        """Take no more requests; `run` returns when those under way are answered."""
-        self._closing = True  # no lock, which the thread that a signal handler interrupts may hold
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests are being answered."""
-        return self._alive
-
-    @property
-    def wait_s(self) -> int:
-        """Seconds after which it is worth asking again: what one of those that run may still take."""
-        left = [t.request.max_new_tokens - len(t.reply.tokens) for t in list(self._running.values())]
-        return max(1, min(60, round(min(left, default=0) * self._step_s)))
+        """Takes no more requests; `run` returns after those under way are answered."""
+        self.closing = True  # without the lock: the thread that a signal handler interrupts may hold it
 
     def run(self) -> None:
-        """Decode in this thread until drained.
+        """Decodes in this thread until drained.
 
-        Best the one that loaded the model: OpenMP's workers belong to a thread, and a second team makes them more than
-        the cores, at which they sleep between products instead of spinning: steps on a CPU are half as slow again.
+        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a second team of them
+        sleeps between products instead of spinning, so steps on a CPU take half as long again.
         """
-        self._alive = True
+        self.alive = True
         try:
-            self._loop()
+            while self._wait_for_work():
+                try:
+                    self._evict()
+                    self._admit()
+                    self._step()
+                except Exception as reason:  # clients must hear of it, and the next request must be served
+                    log.exception("a step failed; its requests fail")
+                    self._fail_all(reason)
         finally:
-            self._alive = False
+            self.alive = False
 
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._running:
-                    if self._closing:
-                        return
-                    self._changed.wait(0.2)  # `drain` does not notify
-            try:
-                self._let_go()
-                self._let_in()
-                self._step()
-            except Exception as reason:  # whatever it is, those who wait must hear of it, and the next be served
-                log.exception("a step failed; the requests in it are given up")
-                self._give_up(reason)
-
-    def _let_go(self) -> None:
-        """Free the slots, and the places in the queue, of those whose clients are gone."""
-        for sequence, ticket in list(self._running.items()):
-            if ticket.left:
-                self._decoder.cancel(sequence)
-                self._end(ticket, sequence)
+    def _wait_for_work(self) -> bool:
+        """Waits for a request; returns False once drained."""
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.left]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-        for ticket in gone:
-            self._end(ticket)
+            while not self._waiting and not self._running:
+                if self.closing:
+                    return False
+                self._changed.wait(0.2)  # `drain` does not notify
+        return True
 
-    def _let_in(self) -> None:
-        """Admit as many as there is room for."""
+    def _evict(self) -> None:
+        """Ends abandoned requests: frees their slots and their places in the queue."""
+        for sequence, ticket in list(self._running.items()):
+            if ticket.abandoned:
+                self._release(sequence)
+                self._finish(ticket, Event(last=True))
+        with self._changed:
+            abandoned = [ticket for ticket in self._waiting if ticket.abandoned]
+            for ticket in abandoned:
+                self._waiting.remove(ticket)
+        for ticket in abandoned:
+            self._finish(ticket, Event(last=True))
+
+    def _admit(self) -> None:
+        """Prefills waiting requests while slots are free."""
         while self._waiting and self._decoder.free_slots:
             with self._changed:
                 ticket = self._waiting.popleft()
-            self._metrics.queued(time.perf_counter() - ticket.came)
+            self._metrics.queued.observe(ticket.seconds)
             try:
                 sequence, first = self._decoder.admit(ticket.request)
-            except UserError as reason:
-                self._end(ticket, error=reason)
-                continue
             except Exception as reason:
-                self._end(ticket, error=reason)
+                self._finish(ticket, Event(error=reason, last=True))
+                if isinstance(reason, UserError):
+                    continue
                 raise
-            ticket.reused = sequence.reused
-            self._running[sequence] = ticket
-            self._metrics.first(time.perf_counter() - ticket.came, len(ticket.request.prompt), sequence.reused)
-            self._tell(sequence, ticket, first)
+            self._running[sequence], ticket.reused = ticket, sequence.reused
+            self._metrics.first_token.observe(ticket.seconds)
+            self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
+            self._metrics.reused_tokens.inc(sequence.reused)
+            self._deliver(sequence, first)
 
     def _step(self) -> None:
-        """One step of all that run."""
-        began = time.perf_counter()
+        """Runs one step of all running requests."""
         steps = self._decoder.step()
         if not steps:
             return
-        seconds = time.perf_counter() - began
-        tokens = sum(len(step.tokens) for _, step in steps) / len(steps)
-        self._step_s += 0.1 * (seconds / tokens - self._step_s)
-        self._metrics.step(len(steps))
+        self._metrics.passes.inc()
+        self._metrics.batch_size.observe(len(steps))
         for sequence, step in steps:
-            self._tell(sequence, self._running[sequence], step)
+            self._deliver(sequence, step)
 
-    def _tell(self, sequence: Sequence, ticket: Ticket, step: Step) -> None:
+    def _deliver(self, sequence: Sequence, step: Step) -> None:
+        """Hands a step's text to its client, and ends the request at its finish reason."""
+        ticket = self._running[sequence]
         pieces = ticket.reply.add(step, sequence.finish_reason)
-        self._metrics.tokens(step)
-        over = ticket.reply.reason is not None
-        if over:
-            self._decoder.cancel(sequence)  # a stop string may end the text before the decoder sees an end
-            self._end(ticket, sequence, pieces=pieces, likelihoods=step.likelihoods)
-        else:
+        self._metrics.count(step)
+        if ticket.reply.reason is None:
             ticket.deliver(Event(pieces, step.likelihoods))
+        else:  # a stop string may end the text before the decoder sees an end
+            self._release(sequence)
+            self._finish(ticket, Event(pieces, step.likelihoods, last=True))
 
-    def _end(
-        self,
-        ticket: Ticket,
-        sequence: Sequence | None = None,
-        *,
-        pieces: list[Piece] | None = None,
-        likelihoods: tuple[Likelihood, ...] = (),
-        error: Exception | None = None,
-    ) -> None:
-        if sequence is not None:
-            del self._running[sequence]
+    def _release(self, sequence: Sequence) -> None:
+        """Frees a sequence's slot."""
+        self._decoder.cancel(sequence)
+        del self._running[sequence]
+
+    def _finish(self, ticket: Ticket, event: Event) -> None:
+        """Sends a request's last event."""
         ticket.reply.cancel()
-        self._metrics.ended("error" if error else str(ticket.reply.reason), time.perf_counter() - ticket.came)
-        ticket.deliver(Event(pieces or [], likelihoods, error, last=True))
+        self._metrics.requests.labels("error" if event.error else str(ticket.reply.reason)).inc()
+        self._metrics.request.observe(ticket.seconds)
+        ticket.deliver(event)
 
-    def _give_up(self, reason: Exception) -> None:
-        """Tell all that run, and begin with an empty cache."""
-        for sequence, ticket in list(self._running.items()):
-            self._end(ticket, sequence, error=reason)
+    def _fail_all(self, reason: Exception) -> None:
+        """Fails all running requests, and starts over with an empty cache."""
+        for sequence in list(self._running):
+            self._finish(self._running.pop(sequence), Event(error=reason, last=True))
         self._decoder = self._medusa.decoder(self._slots)

@@ -1,23 +1,26 @@
-"""What a request may say, in OpenAI's words; what cannot be honoured is refused by name, never ignored."""
+"""Bodies of requests, in OpenAI's words. A field that has no effect here is refused by name, never ignored."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-# OpenAI takes four; there is no reason to.
-MOST_STOPS = 16
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-# What may be a text or a list is held against the form that it has; refusals leave out these names of the forms.
+# OpenAI allows four.
+MAX_STOPS = 16
+# Fields with a single possible value: clients send them, and any other value is refused.
+FIXED = {
+    *("n", "best_of", "echo", "suffix", "store", "logit_bias", "presence_penalty", "frequency_penalty"),
+    *("tools", "tool_calls", "tool_choice", "response_format", "annotations"),
+}
+# A field that may be a text or a list is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST = "<text>", "<list>"
-
-
-def form_of(value: Any) -> str:
-    """Which of the two a value is."""
-    return LIST if isinstance(value, list) else TEXT
+FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+NoList = Annotated[list[Any], Field(max_length=0)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Strict(BaseModel):
-    """Refuses fields that it does not know; null means left out, as clients send what they got."""
+    """Refuses unknown fields; null means left out, as clients send back what they received."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,7 +38,7 @@ class StreamOptions(Strict):
 
 
 class Common(Strict):
-    """What both kinds of request say: the rules of decoding, and parameters with the one value that is possible."""
+    """Fields of all requests: sampling, stop criteria, streaming."""
 
     model: str
     stream: bool = False
@@ -46,65 +49,62 @@ class Common(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[
-            Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag(LIST)],
-            Discriminator(form_of),
+            Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(LIST)], FORM
         ]
         | None
     ) = None
     user: str | None = Field(None, description="taken and not used")
     n: Literal[1] = 1
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
+    presence_penalty: Zero = 0
+    frequency_penalty: Zero = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
-    def limiting(self) -> str | None:
-        """The field by which the tokens of the answer were limited, if any."""
+    def limit_field(self) -> str | None:
+        """Returns the name of the field that limits the answer's tokens, if it was sent."""
         return next((name for name in ("max_tokens", "max_completion_tokens") if name in self.model_fields_set), None)
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class TextPart(Strict):
-    """A part of a message's content; texts alone are possible."""
+    """Part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
-    """One turn of a conversation."""
+    """Turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], Discriminator(form_of)]
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], FORM]
+    tool_calls: NoList | None = None
+    annotations: NoList | None = None
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Returns the message in the form that chat templates take."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class PlainFormat(Strict):
-    """The one format of answers."""
-
+class TextFormat(Strict):
     type: Literal["text"] = "text"
 
 
 class ChatRequest(Common):
-    """The body of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: PlainFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    response_format: TextFormat | None = None
+    tools: NoList | None = None
     tool_choice: Literal["none", "auto"] | None = None
     store: Literal[False] = False
 
@@ -118,20 +118,27 @@ class ChatRequest(Common):
 
     @property
     def limit(self) -> int | None:
+        """Returns the longest answer in tokens."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def top(self) -> int | None:
+        """Returns how many of the likeliest tokens to report beside each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def content(self) -> list[dict[str, str]]:
+        """Returns the prompt as `Medusa.request` takes it."""
+        return [message.plain for message in self.messages]
 
 
 class CompletionRequest(Common):
-    """The body of /v1/completions: a text, or token ids, to continue."""
+    """Body of /v1/completions: a text, or token ids, to continue."""
 
     prompt: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(LIST)],
-        Discriminator(form_of),
+        FORM,
     ]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -140,9 +147,13 @@ class CompletionRequest(Common):
     suffix: Literal[""] | None = None
 
     @property
-    def limit(self) -> int | None:
+    def limit(self) -> int:
         return self.max_tokens
 
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def content(self) -> str | list[int]:
+        return self.prompt

@@ -43,8 +43,8 @@ def main() -> None:
     rates = {engine: rate(asked, engine, prompts) for engine in ENGINES} if asked.timed else None
     ours = accepted(backbone, run, prompts, asked.tokens, asked.depth) if run else None
     folder = assets.model_dir(backbone.id)
-    found = {"model": folder, "prompts": prompts, "tokens": plain, "depth": asked.depth, "accepted": ours}
-    print(json.dumps({**found, "our_tokens_per_s": rates}))
+    report = {"model": folder, "prompts": prompts, "tokens": plain, "depth": asked.depth, "accepted": ours}
+    print(json.dumps({**report, "our_tokens_per_s": rates}))
 
 
 def rate(asked: argparse.Namespace, engine: str, prompts: list[list[int]]) -> float:
