@@ -231,8 +231,7 @@ class Medusa:
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
-        load_in_4bit: bool = False,
-        load_in_8bit: bool = False,
+        quantize: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Medusa":
         """Loads a model (a name, a folder, a hub id) with its drafter; arguments mean what the options mean.
@@ -252,7 +251,7 @@ class Medusa:
             need_drafter=drafter is not None,
             lookup=lookup,
         )
-        loaded = load_model(choice, LoadOptions(device, dtype, engine, load_in_4bit, load_in_8bit, trust_remote_code))
+        loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
         return cls(loaded)
 
     def request(

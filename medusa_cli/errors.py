@@ -1,7 +1,6 @@
-"""Errors a user can act on: what was wrong, where, and what to do.
+"""Errors a user can act on: what is wrong, the value, the remedy.
 
-A text names a setting as @max_new_tokens; whoever shows it does so in its own words (see `worded`): the command line
-with a flag, Python with a keyword, a server with a field.
+A text names a setting as @max_new_tokens: the command line shows the flag, Python the argument, a server the field.
 """
 
 import errno
@@ -11,49 +10,43 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-# Exit codes: 1 for what could not be done, 2 for a command line that cannot be; these are the shell's own.
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
-
-OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @load_in_4bit"
-
-
-# Characters of a message: five lines of 120, whatever values and paths it names.
-LONGEST = 600
-# A word of its own, so that addresses, paths and what is quoted stay as they are.
+# Exit codes are 1, 2 for a wrong command line, and the shell's own for signals.
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
+LONGEST = 600  # characters of a message: five lines of 120, whatever values and paths it names
+# A word of its own, so that addresses, paths and quoted text stay as they are.
 _SETTING = re.compile(r"(?<!\S)@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 80, 80, 40
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: its repr, cut where it is long."""
+    """Returns a value's repr, cut if it is long."""
     return _REPR.repr(value)
 
 
 def cut(text: str) -> str:
-    """A text of at most LONGEST characters: of a longer one the middle is left out, as its end says what to do."""
+    """Returns a text without its middle beyond LONGEST characters: the end holds the remedy."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
 
 
 def first_line(reason: BaseException) -> str:
-    """What a library's exception says, without the lines that follow; its type where it says nothing."""
+    """Returns the first line of a library's exception, or its type if it has no text."""
     return next(iter(str(reason).strip().splitlines()), type(reason).__name__)
 
 
 def worded(text: str, word: Callable[[str], str] = str) -> str:
-    """A text with its settings named by `word`: by themselves, as Python does, or for example as flags."""
-    return _SETTING.sub(lambda found: word(found[1]), text)
+    """Returns a text with `word` of each setting in place of its @name."""
+    return _SETTING.sub(lambda match: word(match[1]), text)
 
 
-def in_flags(reason: "str | UserError | OSError") -> str:
-    """A text, or what there is to say of an error, as the command line says it."""
-    text = reason if isinstance(reason, str) else reason.text if isinstance(reason, UserError) else explain_os(reason)
+def in_flags(text: str) -> str:
+    """Returns a text with settings as flags of the command line."""
     return worded(text, lambda setting: "--" + setting.replace("_", "-"))
 
 
 class UserError(Exception):
-    """Something the user can mend; shown as one line, without a traceback, and ending with exit code 1."""
+    """An error the user can mend: one line without a traceback, exit code 1."""
 
     exit_code = 1
 
@@ -63,30 +56,28 @@ class UserError(Exception):
         super().__init__(worded(self.text))
 
     @property
-    def about(self) -> str | None:
-        """The setting that is wrong, where it is one."""
-        found = _SETTING.search(self.message)
-        return found and found[1]
+    def setting(self) -> str | None:
+        """Returns the first setting that the message names."""
+        match = _SETTING.search(self.message)
+        return match and match[1]
 
 
 class UsageError(UserError):
-    """A setting or value that cannot be; exit code 2."""
+    """A setting or value that is not valid; exit code 2."""
 
     exit_code = 2
 
 
-def explain_os(reason: OSError) -> str:
-    """What to tell the user about a file that the system would not give or take."""
-    # Of a file that was to take another's place, the place: the file itself has a name for the time being.
-    where = str(reason.filename2 or reason.filename or "")
-    place = f" {where}" if where else ""
+def of_system(reason: OSError) -> UserError:
+    """Returns the error of a file that the system refuses."""
+    path = str(reason.filename2 or reason.filename or "")  # filename2: the target that a temporary file replaces
     match reason.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"no disk space left to write{place}; free some space or choose another @run, then run again"
+            return UserError(f"no disk space left to write {path}".rstrip(), "free some space or choose another @run")
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"no permission to use{place}; change its permissions or give a path that can be written"
+            return UserError(f"no permission to use {path}".rstrip(), "change its permissions or give another path")
         case errno.ENOMEM:
-            return OUT_OF_MEMORY
-        case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if where:
-            return f"{where}: {(reason.strerror or 'cannot be used').lower()}; check the path"
-    return f"{where or type(reason).__name__}: {reason.strerror or reason}"
+            return UserError(*OUT_OF_MEMORY.split("; "))
+        case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if path:
+            return UserError(f"{path}: {(reason.strerror or 'cannot be used').lower()}", "check the path")
+    return UserError(f"{path or type(reason).__name__}: {reason.strerror or reason}")

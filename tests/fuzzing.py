@@ -110,7 +110,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": SERVE,
 }
 # These would leave the machine, wait for other machines, ask for one that is not here, or show tracebacks.
-LEFT_OUT = {"--endpoint", "--judge", "--host", "--device", "--load-in-4bit", "--load-in-8bit", "--gguf"}
+LEFT_OUT = {"--endpoint", "--judge", "--host", "--device", "--quantize", "--gguf"}
 LEFT_OUT |= {"--help", "--debug"}
 
 # What json.dumps does not write is put in by _dump.

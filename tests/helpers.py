@@ -1,6 +1,9 @@
 """Shared by tests: tiny models, stub drafters, the command line, saved runs, and plain decoding as reference."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,12 @@ def medusa(*words: Any, exit_code: int | None = None, input: str | None = None) 
     result = CliRunner().invoke(app, [str(word) for word in words], input=input)
     assert exit_code is None or result.exit_code == exit_code, result.output
     return result
+
+
+def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `medusa WORDS` in a process of its own."""
+    command = [sys.executable, "-m", "medusa_cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
 def medusa_json(*words: Any) -> Any:

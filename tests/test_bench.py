@@ -342,12 +342,12 @@ def test_llama_cpp_decodes_greedily_from_a_known_file(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 def test_rounded_weights_are_held_against_the_plain_models_answers(place: Path) -> None:
     words = ["--dtype", "bf16", "--limit", "2", "--methods", "hf,ar"]
-    document = bench_json(place, *words, "--engine", "int8")
+    document = bench_json(place, *words, "--quantize", "int8")
     assert (document["engine"], document["kernel"]) == ("fast", "int8")
     assert 0.5 < document["quality"]["hf"]["agreement"] <= 1
     assert bench_json(place, *words)["quality"] is None
-    refused = bench(place, "--engine", "int8", "--methods", "ar")  # over fp32
-    assert refused.exit_code == 2 and "--engine int8" in refused.stderr
+    refused = bench(place, "--quantize", "int8", "--methods", "ar")  # over fp32
+    assert refused.exit_code == 2 and "--quantize int8" in refused.stderr
 
 
 # Refusals

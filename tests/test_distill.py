@@ -314,7 +314,7 @@ def words(tmp_path: Path) -> list[str]:
 def test_a_rounded_model_does_not_go_on_for_the_whole_one(words: list[str]) -> None:
     words += ["--dtype", "bf16"]
     medusa(*words, "--max-samples", "2", "--engine", "eager", exit_code=0)
-    assert "rounding" in medusa(*words, "--engine", "int8", exit_code=1).stderr
+    assert "rounding" in medusa(*words, "--quantize", "int8", exit_code=1).stderr
     assert medusa_json(*words, "--engine", "fast")["conversations"] == 6
 
 

@@ -136,7 +136,7 @@ def test_damaged_parts_are_unknown_and_say_which_file_it_is(case: Case) -> None:
     [
         (lambda made: made.update(weights="another"), "bad", "weights"),
         (lambda made: made.update(adapter="5eed"), "bad", "5eed"),
-        (lambda made: made.update(rounding="4bit"), "warn", "4bit"),
+        (lambda made: made.update(rounding="bnb.nf4"), "warn", "bnb.nf4"),
         (lambda made: made.clear(), "unknown", ""),
     ],
 )
@@ -286,11 +286,11 @@ def test_what_helps_by_distilling_is_not_refused_by_what_is_there(case: Case, tm
     assert case.distill(anew=True, temperature="0.7") == f"medusa distill --run mine-anew --model m {other}"
     case.run.template_path.write_text("{{ messages }}")
     write_json(case.run.path / "distill.json", {"seed": "s", "settings": {"rounding": "int8", "chat_template": "5eed"}})
-    assert case.distill() == "medusa distill --run mine --seed s --engine int8"
+    assert case.distill() == "medusa distill --run mine --seed s --quantize int8"
     template = f"--chat-template {case.run.template_path}"
-    assert case.distill(anew=True) == f"medusa distill --run mine-anew --model m {template} --seed s --engine int8"
-    write_json(case.run.path / "distill.json", {"settings": {"rounding": "4bit"}})
-    assert case.distill() == "medusa distill --run mine --load-in-4bit"
+    assert case.distill(anew=True) == f"medusa distill --run mine-anew --model m {template} --seed s --quantize int8"
+    write_json(case.run.path / "distill.json", {"settings": {"rounding": "bnb.nf4"}})
+    assert case.distill() == "medusa distill --run mine --quantize bnb.nf4"
     (case.run.path / "distill.json").write_text("{")
     assert case.distill() == "medusa distill --run mine"
     case.called = None

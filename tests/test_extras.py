@@ -63,7 +63,7 @@ def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
     [
         ("requests", "train", ["distill"]),
         ("datasets", "train", ["train"]),
-        ("bitsandbytes", "quant", ["chat", "--load-in-4bit"]),
+        ("bitsandbytes", "quant", ["chat", "--quantize", "bnb.nf4"]),
         ("matplotlib", "plot", ["tree", "--picture", "x.png"]),
         ("uvicorn", "serve", ["serve", "--port", "0"]),
     ],

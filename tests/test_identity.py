@@ -68,13 +68,13 @@ def test_every_way_to_load_a_checkpoint_names_it_alike(model: str, tmp_path: Pat
         LoadOptions(dtype="fp32"),
         LoadOptions(dtype="bf16"),
         LoadOptions(dtype="fp32", engine="fast"),
-        LoadOptions(load_in_4bit=True),
-        LoadOptions(load_in_8bit=True),
+        LoadOptions(quantize="bnb.nf4"),
+        LoadOptions(quantize="bnb.int8"),
     ]
     found = [load_backbone(model, way).identity for way in ways]
     found.insert(3, load_backbone(model, LoadOptions(dtype="fp32"), adapter=tmp_path / "adapter").identity)
     assert len({one["weights"] for one in found}) == 1
-    assert [one.get("rounding") for one in found] == [None] * 4 + ["4bit", "8bit"]
+    assert [one.get("rounding") for one in found] == [None] * 4 + ["bnb.nf4", "bnb.int8"]
     for one in found:
         check_backbone(found[0], one, "the run")
 

@@ -207,7 +207,7 @@ def test_types_that_are_asked_for_are_not_measured_against_others(timed: list[st
     assert choose_kernel(model, "cpu", "fp32", "auto", None).rows == torch.float32
     assert set(timed) <= {"fp32", "fp16-weights"}
     assert choose_kernel(model, "cpu", "bf16", "int8", None).name == "int8"
-    with pytest.raises(UsageError, match="engine int8 rounds bf16 weights on a CPU, not float32"):
+    with pytest.raises(UsageError, match="quantize int8 needs bf16 on a CPU, not float32"):
         choose_kernel(model, "cpu", "fp32", "int8", None)
     whole = save_network(tiny_model(), tmp_path / "whole")
     # No 16-bit weights hold a checkpoint of 32 bits: there is nothing to choose from.

@@ -24,16 +24,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("quantised") / "model", hidden=64)
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_quantised_models_decode_with_drafts_as_without(model: str, bits: str) -> None:
-    backbone = load_backbone(model, LoadOptions(dtype="fp32", **{bits: True}))
+@pytest.mark.parametrize("method", ["bnb.nf4", "bnb.int8"])
+def test_quantised_models_decode_with_drafts_as_without(model: str, method: str) -> None:
+    backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
-    assert ("Linear4bit" if bits == "load_in_4bit" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
+    assert ("Linear4bit" if method == "bnb.nf4" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
     plain = [t for s in generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()) for t in s.tokens]
     drafted = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
     tokens = [t for s in drafted for t in s.tokens]
     assert len(tokens) == 24
-    if bits == "load_in_4bit":  # 8-bit products round by the row they come in, so near-ties may part there
+    if method == "bnb.nf4":  # 8-bit products round by the row they come in, so near-ties may part there
         assert tokens == plain
 
 
@@ -44,7 +44,7 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     """
     with monkeypatch.context() as elsewhere:  # such a host, whatever this one is
         elsewhere.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-        network, _ = load_network(model, LoadOptions(dtype="bf16", load_in_4bit=True))
+        network, _ = load_network(model, LoadOptions(dtype="bf16", quantize="bnb.nf4"))
     layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
     assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def spy(model, options, **rest):
-        found.append(options.load_in_4bit)
+        found.append(options.quantize == "bnb.nf4")
         return load_network(model, options, **rest)
 
     monkeypatch.setattr("medusa_cli.engine.load.load_network", spy)
@@ -101,28 +101,28 @@ def test_what_follows_qlora_loads_the_model_in_4_bits_unless_told_not_to(
     for words in (["calibrate", "--top", "3"], ["tree", "--budget", "auto"], chat, [*chat, "--baseline"]):
         ran = medusa(words[0], "--run", run, *words[1:])
         assert ran.exit_code == 0, ran.output
-        assert "loading the model in 4bit, as" in ran.stderr and found == [True], words
+        assert "quantizing the model by bnb.nf4" in ran.stderr and found == [True], words
         found.clear()
-    told = medusa(*chat, "--run", run, "--load-in-4bit")
-    assert told.exit_code == 0 and found == [True] and "loading the model" not in told.stderr, told.output
-    for words in (["--no-load-in-4bit"], ["--load-in-8bit"]):
+    told = medusa(*chat, "--run", run, "--quantize", "bnb.nf4")
+    assert told.exit_code == 0 and found == [True] and "quantizing the model" not in told.stderr, told.output
+    for words in ("none", "bnb.int8"):
         found.clear()
-        other = medusa(*chat, "--run", run, *words)
+        other = medusa(*chat, "--run", run, "--quantize", words)
         assert other.exit_code == 0 and found == [False], other.output
-        assert other.stderr.count("was trained on the model in 4bit") == 1
+        assert other.stderr.count("was trained on the model quantized by bnb.nf4") == 1
 
 
 def test_heads_trained_on_4_bits_are_resumed_and_followed_alike(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, run = place
-    assert train(place, "--load-in-4bit").exit_code == 0
-    assert run_of(run) == "4bit"
+    assert train(place, "--quantize", "bnb.nf4").exit_code == 0
+    assert run_of(run) == "bnb.nf4"
     whole = train(place, "--resume")
-    assert whole.exit_code == 2 and "give --load-in-4bit" in whole.stderr
-    assert train(place, "--resume", "--load-in-4bit").exit_code == 0
+    assert whole.exit_code == 2 and "give --quantize bnb.nf4" in whole.stderr
+    assert train(place, "--resume", "--quantize", "bnb.nf4").exit_code == 0
     joint = train((model, f"{run}/joint"), "--stage", "2", "--from", run)
-    assert joint.exit_code == 0 and "was trained on the model in 4bit" in joint.stderr, joint.output
+    assert joint.exit_code == 0 and "was trained on the model quantized by bnb.nf4" in joint.stderr, joint.output
     assert run_of(f"{run}/joint") is None  # its adapter is over whole weights
     found = loads(monkeypatch)
     for name in (run, f"{run}/joint"):

@@ -95,5 +95,5 @@ def test_a_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> No
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:
-    with pytest.raises(UsageError, match="engine int8 rounds bf16 weights on a CPU, not float32"):
+    with pytest.raises(UsageError, match="quantize int8 needs bf16 on a CPU, not float32"):
         tiny_backbone(engine="int8")

@@ -188,8 +188,8 @@ def test_heads_without_a_target_still_make_a_pass_back() -> None:
         ([], {}, 1, "there is one"),
         (["train.stage=2", "train.tuning=full"], {}, 2, "train.tuning=full trains them all"),
         (["train.stage=2", "train.tuning=qlora"], {}, 2, "4 or 8 bits"),
-        ([], {"load_in_4bit": True}, 2, "4 or 8 bits"),
-        ([], {"load_in_8bit": True}, 2, "4 or 8 bits"),
+        ([], {"quantize": "bnb.nf4"}, 2, "4 or 8 bits"),
+        ([], {"quantize": "bnb.int8"}, 2, "4 or 8 bits"),
     ],
 )
 def test_what_cannot_be_split_is_refused(words: list[str], place: dict, size: int, said: str) -> None:

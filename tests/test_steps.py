@@ -36,7 +36,7 @@ def test_every_size_is_timed(engine: str) -> None:
     assert copy_bandwidth(torch.device("cpu")) > 1e8
 
 
-@pytest.mark.parametrize(("engine", "rounded"), [("eager", {}), ("fast", {}), ("eager", {"load_in_8bit": True})])
+@pytest.mark.parametrize(("engine", "rounded"), [("eager", {}), ("fast", {}), ("eager", {"quantize": "bnb.int8"})])
 def test_weights_are_counted_in_any_layout(tmp_path: Path, engine: str, rounded: dict[str, bool]) -> None:
     model = save_model(tmp_path / "model", hidden=64)
     network = AutoModelForCausalLM.from_pretrained(model)

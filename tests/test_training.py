@@ -167,7 +167,7 @@ def test_kept_states_are_those_of_a_model_rounded_alike(run: Run) -> None:
 
     quantised = made("eager")
     quantised.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
-    backbones = {None: made("eager"), "int8": made("int8"), "4bit": quantised}
+    backbones = {None: made("eager"), "int8": made("int8"), "bnb.nf4": quantised}
     tokens, spans = encode(backbones[None], conversation(0)["messages"])
     count = spans[0][1] - spans[0][0]
     lines = [{"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [n * count, count]} for n in range(4)]
@@ -539,8 +539,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
 
 
 def test_the_way_on_says_where_and_how_the_model_was_loaded() -> None:
-    place = LoadFlags(device="cpu", engine="eager", load_in_8bit=True, load_in_4bit=False, trust_remote_code=True)
-    again = "medusa train --resume --run 'my run' --device cpu --engine eager --load-in-8bit --trust-remote-code"
+    place = LoadFlags(device="cpu", engine="eager", quantize="bnb.int8", trust_remote_code=True)
+    again = "medusa train --resume --run 'my run' --device cpu --engine eager --quantize bnb.int8 --trust-remote-code"
     assert command_on({"--run": "my run", "--from": None}, place) == again
     assert command_on({"--run": "r"}, LoadFlags()) == "medusa train --resume --run r"
 

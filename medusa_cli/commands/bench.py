@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256
 # The flags that --steps takes; it asks no questions and runs no drafter.
-WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "load_in_4bit", "load_in_8bit"}
+WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 SWEEPS, MORE = "Sweeps and pass times", "Methods of other programs, and a judge"
 
@@ -148,7 +148,7 @@ def bench(
         rules.max_new_tokens or MAX_NEW_TOKENS,
         rules.sampled,
         which.title,
-        place.loading,
+        place,
         batch_size,
         competitors,
         gguf,
@@ -295,7 +295,7 @@ def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> No
             raise UsageError(f"--context {contexts!r}: {word!r} is not a number >= 1", "use for example 512,2048")
     from medusa_cli.bench.steps import time_engines
 
-    document = time_engines(model, place.loading, sorted({int(word) for word in words}))
+    document = time_engines(model, place, sorted({int(word) for word in words}))
     if as_json:
         console.emit_json(document)
     for size, engines in document["contexts"].items():

@@ -95,7 +95,7 @@ def calibrate(
     place = replace(place, engine=engine_for(drafter_kind(folder), recipe.train, place.engine))
     backbone = load_backbone(
         name,
-        follow(folder, place).loading,
+        follow(folder, place),
         adapter=target.adapter if own else None,
         chat_template=target.chat_template,
         rows=ROWS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_cli import console
-from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags
+from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, SamplingFlags, follow_choice, load
 from medusa_cli.runs.io import Document, write_json
 
@@ -94,7 +94,7 @@ class Session:
                 else:
                     self.answer(line)
             except (UserError, OSError) as reason:
-                console.error(in_flags(reason))
+                console.error(in_flags((of_system(reason) if isinstance(reason, OSError) else reason).text))
                 failed = not ask
 
     def command(self, line: str) -> bool:

@@ -8,7 +8,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.options import LoadFlags, OutputFlags, but
+from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.io import Document
 
 
@@ -27,7 +27,9 @@ def compare(
         ),
     ] = None,
     max_samples: options.MaxSamples = None,
-    place: Annotated[LoadFlags, but("engine", "load_in_4bit", "load_in_8bit")],
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     said: OutputFlags,
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
@@ -38,6 +40,7 @@ def compare(
     pass over those conversations now: the way to compare runs that held out different ones.
     """
     said.configure()
+    place = LoadFlags(device, dtype, trust_remote_code=trust_remote_code)
     if max_samples is not None and data is None:
         raise UsageError(f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it")
     if place.dtype == "fp16":
@@ -114,7 +117,7 @@ def _measure(name: str, data: Path, place: LoadFlags, samples: int | None) -> di
     from medusa_cli.runs.run import Run
     from medusa_cli.train.loop import evaluate
 
-    result = evaluate(Run.open(name), data, place.loading, samples)
+    result = evaluate(Run.open(name), data, place, samples)
     cost = _cost(result.parts) if result.parts else {}  # no parts: the model is frozen
     return {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
 

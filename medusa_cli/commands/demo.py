@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, but, follow_choice, load
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, follow_choice, load
 
 if TYPE_CHECKING:
     from rich.columns import Columns
@@ -28,7 +28,7 @@ def demo(
     ] = QUESTIONS,
     max_new_tokens: options.MaxNewTokens = None,
     drafting: DraftFlags,
-    place: Annotated[LoadFlags, but("load_in_4bit", "load_in_8bit")],
+    place: LoadFlags,
     said: OutputFlags,
 ) -> None:
     """Watch MT-Bench questions being answered plain and with drafts, and see what it gains.
@@ -51,7 +51,7 @@ def demo(
     )
     place = follow_choice(choice, place)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
-    bench = Bench(choice, methods, questions, tokens, Sampling(), title, place.loading)
+    bench = Bench(choice, methods, questions, tokens, Sampling(), title, place)
     with console.terminated(), Panes(show=not (said.json or said.quiet)) as panes:
         document, _ = bench.run(partial(load, place=place), panes)
     if said.json:

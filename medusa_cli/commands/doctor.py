@@ -58,7 +58,7 @@ def doctor(
 
     if (target.drafter_dir / "config.json").is_file():
         place = follow(target.drafter_dir, place)
-    case = Case(target, run, name, place.loading, TEMPERATURE if temperature is None else temperature)
+    case = Case(target, run, name, place, TEMPERATURE if temperature is None else temperature)
     checks, findings = chosen(quick), []
     with console.progress("examining", total=len(checks), unit="checks") as bar:
         for check in checks:

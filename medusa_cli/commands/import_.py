@@ -19,7 +19,7 @@ def import_(
         ),
     ],
     run: options.RunOrNew = None,
-    model: options.ModelOrSaid = None,
+    model: options.ModelOfDrafter = None,
     trust_remote_code: options.TrustRemoteCode = False,
     said: OutputFlags,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli import console, extras, options
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, but
+from medusa_cli.options import DraftFlags, LoadFlags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -41,14 +41,15 @@ def serve(
     max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
     temperature: options.Temperature = None,
     place: LoadFlags,
-    printed: Annotated[OutputFlags, but("json")],
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
 
     Requests decode side by side and join and leave at every step. --temperature is that of requests that name none.
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
-    printed.configure()
+    console.configure(quiet)
     extras.need("serve", "medusa serve")
     from medusa_cli.api import Medusa
     from medusa_cli.options import follow_choice, load

@@ -318,7 +318,7 @@ def frozen(
 
     kind = drafter_class(plan.drafter.name)
     engine, whole = engine_for(kind, plan.train, place.engine), runs_model(kind, plan.train)
-    given = replace(place, engine=engine).loading
+    given = replace(place, engine=engine)
     shard, template = plan.train.shard, plan.chat_template
     backbone = _loaded(
         lambda: load_backbone(plan.model, given, gradients=whole, shard=shard, chat_template=template, rows=ROWS),
@@ -371,7 +371,7 @@ def joint(
     if len(starts) > 1:
         raise UsageError("--from is given more than once, and stage 2 starts from one run", "name one")
     start = starts[0] if starts else None
-    backbone = _loaded(lambda: joint_backbone(plan, place.loading), target, world, plan.train.shard)
+    backbone = _loaded(lambda: joint_backbone(plan, place), target, world, plan.train.shard)
     dataset = whole_conversations(target, backbone, plan, data, plan.train.validation_fraction)
     torch.manual_seed(plan.train.seed)
     drafter = build_drafter(backbone, plan.drafter, dataset)
@@ -515,7 +515,7 @@ def train(
     world = Distributed.join(place.device, sharded=plan.train.shard)
     asked_for = place
     place = replace(place, device=world.device(place.device))
-    check_shard(plan.train, place.loading, world)
+    check_shard(plan.train, place, world)
     learn = frozen if plan.train.stage == 1 else joint
     backbone, dataset, drafter = learn(target, plan, data, place, world, resume, starts)
     with stopping() as should_stop:

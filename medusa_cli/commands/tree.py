@@ -10,7 +10,7 @@ from rich.table import Table
 from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError, in_flags
-from medusa_cli.options import LoadFlags, OutputFlags, but, follow
+from medusa_cli.options import LoadFlags, OutputFlags, follow
 from medusa_cli.runs.accuracies import STAMP, Heads, check_current, find_heads, stamp_of
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.provenance import describe_drafter
@@ -90,7 +90,7 @@ def _costs(source: Run, again: bool, place: LoadFlags) -> "Costs":
 
     model = str(describe_drafter(source.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
     console.info(f"Timing steps of {place.of(model)}")
-    backbone = load_backbone(model, follow(source.drafter_dir, place).loading, adapter=source.adapter)
+    backbone = load_backbone(model, follow(source.drafter_dir, place), adapter=source.adapter)
     drafter = load_drafter(source.drafter_dir, backbone)
     total = (ROUNDS + 1) * (len(SIZES) + drafter.num_heads)
     with console.progress("timing", total=total, unit="steps") as bar:
@@ -139,7 +139,7 @@ def tree(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --budget auto: time the steps again though the run has them.")
     ] = False,
-    place: Annotated[LoadFlags, but("load_in_4bit", "load_in_8bit")],
+    place: LoadFlags,
     said: OutputFlags,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.

@@ -19,7 +19,7 @@ from medusa_cli.doctor.checks import (
     tree_size,
     worst,
 )
-from medusa_cli.errors import UserError, explain_os
+from medusa_cli.errors import UserError, of_system
 
 __all__ = ["CHECKS", "Case", "Check", "Finding", "chosen", "examine", "worst"]
 
@@ -50,6 +50,6 @@ def examine(case: Case, check: Check) -> Finding:
     except UserError as reason:
         return Finding(check.name, "unknown", reason.message, reason.remedy)
     except OSError as reason:
-        said, _, remedy = explain_os(reason).partition("; ")
-        return Finding(check.name, "unknown", said, remedy)
+        error = of_system(reason)
+        return Finding(check.name, "unknown", error.message, error.remedy)
     return replace(found, remedy="") if found.verdict == "ok" else found

@@ -28,7 +28,6 @@ from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.kernels import BITS
 from medusa_cli.errors import UserError, in_flags, shown
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
@@ -130,7 +129,7 @@ class Case:
         words.pop("chat_template", None)  # a digest; the run keeps the text
         rounding = words.pop("rounding", None)
         if rounding is not None:
-            words |= {"engine": rounding} if rounding in BITS else {f"load_in_{rounding}": True}
+            words["quantize"] = rounding
         if not anew or self.called is None:
             return self.command("distill", **words)
         template = {"chat_template": self.run.template_path} if self.run.template_path.is_file() else {}
@@ -299,9 +298,7 @@ def backbone(case: Case) -> Finding:
     if before.get("rounding") != rounded:
         ways = (before.get("rounding") or "whole weights", rounded or "whole weights")
         said = f"the drafter was trained on {ways[0]}, the model runs on {ways[1]}: it answers otherwise"
-        before_it: dict[str, Any] = (
-            {f"load_in_{before['rounding']}": True} if before.get("rounding") else {"engine": "auto"}
-        )
+        before_it: dict[str, Any] = {"quantize": before.get("rounding", "none")}
         return Finding(name, "warn", said, case.command("chat", **before_it))
     with_it = f" with adapter {now['adapter']}" if now.get("adapter") else ""
     whole = rounded or "whole weights"

@@ -27,7 +27,7 @@ from medusa_cli.model.load import (
 )
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
-ENGINES = ("auto", "eager", "fast", *BITS)
+ENGINES = ("auto", "eager", "fast")
 SIXTEEN = (torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
@@ -44,18 +44,20 @@ def load_backbone(
 ) -> Backbone:
     """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
 
-    engine "fast" is the lean one over a kernel's products; "int8" and "int4" are "fast" over rounded weights; "eager"
+    engine "fast" is the fast one over a kernel's products, also with quantize "int8" and "int4"; "eager"
     is transformers' own layers; "auto" is "fast" where that can run the model. dtype and engine "auto" together mean
     the fastest kernel, as measured on this machine, that computes what the checkpoint says: for steps of a few rows, or
     of so many `rows`. adapter is a folder from joint training: merged into the weights, or beside them where they are
     quantised. Gradients pass through plain weights alone, which the engine "eager" then keeps. The rest is
     load_network's. Raises UserError for what cannot be found or used.
     """
+    if options.engine not in ENGINES:
+        raise UsageError(f"@engine {options.engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
     engine, dtype, quantised = options.engine, options.dtype, options.quantised
-    if engine not in ENGINES:
-        raise UsageError(f"@engine {engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
+    if options.quantize in BITS:
+        engine = options.quantize
     if shard and engine not in ("auto", "eager"):
-        raise UsageError(f"@engine {engine} cannot run layers split by @shard", "leave one of them out")
+        raise UsageError(f"{_flag(engine)} cannot run layers split by @shard", "leave one of them out")
     stamp = adapters.digest(adapter) if adapter is not None else None
 
     def made(kind: str) -> Backbone:
@@ -66,7 +68,7 @@ def load_backbone(
 
     foreign = options.trust_remote_code and has_own_code(model)  # whose layers no other engine knows
     if foreign and engine not in ("auto", "eager"):
-        raise UsageError(f"@engine {engine} cannot run the own code of {model!r}", "use @engine auto or eager")
+        raise UsageError(f"{_flag(engine)} cannot run the own code of {model!r}", "use @engine auto or eager")
     if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
         kernel = choose_kernel(model, resolve_device(options.device), dtype, engine, rows)
         try:
@@ -129,14 +131,14 @@ def check_rounding(engine: str, dtype: torch.dtype, device: torch.device) -> Non
     """UsageError where an engine of rounded weights has no kernels."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         raise UsageError(
-            f"@engine {engine} rounds bf16 weights on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
-            "use @dtype bf16 @device cpu, or @load_in_8bit",
+            f"@quantize {engine} needs bf16 on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
+            "use @dtype bf16 @device cpu, or @quantize bnb.int8",
         )
 
 
 def refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
     """What to tell of an engine that cannot run a model."""
-    return UsageError(f"@engine {engine} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
+    return UsageError(f"{_flag(engine)} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
 
 
 def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:
@@ -148,3 +150,7 @@ def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str
     wide = kernel.rows == torch.float32 and own in SIXTEEN
     kept = own if wide and not (dtype == "fp32" and adapter is not None) else kernel.rows
     return next(name for name, kind in DTYPES.items() if kind == kept)
+
+
+def _flag(engine: str) -> str:
+    return f"@quantize {engine}" if engine in BITS else f"@engine {engine}"

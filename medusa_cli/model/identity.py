@@ -59,9 +59,11 @@ def weights_of(model: str) -> str | None:
 
 
 def rounding_of(network: Any) -> str | None:
-    """How bitsandbytes rounds a network's weights: to "4bit" or "8bit"; None where it does not."""
+    """Returns how bitsandbytes quantizes a network's weights, as `LoadOptions.quantize`; None if it does not."""
     settings = getattr(network.config, "quantization_config", None)
-    return next((f"{bits}bit" for bits in (4, 8) if getattr(settings, f"load_in_{bits}bit", False)), None)
+    if getattr(settings, "load_in_4bit", False):
+        return "bnb.nf4"
+    return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
 
 
 def _fingerprint(network: Any) -> str:

@@ -130,24 +130,22 @@ def load_network(
     place = resolve_device(options.device)
     kind = resolve_dtype(options.dtype, model, place, options.trust_remote_code)
     if options.quantised:
-        extras.need("quant", "@load_in_4bit" if options.load_in_4bit else "@load_in_8bit")
-    if options.load_in_4bit and options.load_in_8bit:
-        raise UsageError("@load_in_4bit and @load_in_8bit exclude each other", "give one of them")
+        extras.need("quant", f"@quantize {options.quantize}")
     settings: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}
     settings["use_safetensors"] = True  # a pickle may hold any code
     if options.quantised:
         from transformers import BitsAndBytesConfig
 
         settings["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=options.load_in_4bit,
-            load_in_8bit=options.load_in_8bit,
+            load_in_4bit=options.quantize == "bnb.nf4",
+            load_in_8bit=options.quantize == "bnb.int8",
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=kind,
         )
         settings["device_map"] = {"": place}
     if model.startswith(blank.PREFIX):
         if "quantization_config" in settings:
-            raise UsageError(f"@model {model!r} is not quantised", "leave @load_in_4bit and @load_in_8bit out")
+            raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
         return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
     source = assets.model_dir(model)
     check_config(source)

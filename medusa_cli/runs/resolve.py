@@ -12,21 +12,31 @@ from medusa_cli.runs.run import RUNS, Run
 MOST_GROWN = 256
 
 
+# Quantization of weights by the fast engine, and by bitsandbytes.
+INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
+
+
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of loading a model: device, number type, engine, quantisation, and if its own code may run."""
+    """Options of loading a model: device, number type, engine, quantization, and if its own code may run."""
 
     device: str = "auto"
     dtype: str = "auto"
     engine: str = "auto"
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
+    quantize: str | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        methods = ("none", *INTEGER, *BITSANDBYTES)
+        if self.quantize not in (None, *methods):
+            raise UsageError(f"@quantize {self.quantize!r} is unknown", f"use one of {', '.join(methods)}")
+        if self.quantize in INTEGER and self.engine == "eager":
+            raise UsageError(f"@quantize {self.quantize} needs the fast engine", "leave it out, or use another method")
 
     @property
     def quantised(self) -> bool:
-        """Returns True if bitsandbytes quantises the weights."""
-        return self.load_in_4bit or self.load_in_8bit
+        """Returns True if bitsandbytes quantizes the weights."""
+        return self.quantize in BITSANDBYTES
 
 
 DEFAULT_LOADING = LoadOptions()

@@ -66,7 +66,7 @@ def _encodable(text: str) -> str:
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     """Returns the refusal for an error of the core; `param` is at fault if no setting is."""
-    text, setting = worded(reason.text, _field), reason.about
+    text, setting = worded(reason.text, _field), reason.setting
     if setting is not None:
         return Refusal(400, text, param=_field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")

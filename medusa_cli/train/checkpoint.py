@@ -41,7 +41,7 @@ def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
     kept: by distilling, for weights rounded alike, so that the type of this backbone says nothing of them.
     """
     kernel = backbone.engine.kernel.name
-    made = {"engine": kernel if kernel in BITS else None}  # first: such an engine brings its own type
+    made = {"quantize": kernel if kernel in BITS else None}  # first: such an engine brings its own type
     if not kept:
         made["dtype"] = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
     return made
@@ -128,16 +128,16 @@ def check(
     before, now = checkpoint.backbone.get("rounding"), identity.get("rounding")
     if before != now and "weights" in checkpoint.backbone:  # earlier versions did not say
         raise UsageError(
-            f"@resume: the model was loaded {f'in {before}' if before else 'whole'} before the checkpoint",
-            f"give @load_in_{before}" if before else f"leave @load_in_{now} out",
+            f"@resume: the model was loaded with @quantize {before or 'none'} before the checkpoint, now with {now}",
+            f"give @quantize {before or 'none'}",
         )
     for key, now_made in made.items():
         known = checkpoint.arithmetic.get(key, now_made)
         if known != now_made:
             raise UsageError(
-                f"@resume: the model's states were made with @{key} {known or 'auto'} before the checkpoint, and would "
+                f"@resume: the model's states were made with @{key} {known or 'none'} before the checkpoint, and would "
                 f"be made with {now_made or 'whole weights'}",
-                f"give @{key} {known or 'auto'}",
+                f"give @{key} {known or 'none'}",
             )
     if checkpoint.data != data:
         raise UserError(

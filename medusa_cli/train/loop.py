@@ -78,9 +78,7 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
         seen = read_json(run.drafter_dir / "config.json", "the drafter's config").get("context", "answer")
         recipe = replace(recipe, drafter=replace(recipe.drafter, context=seen))
     rounding = rounding_in(run.drafter_dir)
-    options = replace(
-        options, dtype=dtype, engine="eager", load_in_4bit=rounding == "4bit", load_in_8bit=rounding == "8bit"
-    )
+    options = replace(options, dtype=dtype, engine="eager", quantize=rounding)
     if riding:
         template = recipe.chat_template
         backbone = load_backbone(recipe.model, options, gradients=True, chat_template=template)

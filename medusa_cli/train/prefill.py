@@ -213,8 +213,8 @@ def _cached(run: Run, backbone: Backbone, records: Sequence[Conversation], taps:
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights", "rounding")}
     named = [owner, str(backbone.dtype), list(taps)]
     rounded = rounding(backbone)
-    if rounded is not None:  # bitsandbytes' as earlier versions named it, whose states are found again
-        named.append(rounded if rounded in BITS else f"load_in_{rounded}")
+    if rounded is not None:
+        named.append(rounded)
     named += ["prompts"] if prompts else []
     digest = hashlib.sha256(json.dumps(named).encode())
     for record in records:
@@ -223,7 +223,7 @@ def _cached(run: Run, backbone: Backbone, records: Sequence[Conversation], taps:
 
 
 def rounding(backbone: Backbone) -> str | None:
-    """How a backbone's weights are rounded, by its engine ("int8") or at load ("4bit"); None where they are not."""
+    """How a backbone's weights are rounded, by its engine ("int8") or at load ("bnb.nf4"); None where they are not."""
     kernel = backbone.engine.kernel.name
     return kernel if kernel in BITS else rounding_of(backbone.model)
 

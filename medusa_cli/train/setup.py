@@ -177,7 +177,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
                 "train.objective=kl needs an adapter that can be switched off; train.tuning=full has none",
                 "use train.objective=ce, or train.tuning=lora",
             )
-    options = replace(options, load_in_4bit=train.tuning == "qlora" or options.load_in_4bit)
+    options = replace(options, quantize="bnb.nf4") if train.tuning == "qlora" else options
     if train.dtype == "fp32" and options.dtype == "auto":  # nothing casts what a network of bf16 hands to the heads
         options = replace(options, dtype="fp32")
     network, tokenizer = load_network(recipe.model, options, shard=train.shard, chat_template=recipe.chat_template)
