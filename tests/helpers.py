@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ class Oracle(Drafter):
 
 def plain(backbone: Backbone, count: int = 90, **rules) -> list[int]:
     """Returns the tokens of plain decoding after PROMPT."""
-    return [t for s in generate_plain(backbone, PROMPT, max_new_tokens=count, stop_ids=(), **rules) for t in s.tokens]
+    return tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=count, stop_ids=(), **rules))
 
 
 class Recording:
@@ -318,6 +318,11 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def tokens_of(steps: Iterable[Step]) -> list[int]:
+    """Returns the tokens of an answer's steps."""
+    return [token for step in steps for token in step.tokens]
 
 
 Drafting = DraftPolicy | Tree | DynamicTree | None

@@ -12,7 +12,7 @@ from medusa_cli import Medusa
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
-from tests.helpers import generate_plain, save_model, save_run
+from tests.helpers import generate_plain, save_model, save_run, tokens_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
 IDS = [5, 9, 20, 11, 7]
@@ -35,7 +35,7 @@ def medusa(place: Path) -> Medusa:
 
 def alone(medusa: Medusa, prompt: list[int], count: int = 24, **rules) -> list[int]:
     steps = generate_plain(medusa.backbone, prompt, max_new_tokens=count, **rules)
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
 def test_the_page_runs_as_written(

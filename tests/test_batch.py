@@ -12,14 +12,24 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, SPARSE, Oracle, answer, generate, generate_batch, generate_plain, tiny_backbone
+from tests.helpers import (
+    FAMILIES,
+    SPARSE,
+    Oracle,
+    answer,
+    generate,
+    generate_batch,
+    generate_plain,
+    tiny_backbone,
+    tokens_of,
+)
 
 PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
 
 
 def plain(backbone: Backbone, prompt: Sequence[int], count: int = 40, **rules) -> list[int]:
     rules = {"stop_ids": (), **rules}
-    return [t for s in generate_plain(backbone, prompt, max_new_tokens=count, **rules) for t in s.tokens]
+    return tokens_of(generate_plain(backbone, prompt, max_new_tokens=count, **rules))
 
 
 def together(backbone: Backbone, drafter, tree, prompts=PROMPTS, count: int = 40, size: int = 4, **rules):
@@ -30,7 +40,7 @@ def together(backbone: Backbone, drafter, tree, prompts=PROMPTS, count: int = 40
         backbone, drafter, tree, prompts, batch_size=size, max_new_tokens=count, **rules
     ):
         steps[number].append(step)
-    return [[t for step in one for t in step.tokens] for one in steps], steps
+    return [tokens_of(one) for one in steps], steps
 
 
 class Knowing(Oracle):
@@ -108,7 +118,7 @@ def test_every_drafter_drafts_for_a_row_what_it_drafts_for_it_alone(kind, option
     found, steps = together(backbone, drafter, SPARSE, size=3)
     for number, prompt in enumerate(PROMPTS):
         alone = list(generate(backbone, drafter, SPARSE, prompt, max_new_tokens=40, stop_ids=()))
-        assert found[number] == [t for step in alone for t in step.tokens] == plain(backbone, prompt)
+        assert found[number] == tokens_of(alone) == plain(backbone, prompt)
         # Equal acceptance step by step: had a row read another's state, its guesses would differ.
         assert [(s.drafted, s.accepted) for s in steps[number]] == [(s.drafted, s.accepted) for s in alone]
 
@@ -157,7 +167,7 @@ def test_a_cancelled_row_leaves_its_neighbours_as_they_were(engine: str, shape: 
 
     def alone(number: int, prompt: Sequence[int]) -> list[int]:
         own = Sampling("exact", 1.0, seed=3 + number)
-        return [t for s in generate(backbone, drafter, shape, prompt, sampling=own, **limits) for t in s.tokens]
+        return tokens_of(generate(backbone, drafter, shape, prompt, sampling=own, **limits))
 
     decoder, answers = Decoder(backbone, drafter, shape, slots=3), {}
     running = {}
@@ -197,7 +207,7 @@ def test_a_caller_that_stops_listening_frees_the_slot() -> None:
     assert not decoder.free_slots
     steps.close()
     assert decoder.free_slots == 1
-    assert [t for s in answer(decoder, PROMPTS[2], **rules) for t in s.tokens] == plain(backbone, PROMPTS[2], 30)
+    assert tokens_of(answer(decoder, PROMPTS[2], **rules)) == plain(backbone, PROMPTS[2], 30)
 
 
 def test_the_context_limit_of_one_row_leaves_the_others_alone() -> None:

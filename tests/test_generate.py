@@ -20,6 +20,7 @@ from tests.helpers import (
     medusa_drafter,
     plain,
     tiny_backbone,
+    tokens_of,
 )
 
 TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
@@ -34,7 +35,7 @@ def test_greedy_is_token_identical(family: str, shape: str, right: float) -> Non
     assert len(set(expected)) > 3  # a constant answer would prove little
     oracle = Oracle(expected, right)
     steps = list(generate(backbone, oracle, TREES[shape], PROMPT, max_new_tokens=90, stop_ids=()))
-    assert [t for s in steps for t in s.tokens] == expected
+    assert tokens_of(steps) == expected
     stats = Stats.of(steps)
     if right == 1.0:
         # Every step but perhaps the last, which may know too little of the future, accepts a whole path.
@@ -58,7 +59,7 @@ def test_medusa_heads_are_lossless(family: str, vocabulary: str) -> None:
     backbone = tiny_backbone(family)
     heads = medusa_drafter(backbone, vocabulary)
     steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=60, stop_ids=())
-    assert [t for s in steps for t in s.tokens] == plain(backbone, 60)
+    assert tokens_of(steps) == plain(backbone, 60)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 17, 30])
@@ -67,7 +68,7 @@ def test_max_new_tokens_is_exact(limit: int) -> None:
     expected = plain(backbone, limit)
     oracle = Oracle(plain(backbone, 60), 1.0)
     steps = generate(backbone, oracle, TREES["dense"], PROMPT, max_new_tokens=limit, stop_ids=())
-    assert [t for s in steps for t in s.tokens] == expected and len(expected) == limit
+    assert tokens_of(steps) == expected and len(expected) == limit
 
 
 def test_a_stop_token_inside_an_accepted_run_ends_the_answer() -> None:
@@ -77,7 +78,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer() -> None:
     expected = whole[: whole.index(stop) + 1]
     oracle = Oracle(whole, 1.0)
     steps = generate(backbone, oracle, TREES["chain"], PROMPT, max_new_tokens=60, stop_ids=(stop,))
-    assert [t for s in steps for t in s.tokens] == expected
+    assert tokens_of(steps) == expected
 
 
 @pytest.mark.parametrize("loop", ["alone", "batch"])
@@ -117,7 +118,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it() -> None:
             if loop == "plain"
             else generate(backbone, Oracle(whole, 1.0), TREES["dense"], PROMPT, **rules)
         )
-        tokens = [t for s in steps for t in s.tokens]
+        tokens = tokens_of(steps)
         assert tokens == whole[: len(tokens)] and len(tokens) <= 8
         assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
 
@@ -147,7 +148,7 @@ def test_a_stop_string_may_be_a_special_token_which_is_never_shown() -> None:
     backbone.tokenizer.add_special_tokens({"additional_special_tokens": [name]})
     assert backbone.decode([marked]) == ""
     rules = {"max_new_tokens": 60, "stop_ids": (), "stop_strings": [name]}
-    tokens = [t for step in generate_plain(backbone, PROMPT, **rules) for t in step.tokens]
+    tokens = tokens_of(generate_plain(backbone, PROMPT, **rules))
     assert tokens == whole[: whole.index(marked) + 1]
 
 
@@ -165,7 +166,7 @@ def test_the_context_limit_ends_the_answer_without_leaving_it(shape: str) -> Non
     expected = plain(backbone, 100)
     assert len(expected) == 32 - len(PROMPT)
     steps = generate(backbone, Oracle(expected, 0.6), TREES[shape], PROMPT, max_new_tokens=100, stop_ids=())
-    assert [t for s in steps for t in s.tokens] == expected
+    assert tokens_of(steps) == expected
     assert max(seen) < 32
 
 
@@ -184,7 +185,7 @@ def test_a_generous_token_limit_makes_no_cache_beyond_what_the_context_needs(
         steps = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, **rules)
     else:
         steps = generate_plain(backbone, PROMPT, **rules)
-    assert len([t for s in steps for t in s.tokens]) == 300 - len(PROMPT)
+    assert len(tokens_of(steps)) == 300 - len(PROMPT)
     # Capacities double: no more than twice what the longest text and a tree need.
     assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)
 
@@ -214,7 +215,7 @@ def test_exact_sampling_is_reproducible_and_typical_accepts_more() -> None:
 
     def run(rule: Sampling) -> list[int]:
         steps = generate(backbone, heads, SPARSE, PROMPT, max_new_tokens=40, sampling=rule, stop_ids=())
-        return [t for s in steps for t in s.tokens]
+        return tokens_of(steps)
 
     exact = Sampling("exact", 1.0, seed=3)
     assert run(exact) == run(exact)
@@ -236,5 +237,5 @@ def test_sampling_with_a_seed_gives_what_plain_sampling_with_it_gives(right: flo
     steps = list(
         generate(backbone, Oracle(expected, right), SPARSE, PROMPT, max_new_tokens=60, stop_ids=(), sampling=rule)
     )
-    assert [t for s in steps for t in s.tokens] == expected
+    assert tokens_of(steps) == expected
     assert Stats.of(steps).acceptance_rate > 3 if right == 1.0 else True

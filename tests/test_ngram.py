@@ -1,14 +1,16 @@
-"""What the text repeats is drafted, too: found as by brute force, trusted as it comes true, and never in the output."""
+"""N-gram matches are found as by brute force, trusted as far as they are accepted, and never change the output."""
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from medusa_cli.api import ngrams_alone
-from medusa_cli.decode import AdaptivePolicy, DraftPolicy, NgramPolicy, Sampling, Step
+from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, NgramPolicy, Request, Sampling, Step
 from medusa_cli.decode.ngram import (
     MAX_BRANCHES,
     MAX_LENGTH,
@@ -22,19 +24,41 @@ from medusa_cli.decode.ngram import (
 )
 from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
 from medusa_cli.drafters.base import Draft
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.run import provenance
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import Costs, node_values, search
-from tests.helpers import tiny_backbone
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    generate,
+    generate_batch,
+    generate_plain,
+    medusa,
+    plain,
+    save_model,
+    save_run,
+    tiny_backbone,
+    tokens_of,
+)
+from tests.test_firp import firp
+from tests.test_hydra import hydra
+from tests.test_reuse import MAKE
 
-# Text that repeats itself, which tiny models of random weights rarely write by themselves.
+# Random tiny models rarely repeat themselves.
 ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4
 ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3, 0.1]]
+TREE = search(ACCURACIES, 8)
 CHEAP = Costs({1: 0.010, 2: 0.0101, 32: 0.0105}, {1: 0.001, 4: 0.002})
 DEAR = Costs({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
+FIFTH = Costs({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})  # a row costs a fifth of a pass
 
 
-def past() -> NgramIndex:
+def index() -> NgramIndex:
     return NgramIndex(NgramTrust())
 
 
@@ -49,46 +73,46 @@ def record(policy: NgramPolicy, text: SimpleNamespace, accepted: list[int]) -> N
     policy.record([after], [Step(accepted, path=tuple(range(len(accepted))), nodes=1, looked_up=1)])
 
 
-def by_hand(text: list[int]) -> list[tuple[int, list[int]]]:
-    """The length of each repetition of the text's end among the latest places, and what may follow it, best first."""
+def brute_force(text: list[int]) -> list[tuple[int, list[int]]]:
+    """Returns the length of each match among the latest positions, and what may follow it, best first."""
 
     def length(end: int) -> int:
         return max((n for n in range(1, MAX_LENGTH + 1) if n <= end and text[end - n : end] == text[-n:]), default=0)
 
     ends = [[end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-MAX_POSITIONS:] for n in (1, 2)]
-    found: dict[int, tuple[int, list[int]]] = {}
-    for end in sorted({*ends[0], *ends[1]}, key=lambda one: (length(one), one), reverse=True):
+    matches: dict[int, tuple[int, list[int]]] = {}
+    for end in sorted({*ends[0], *ends[1]}, key=lambda end: (length(end), end), reverse=True):
         copied = list(text)
         for step in range(MAX_TOKENS):
             copied.append(copied[end + step])
-        found.setdefault(text[end], (length(end), copied[len(text) :]))
-    return list(found.values())[:MAX_BRANCHES]
+        matches.setdefault(text[end], (length(end), copied[len(text) :]))
+    return list(matches.values())[:MAX_BRANCHES]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_longest_repetitions_are_found_as_by_hand_however_the_text_came(seed: int) -> None:
-    chance = random.Random(seed)
-    text, mine, most = [chance.randrange(3 + seed % 4) for _ in range(2)], past(), 0
+def test_matches_are_those_of_brute_force(seed: int) -> None:
+    chance, ngrams, branches = random.Random(seed), index(), 0
+    text = [chance.randrange(3 + seed % 4) for _ in range(2)]
     while len(text) < 120:
         text += [chance.randrange(3 + seed % 4) for _ in range(chance.randrange(1, 5))]
-        found, expected = mine.find(text[:-1], text[-1]), by_hand(text)
-        assert [list(echo.tokens) for echo in found] == [tokens for _, tokens in expected]
-        most = max(most, len(found))
+        matches, expected = ngrams.find(text[:-1], text[-1]), brute_force(text)
+        assert [list(match.tokens) for match in matches] == [tokens for _, tokens in expected]
+        branches = max(branches, len(matches))
         if expected:
-            kinds = [max(least for least in PRIOR_BY_LENGTH if least <= expected[0][0])] + [OTHER] * (len(expected) - 1)
-            assert [match.length for match in found] == kinds
-            assert found[0].chance == PRIOR_BY_LENGTH[kinds[0]]
-    assert most == MAX_BRANCHES
+            longest = max(length for length in PRIOR_BY_LENGTH if length <= expected[0][0])
+            assert [match.length for match in matches] == [longest] + [OTHER] * (len(expected) - 1)
+            assert matches[0].chance == PRIOR_BY_LENGTH[longest]
+    assert branches == MAX_BRANCHES
 
 
-def test_nothing_is_found_where_nothing_is_repeated_and_circles_go_on() -> None:
-    assert past().find([1, 2, 3], 4) == [] and past().find([1], 2) == []
-    assert [echo.tokens for echo in past().find([7, 7, 7], 7)] == [(7,) * MAX_TOKENS]
-    assert past().find([1, 2, 3, 1, 2], 3)[0].tokens[:7] == (1, 2, 3, 1, 2, 3, 1)
+def test_no_match_without_repetition_and_a_period_goes_on() -> None:
+    assert index().find([1, 2, 3], 4) == [] and index().find([1], 2) == []
+    assert [match.tokens for match in index().find([7, 7, 7], 7)] == [(7,) * MAX_TOKENS]
+    assert index().find([1, 2, 3, 1, 2], 3)[0].tokens[:7] == (1, 2, 3, 1, 2, 3, 1)
 
 
-def test_trust_follows_what_is_accepted() -> None:
-    policy = NgramPolicy(StaticTreePolicy(search(ACCURACIES, 8), ACCURACIES))
+def test_trust_follows_acceptance() -> None:
+    policy = NgramPolicy(StaticTreePolicy(TREE, ACCURACIES))
     text = begin(policy, [1, 2, 3, 4, 5, 6, 1], 2)
     for accepted, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
         [(_, [path])] = policy.next([text])
@@ -100,118 +124,7 @@ def test_trust_follows_what_is_accepted() -> None:
     assert other.ngrams is not None and other.ngrams.find(text.tokens, 2)[0].chance == PRIOR_BY_LENGTH[2]
 
 
-def test_a_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
-    tree = search(ACCURACIES, 10)
-    policy, values = NgramPolicy(StaticTreePolicy(tree, ACCURACIES)), node_values(tree, ACCURACIES)
-    text = begin(policy, [5, 9, 20, 11, 7, 9, 33, 5], 9)  # matches of 5 9, and of 9 alone
-    [(fewer, paths)] = policy.next([text])
-    count = sum(map(len, paths))
-    assert isinstance(fewer, Tree) and len(paths) == 2 and fewer.size + count == tree.size
-    assert sorted(node_values(fewer, ACCURACIES), reverse=True) == sorted(values, reverse=True)[: fewer.size]
-    matches = text.draft.ngrams.find(text.tokens, 9)
-    added = [
-        match.chance**level for match, path in zip(matches, paths, strict=False) for level in range(1, len(path) + 1)
-    ]
-    assert min(added) >= max(sorted(values)[:count])
-    assert policy.next([begin(policy, [1, 2, 3], 4)]) == [(tree, [])]
-
-
-def test_a_dynamic_tree_shares_its_budget() -> None:
-    tree = DynamicTree(12, 3)
-    policy = NgramPolicy(DynamicTreePolicy(tree))
-    [(fewer, [path])] = policy.next([begin(policy, ROUND, ROUND[0])])
-    assert path and fewer == replace(tree, budget=12 - len(path)) and len(path) <= 6
-
-
-def test_a_graft_adds_paths_and_nothing_twice() -> None:
-    tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
-    draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
-    assert add_paths(draft, []) is draft
-    there = add_paths(draft, [(4, 6)])
-    assert there.tree == tree and there.looked_up == 2
-    more = add_paths(draft, [(4, 7, 8), (4, 7, 1)])
-    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (-1, 0, 0, 1, 1, 4, 4)
-    assert len({tuple(path) for path in more.tree.choices}) == 6  # every node has a path of its own
-    beside = add_paths(Draft(torch.tensor([9]), Tree.root_only()), [(1, 2)])
-    assert beside.tree == Tree.chain(2) and beside.looked_up == 2
-
-
-def test_a_pace_drafts_as_many_as_pay() -> None:
-    tree = search(ACCURACIES, 4)
-    for costs, fewest, most in ((CHEAP, 8, MAX_TOKENS), (DEAR, 0, 0)):
-        pace = AdaptivePolicy([SizedTree(tree, 1.7)], costs)
-        pace.choose([pace.begin(Sampling()).acceptance])
-        [(_, sure)] = pace.weigh_matches([0.95], MAX_TOKENS)
-        assert fewest <= sure <= most
-        assert pace.weigh_matches([0.01], MAX_TOKENS) == [(pace.choose([]), 0)]
-    # Where the text is nearly sure to go on as before, the drafter need not be asked.
-    slow = Costs({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
-    assert AdaptivePolicy([SizedTree(tree, 1.7)], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()
-
-
-# A row costs a fifth of a pass.
-ROWS_COST = Costs({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})
-
-
-@pytest.mark.parametrize("shares", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str)
-@pytest.mark.parametrize("costs", [CHEAP, ROWS_COST, DEAR], ids=["cheap", "rows", "dear"])
-@pytest.mark.parametrize("sizes", [[], [SizedTree(search(ACCURACIES, 8), 2.2)]], ids=["alone", "tree"])
-def test_side_by_side_what_all_draft_together_pays_best(
-    sizes: list[SizedTree], costs: Costs, shares: list[float]
-) -> None:
-    """Against every way to widen the pass: each text then drafts what settles most of it in as many rows."""
-    pace = AdaptivePolicy(sizes, costs)
-    now = pace.choose([pace.begin(Sampling()).acceptance for _ in shares])
-
-    def tokens(share: float, nodes: int, count: int) -> float:
-        came = sum(share**level for level in range(1, count + 1))
-        return 1 + came + ((1 - share) if count else 1) * (1.2 if nodes > 1 else 0)
-
-    def rate(found: list[tuple[int, int]]) -> float:
-        widest = max(nodes + count for nodes, count in found)
-        depth = now.max_depth if any(nodes > 1 for nodes, _ in found) else 0
-        gained = sum(tokens(share, *one) for share, one in zip(shares, found, strict=True))
-        return gained / costs.step(widest, depth, len(shares))
-
-    every = []
-    for trees in ({1}, {1, now.size}):
-        for rows in range(max(trees), now.size + MAX_TOKENS + 1):
-            each = [[(n, min(rows - n, MAX_TOKENS) if share else 0) for n in trees] for share in shares]
-            every.append([max(one, key=lambda at, s=s: tokens(s, *at)) for s, one in zip(shares, each, strict=True)])
-    found = [(tree.size, count) for tree, count in pace.weigh_matches(shares, MAX_TOKENS)]
-    assert all(share or not count for share, (_, count) in zip(shares, found, strict=True))
-    assert rate(found) >= 0.96 * max(map(rate, every)) and rate(found) >= rate([(now.size, 0)] * len(shares))
-
-
-def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None:
-    policy = AdaptivePolicy([SizedTree(search(ACCURACIES, 8), 2.2)], CHEAP)
-    texts = [begin(policy, [], 0), begin(policy, [], 0)]
-    for _ in range(60):
-        nodes = policy.next(texts)[0][0].size
-        repeats = Step([1] * 9, 8, 8, 0.001, 0.005, path=tuple(range(9)), nodes=9, looked_up=8)
-        policy.record(texts, [repeats, Step([1], nodes - 1, 0, 0.001, 0.005, path=(0,), nodes=nodes)])
-    assert texts[1].draft.acceptance.ratio < 0.1 and texts[0].draft.acceptance.ratio == 1.0
-
-
-def test_forks_share_what_is_known_and_not_their_sequences() -> None:
-    tree = search(ACCURACIES, 8)
-    policy = NgramPolicy(AdaptivePolicy([SizedTree(tree, 2.2)], CHEAP))
-    first, second = policy.fork(), policy.fork()
-    texts = [(fork.over, begin(fork.over, [], 0), share) for fork, share in ((first, 0), (second, 1))]
-    for _ in range(300):  # nothing is accepted in the first text, everything in the second
-        for over, text, share in texts:
-            [(drafted, _)] = over.next([text])
-            accepted = share * drafted.max_depth
-            path = tuple(range(accepted + 1))
-            new = Step([1] * (accepted + 1), drafted.size - 1, accepted, 0.0, 0.01, path=path, nodes=drafted.size)
-            over.record([text], [new])
-    assert first.over.size == 1 and second.over.size == tree.size
-    for _ in range(40):
-        first._trust_of(Sampling()).update(4, 16, 0)
-    assert NgramIndex(second._trust_of(Sampling()))._trust.ratio(4) < PRIOR_BY_LENGTH[4]
-
-
-def test_matches_that_failed_for_long_are_drafted_again_once_they_are_right() -> None:
+def test_failed_matches_are_drafted_again_once_they_are_right() -> None:
     policy = NgramPolicy(AdaptivePolicy([], CHEAP))
     text = begin(policy, ROUND, ROUND[0])
 
@@ -224,7 +137,229 @@ def test_matches_that_failed_for_long_are_drafted_again_once_they_are_right() ->
     assert [drafted(True) for _ in range(60)][-1]
 
 
-def test_lookups_are_refused_where_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
+    tree = search(ACCURACIES, 10)
+    policy, values = NgramPolicy(StaticTreePolicy(tree, ACCURACIES)), node_values(tree, ACCURACIES)
+    text = begin(policy, [5, 9, 20, 11, 7, 9, 33, 5], 9)  # matches of 5 9, and of 9 alone
+    [(fewer, paths)] = policy.next([text])
+    count = sum(map(len, paths))
+    assert isinstance(fewer, Tree) and len(paths) == 2 and fewer.size + count == tree.size
+    assert sorted(node_values(fewer, ACCURACIES), reverse=True) == sorted(values, reverse=True)[: fewer.size]
+    chances = [
+        match.chance**level
+        for match, path in zip(text.draft.ngrams.find(text.tokens, 9), paths, strict=False)
+        for level in range(1, len(path) + 1)
+    ]
+    assert min(chances) >= max(sorted(values)[:count])
+    assert policy.next([begin(policy, [1, 2, 3], 4)]) == [(tree, [])]
+
+
+def test_dynamic_tree_shares_its_budget() -> None:
+    tree = DynamicTree(12, 3)
+    policy = NgramPolicy(DynamicTreePolicy(tree))
+    [(fewer, [path])] = policy.next([begin(policy, ROUND, ROUND[0])])
+    assert path and fewer == replace(tree, budget=12 - len(path)) and len(path) <= 6
+
+
+def test_paths_are_added_and_no_node_twice() -> None:
+    tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
+    draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
+    assert add_paths(draft, []) is draft
+    known = add_paths(draft, [(4, 6)])
+    assert known.tree == tree and known.looked_up == 2
+    more = add_paths(draft, [(4, 7, 8), (4, 7, 1)])
+    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (-1, 0, 0, 1, 1, 4, 4)
+    assert len({tuple(path) for path in more.tree.choices}) == 6  # every node has a path of its own
+    alone = add_paths(Draft(torch.tensor([9]), Tree.root_only()), [(1, 2)])
+    assert alone.tree == Tree.chain(2) and alone.looked_up == 2
+
+
+def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
+    sized = SizedTree(search(ACCURACIES, 4), 1.7)
+    for costs, fewest, limit in ((CHEAP, 8, MAX_TOKENS), (DEAR, 0, 0)):
+        policy = AdaptivePolicy([sized], costs)
+        policy.choose([policy.begin(Sampling()).acceptance])
+        [(_, count)] = policy.weigh_matches([0.95], MAX_TOKENS)
+        assert fewest <= count <= limit
+        assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.choose([]), 0)]
+    # A nearly sure match saves the drafter's own time.
+    slow = Costs({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
+    assert AdaptivePolicy([sized], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()
+
+
+@pytest.mark.parametrize("chances", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str)
+@pytest.mark.parametrize("costs", [CHEAP, FIFTH, DEAR], ids=["cheap", "fifth", "dear"])
+@pytest.mark.parametrize("trees", [[], [SizedTree(TREE, 2.2)]], ids=["alone", "tree"])
+def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: Costs, chances: list[float]) -> None:
+    """Compares with every width of the pass, in which each sequence drafts what gives it most."""
+    policy = AdaptivePolicy(trees, costs)
+    now = policy.choose([policy.begin(Sampling()).acceptance for _ in chances])
+
+    def tokens(chance: float, nodes: int, count: int) -> float:
+        matched = sum(chance**level for level in range(1, count + 1))
+        return 1 + matched + ((1 - chance) if count else 1) * (1.2 if nodes > 1 else 0)
+
+    def rate(drafts: list[tuple[int, int]]) -> float:
+        widest = max(nodes + count for nodes, count in drafts)
+        depth = now.max_depth if any(nodes > 1 for nodes, _ in drafts) else 0
+        gained = sum(tokens(chance, *draft) for chance, draft in zip(chances, drafts, strict=True))
+        return gained / costs.step(widest, depth, len(chances))
+
+    every = []
+    for sizes in ({1}, {1, now.size}):
+        for rows in range(max(sizes), now.size + MAX_TOKENS + 1):
+            options = [[(n, min(rows - n, MAX_TOKENS) if chance else 0) for n in sizes] for chance in chances]
+            every.append(
+                [max(own, key=lambda d, c=chance: tokens(c, *d)) for chance, own in zip(chances, options, strict=True)]
+            )
+    drafts = [(tree.size, count) for tree, count in policy.weigh_matches(chances, MAX_TOKENS)]
+    assert all(chance or not count for chance, (_, count) in zip(chances, drafts, strict=True))
+    assert rate(drafts) >= 0.96 * max(map(rate, every)) and rate(drafts) >= rate([(now.size, 0)] * len(chances))
+
+
+def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None:
+    policy = AdaptivePolicy([SizedTree(TREE, 2.2)], CHEAP)
+    texts = [begin(policy, [], 0), begin(policy, [], 0)]
+    for _ in range(60):
+        nodes = policy.next(texts)[0][0].size
+        repeats = Step([1] * 9, 8, 8, 0.001, 0.005, path=tuple(range(9)), nodes=9, looked_up=8)
+        policy.record(texts, [repeats, Step([1], nodes - 1, 0, 0.001, 0.005, path=(0,), nodes=nodes)])
+    assert texts[1].draft.acceptance.ratio < 0.1 and texts[0].draft.acceptance.ratio == 1.0
+
+
+def test_forks_share_priors_and_not_sequences() -> None:
+    policy = NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.2)], CHEAP))
+    first, second = policy.fork(), policy.fork()
+    texts = [(fork.over, begin(fork.over, [], 0), share) for fork, share in ((first, 0), (second, 1))]
+    for _ in range(300):  # nothing is accepted in the first text, everything in the second
+        for over, text, share in texts:
+            [(tree, _)] = over.next([text])
+            accepted = share * tree.max_depth
+            path = tuple(range(accepted + 1))
+            over.record([text], [Step([1] * len(path), tree.size - 1, accepted, 0.0, 0.01, path=path, nodes=tree.size)])
+    assert first.over.size == 1 and second.over.size == TREE.size
+    for _ in range(40):
+        first._trust_of(Sampling()).update(4, 16, 0)
+    assert NgramIndex(second._trust_of(Sampling()))._trust.ratio(4) < PRIOR_BY_LENGTH[4]
+
+
+def policies() -> dict[str, NgramPolicy]:
+    return {
+        "static": NgramPolicy(StaticTreePolicy(TREE, ACCURACIES)),
+        "uncalibrated": NgramPolicy(StaticTreePolicy(TREE)),
+        "dynamic": NgramPolicy(DynamicTreePolicy(DynamicTree(8, 3))),
+        "adaptive": NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.0)], CHEAP)),
+        "dear": NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.0)], DEAR)),
+        "alone": NgramPolicy(AdaptivePolicy([], CHEAP)),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", policies())
+def test_greedy_is_token_identical(family: str, kind: str) -> None:
+    backbone, policy = tiny_backbone(family), policies()[kind]
+    rules = {"max_new_tokens": 80, "stop_ids": ()}
+    steps = list(generate(backbone, None if kind == "alone" else hydra(backbone), policy, ROUND, **rules))
+    assert tokens_of(steps) == tokens_of(generate_plain(backbone, ROUND, **rules))
+    assert any(step.looked_up for step in steps) or kind == "dear"
+    assert kind not in ("static", "dynamic") or all(step.nodes <= 8 for step in steps)
+
+
+@pytest.mark.parametrize("sampling", [Sampling("exact", 0.8, seed=3), Sampling("exact", 1.3, 0.9, seed=5)], ids=str)
+@pytest.mark.parametrize("kind", ["static", "dynamic", "adaptive"])
+def test_samples_are_those_of_plain_decoding(sampling: Sampling, kind: str) -> None:
+    backbone = tiny_backbone()
+    rules = {"max_new_tokens": 60, "stop_ids": (), "sampling": sampling}
+    steps = generate(backbone, hydra(backbone), policies()[kind], ROUND, **rules)
+    assert tokens_of(steps) == tokens_of(generate_plain(backbone, ROUND, **rules))
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "adaptive", "alone"])
+def test_batch_gives_each_sequence_what_it_gets_alone(kind: str) -> None:
+    backbone = tiny_backbone()
+    prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
+    rules = {"max_new_tokens": 40, "stop_ids": ()}
+    drafter = None if kind == "alone" else hydra(backbone)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for number, step in generate_batch(backbone, drafter, policies()[kind], prompts, batch_size=3, **rules):
+        answers[number] += step.tokens
+    assert answers == [tokens_of(generate_plain(backbone, prompt, **rules)) for prompt in prompts]
+
+
+def test_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
+    backbone = tiny_backbone()
+    prompt = [*PROMPT, *plain(backbone, 100), 3, *PROMPT]
+    rules = {"max_new_tokens": 60, "stop_ids": ()}
+    prompt += tokens_of(generate_plain(backbone, prompt, **rules))[:30] + prompt
+    steps = list(generate(backbone, None, policies()["alone"], prompt, **rules))
+    expected = list(generate_plain(backbone, prompt, **rules))
+    assert tokens_of(steps) == tokens_of(expected) and len(steps) < len(expected)
+
+
+def test_drafter_hears_of_steps_of_matched_tokens_alone() -> None:
+    """The oracle checks that no token is missing or comes twice."""
+    backbone = tiny_backbone()
+    expected = plain(backbone, 120)
+    oracle = Oracle(expected, 0.5)
+    costs = Costs({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})
+    policy = NgramPolicy(AdaptivePolicy([SizedTree(Tree.chain(2), 1.6)], costs))
+    steps = list(generate(backbone, oracle, policy, PROMPT, max_new_tokens=120, stop_ids=()))
+    assert tokens_of(steps) == expected
+    assert oracle.drafts < len(steps) - 1 or not any(step.looked_up for step in steps)
+
+
+@pytest.mark.parametrize("kind", policies())
+def test_answer_stays_within_the_context(kind: str) -> None:
+    backbone = tiny_backbone()
+    prompt = (ROUND * 40)[: backbone.max_positions - 9]
+    drafter = None if kind == "alone" else hydra(backbone)
+    assert len(tokens_of(generate(backbone, drafter, policies()[kind], prompt, max_new_tokens=50, stop_ids=()))) == 9
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name not in ("plain", "firp")])
+def test_drafter_that_skipped_steps_drafts_what_it_would_have(name: str) -> None:
+    backbone = tiny_backbone(layers=6)
+
+    def drafts(trees: list[Tree]) -> dict[int, list[int]]:
+        """Returns the draft after so many tokens of one text, where each step takes the next of the trees."""
+        drafter, by_length = MAKE[name](backbone), dict[int, list[int]]()
+        inner = drafter.draft
+
+        def keep(*given: Any) -> list[Draft]:
+            (draft,) = inner(*given)
+            by_length[given[2][0].end] = draft.tokens.tolist()
+            return [draft]
+
+        drafter.draft = keep
+        decoder = Decoder(backbone, drafter)
+        decoder.admit(Request(ROUND, max_new_tokens=60, stop_ids=()))
+        for number in range(40):
+            decoder.use_tree(trees[number % len(trees)])
+            decoder.step()
+        return by_length
+
+    always, rarely = drafts([SPARSE.truncate(3)]), drafts([Tree.root_only(), Tree.root_only(), SPARSE.truncate(3)])
+    common = always.keys() & rarely.keys()
+    assert len(common) > 5 and len(always) > len(rarely)
+    assert all(rarely[length] == always[length] for length in common)
+
+
+def test_cuda_graphs_and_extra_rows_exclude_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, policy = tiny_backbone(), policies()["static"]
+    assert Decoder(backbone, hydra(backbone), policy, cuda_graphs=True).policy is policy.over
+    assert Decoder(backbone, hydra(backbone), policy, cuda_graphs=False).policy is policy
+    assert Decoder(backbone, firp(backbone, layers=[1, 1, 1]), policy, cuda_graphs=False).policy is policy.over
     monkeypatch.setattr("medusa_cli.api.captures", lambda engine: True)
-    with pytest.raises(UsageError, match="leave out lookup and the method lookup"):
-        ngrams_alone(tiny_backbone())
+    with pytest.raises(UsageError, match="lookup"):
+        ngrams_alone(backbone)
+
+
+@pytest.mark.parametrize("tree", ["--tree=static:4", "--tree=auto"])
+def test_chat_says_that_lookup_has_no_effect_with_firp(tmp_path: Path, tree: str) -> None:
+    model = save_model(tmp_path / "model", layers=4)
+    run = save_run(tmp_path / "run", model, heads=3, calibrated=True)
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
+    firp(backbone, layers=[1, 1, 2]).save(run.drafter_dir, provenance(backbone.identity))
+    result = medusa("chat", "--run", f"{run.path}/", tree, "--lookup", "--prompt", "w5 w9", "--max-new-tokens", "4")
+    assert result.exit_code == 0, result.output
+    assert "firp" in result.stderr and "--lookup" in result.stderr

@@ -11,7 +11,17 @@ from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import SPARSE, answer, forward, generate, generate_plain, medusa_drafter, rows_of, tiny_backbone
+from tests.helpers import (
+    SPARSE,
+    answer,
+    forward,
+    generate,
+    generate_plain,
+    medusa_drafter,
+    rows_of,
+    tiny_backbone,
+    tokens_of,
+)
 from tests.test_amphista import amphista
 from tests.test_firp import firp
 from tests.test_hydra import hydra
@@ -78,7 +88,7 @@ def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
     before = 0
     for prompt, steps, prefilled in turns(decoder, rows):
         plain = generate_plain(backbone, prompt, **RULES)
-        assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
+        assert tokens_of(steps) == tokens_of(plain)
         # What the slot holds is all but the answer's last token, at times a few more.
         assert prefilled == len(prompt) if not before else 0 < prefilled <= len(prompt) - before
         before = len(prompt) + RULES["max_new_tokens"] - 1
@@ -97,7 +107,7 @@ def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch
         first = next(iter(whole)).tokens
         assert steps[0].tokens == first
         if name == "plain":
-            assert [t for s in steps for t in s.tokens] == [*first, *(t for s in whole for t in s.tokens)]
+            assert tokens_of(steps) == [*first, *(t for s in whole for t in s.tokens)]
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -113,18 +123,18 @@ def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monk
         ([60, 61, 62], 3),
     ):
         rows.clear()
-        found = [t for s in answer(decoder, prompt, **RULES) for t in s.tokens]
+        found = tokens_of(answer(decoder, prompt, **RULES))
         assert rows[0] == fresh
-        assert found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+        assert found == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
 def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
-    first = [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens]
+    first = tokens_of(answer(decoder, OPENING, **RULES))
     decoder.forget()
     rows.clear()
-    assert [t for s in answer(decoder, OPENING, **RULES) for t in s.tokens] == first and rows[0] == len(OPENING)
+    assert tokens_of(answer(decoder, OPENING, **RULES)) == first and rows[0] == len(OPENING)
 
 
 def test_no_more_is_kept_than_a_prompt_may_have_of_an_earlier_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +159,8 @@ def test_a_prompt_takes_the_place_that_was_left_and_moves_no_other(monkeypatch: 
     late, step = decoder.admit(Request([12, 13], **RULES))
     steps = [step, *(step for one, step in [*decoder.step(), *decoder.step()] if one is late)]
     assert moved == [] and decoder.sequences[0] is late
-    plain = [t for s in generate_plain(backbone, [12, 13], **RULES) for t in s.tokens]
-    assert [t for s in steps for t in s.tokens] == plain[:3]
+    plain = tokens_of(generate_plain(backbone, [12, 13], **RULES))
+    assert tokens_of(steps) == plain[:3]
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -180,7 +190,7 @@ def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypa
     second, prefilled = together(later)
     assert all(count <= 2 for count in prefilled)
     for prompt, found in zip([*opened, *later], [*first, *second], strict=True):
-        assert found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+        assert found == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
 def test_a_cancelled_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +201,8 @@ def test_a_cancelled_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.Monkey
     steps.close()
     rows.clear()
     prompt = [*OPENING, *came, 7, 8]
-    found = [t for s in answer(decoder, prompt, **RULES) for t in s.tokens]
-    assert rows[0] == 3 and found == [t for s in generate_plain(backbone, prompt, **RULES) for t in s.tokens]
+    found = tokens_of(answer(decoder, prompt, **RULES))
+    assert rows[0] == 3 and found == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -217,7 +227,7 @@ def test_a_cache_that_grows_in_mid_answer_changes_nothing(
     assert len(grew) > 2  # it grew with texts under way
     for prompt, found in zip(prompts, answers, strict=True):
         steps = generate_plain(roomy, prompt, max_new_tokens=60, stop_ids=())
-        assert found == [t for s in steps for t in s.tokens]
+        assert found == tokens_of(steps)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,0 +1,252 @@
+"""The adaptive policy drafts more where drafts are accepted, nothing where they are not, and tries again."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from medusa_cli.decode import AdaptivePolicy, Sampling, Step
+from medusa_cli.decode.estimates import AcceptancePriors, SequenceAcceptance, sampling_kind
+from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, SizedTree
+from medusa_cli.tree import Tree
+from medusa_cli.tree.search import Costs
+from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone, tokens_of
+from tests.test_hydra import hydra
+
+ROOT, SMALL, LARGE = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
+SECONDS = {ROOT.size: 0.010, SMALL.size: 0.012, LARGE.size: 0.0135}
+GREEDY, HOT = Sampling(), Sampling("exact", 1.5)
+
+
+def adaptive(*trees: SizedTree, priors: AcceptancePriors | None = None) -> AdaptivePolicy:
+    """Returns a policy on a machine where rows cost little, by default for a fair drafter."""
+    trees = trees or (SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7))
+    return AdaptivePolicy(trees, Costs(SECONDS, {1: 0.0, 3: 0.0}), priors)
+
+
+def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
+    """Returns what a policy reads of a sequence that begins."""
+    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0)
+
+
+def choose(policy: AdaptivePolicy, *sequences: SimpleNamespace) -> Tree:
+    return policy.choose([sequence.draft.acceptance for sequence in sequences])
+
+
+def record(policy: AdaptivePolicy, sequence: SimpleNamespace, tree: Tree, accepted: int, seconds: float) -> None:
+    path = tuple(range(accepted + 1))
+    new = Step([1] * len(path), tree.size - 1, accepted, 0.0, seconds, path=path, nodes=tree.size)
+    policy.record([sequence], [new])
+
+
+def steps(
+    policy: AdaptivePolicy,
+    ratio: float,
+    count: int,
+    sequence: SimpleNamespace | None = None,
+    seconds: Callable[[Tree], float] = lambda tree: SECONDS[tree.size],
+) -> list[int]:
+    """Takes steps that accept this share of the tree's depth; returns the sizes that were drafted."""
+    sequence, sizes = sequence or begin(policy), []
+    for _ in range(count):
+        tree = choose(policy, sequence)
+        record(policy, sequence, tree, round(ratio * tree.max_depth), seconds(tree))
+        sizes.append(tree.size)
+    return sizes
+
+
+def test_calibration_decides_first() -> None:
+    assert choose(adaptive()) is SMALL  # 1.7 tokens in 12 ms, 1.9 in 13.5, 1 in 10
+    assert choose(AdaptivePolicy([SizedTree(SMALL, 1.7)], Costs({1: 0.010, 3: 0.030}, {1: 0.0}))) == ROOT
+    assert adaptive().max_depth == 3
+
+
+def test_accepted_drafts_make_the_tree_larger() -> None:
+    policy = adaptive()
+    sizes = steps(policy, 1.0, 60)
+    # Two of two accepted where 0.7 were expected: four tokens in 13.5 ms are more than three in 12.
+    assert sizes[0] == SMALL.size and set(sizes[20:]) == {LARGE.size} and ROOT.size not in sizes
+    assert policy.acceptance > 1.5
+
+
+def test_retry_interval_doubles() -> None:
+    policy = adaptive()
+    sizes = steps(policy, 0.0, 4000)
+    first = sizes.index(ROOT.size)
+    assert sizes[0] == SMALL.size and first <= 8 and policy.acceptance < 0.5
+    rests, run = [], 0
+    for size in sizes[first:]:
+        if size == ROOT.size:
+            run += 1
+        elif run:
+            rests.append(run)
+            run = 0
+    assert rests[:4] == [RETRY_STEPS * 2**i for i in range(4)] and max(rests) == MAX_RETRY_STEPS
+    drafted = [size for size in sizes[first:] if size > 1]
+    assert set(drafted) == {SMALL.size} and len(drafted) <= TRIAL_STEPS * (len(rests) + 1)
+    assert len(drafted) < 0.01 * len(sizes)  # hardly slower than plain
+
+
+def test_policy_follows_a_text_that_changes() -> None:
+    policy = adaptive()
+    text = begin(policy)
+    hard, easy, again = (
+        steps(policy, ratio, count, text) for ratio, count in ((0.0, 40), (1.0, 4 * RETRY_STEPS + 100), (0.0, 180))
+    )
+    assert hard.count(ROOT.size) > 25
+    assert easy[-1] == LARGE.size and easy.count(ROOT.size) <= 4 * RETRY_STEPS
+    # Half of what came before is forgotten in 35 steps.
+    assert again.index(ROOT.size) < 150 and again[-20:].count(ROOT.size) > 15
+
+
+def speedup(policy: AdaptivePolicy, chance: float, sampling: Sampling, texts: int, length: int = 96) -> float:
+    """Returns tokens a second against plain decoding, where each draft token is accepted by chance."""
+    generator, seconds, count = torch.Generator().manual_seed(1), 0.0, 0
+    for _ in range(texts):
+        text, tokens = begin(policy, sampling), 0
+        while tokens < length:
+            tree = choose(policy, text)
+            accepted = int((torch.rand(tree.max_depth, generator=generator) < chance).long().cumprod(0).sum())
+            record(policy, text, tree, accepted, SECONDS[tree.size])
+            seconds, tokens = seconds + SECONDS[tree.size], tokens + 1 + accepted
+        count += tokens
+    return count * SECONDS[ROOT.size] / seconds
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("chance", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
+def test_drafter_that_does_not_pay_costs_at_most_three_percent(chance: float, sampling: Sampling) -> None:
+    assert speedup(adaptive(), chance, sampling, texts=8) >= 0.97
+    assert speedup(adaptive(), 0.7, sampling, texts=8) > 1.3  # and one that does is not given up
+
+
+def test_easy_and_hard_texts_in_turn_do_not_disturb_each_other() -> None:
+    policy = adaptive()
+    pairs = [(speedup(policy, 0.7, GREEDY, 1), speedup(policy, 0.0, GREEDY, 1)) for _ in range(8)]
+    assert min(easy for easy, _ in pairs) > 1.2 and min(hard for _, hard in pairs) > 0.96
+
+
+def test_sequence_begins_with_the_estimate_of_its_kind_of_sampling() -> None:
+    policy = adaptive()
+    steps(policy, 0.0, 300, begin(policy, HOT))
+    steps(policy, 1.0, 60, begin(policy))
+    later = policy.fork()
+    assert choose(later, begin(later, HOT)) == ROOT and choose(later, begin(later)).size > 1
+    assert choose(later, begin(later, Sampling("exact", 0.3))).size > 1  # nothing is known of it
+    for mode in ("exact", "typical"):
+        assert len({sampling_kind(Sampling(mode, 10.0**power)) for power in (3, 103, 308)}) == 1
+
+
+def test_mean_acceptance_of_a_batch_decides() -> None:
+    priors = AcceptancePriors()
+    for sampling, ratio in ((GREEDY, 0.4), (HOT, 0.0)):
+        priors.update(priors.begin(sampling), 1e6, 1e6 * ratio)
+    policy = adaptive(priors=priors)
+    assert choose(policy, begin(policy, HOT)) == ROOT
+    choose(policy, begin(policy, HOT), begin(policy))
+    assert policy.acceptance == pytest.approx(0.2, abs=1e-3)
+    assert choose(policy, begin(policy)).size > 1
+
+
+def test_slow_trees_are_left() -> None:
+    policy = adaptive()
+    text = begin(policy)
+    steps(policy, 0.35, 10, text, lambda tree: 0.010 if tree.size == 1 else 0.060)
+    assert choose(policy, text) == ROOT
+
+
+def test_quicker_trees_make_plain_steps_quicker_too() -> None:
+    policy = adaptive(SizedTree(SMALL, 1.7))
+    text = begin(policy)
+    text.draft = DraftState(SequenceAcceptance(50.0, 14.0, "greedy"))
+    steps(policy, 0.0, 3, text, lambda tree: 0.9 * SECONDS[tree.size])
+    assert choose(policy, text) == ROOT
+
+
+def test_slow_plain_steps_of_a_busy_minute_are_forgotten() -> None:
+    policy = adaptive()
+    for _ in range(3):
+        steps(policy, 0.0, 40)
+        steps(policy, 0.0, 30, seconds=lambda tree: 1.3 * SECONDS[tree.size])
+    sizes = steps(policy, 0.0, 200, begin(policy, Sampling("exact", 1.0)))
+    assert sizes.count(ROOT.size) > 170 and set(sizes[-20:]) == {ROOT.size}
+
+
+def test_single_outlier_changes_nothing() -> None:
+    policy = adaptive()
+    text = begin(policy)
+    steps(policy, 0.5, 20, text)
+    before = choose(policy, text)
+    steps(policy, 0.5, 1, text, lambda tree: 30.0)
+    steps(policy, 0.5, 20, text)
+    assert before.size > 1 and choose(policy, text) is before
+
+
+def test_tree_truncated_by_the_context_teaches_nothing() -> None:
+    policy = adaptive()
+    before, text = policy.acceptance, begin(policy)
+    policy.record([text], [Step([1], 1, 0, 0.0, 9.0, path=(0,), nodes=2)])
+    assert policy.acceptance == before and choose(policy, text) is SMALL
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adaptive_decoding_is_lossless(family: str, right: float) -> None:
+    backbone = tiny_backbone(family)
+    expected = plain(backbone)
+    answer = list(generate(backbone, Oracle(expected, right), adaptive(), PROMPT, max_new_tokens=90, stop_ids=()))
+    assert tokens_of(answer) == expected
+    assert {step.nodes for step in answer[1:-8]} <= {ROOT.size, SMALL.size, LARGE.size}
+
+
+class Alternating(AdaptivePolicy):
+    """Drafts trees of every size in turn."""
+
+    trees = (ROOT, SMALL, ROOT, ROOT, LARGE)
+    turn = 0
+
+    def __init__(self) -> None:
+        super().__init__([SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], Costs(SECONDS, {1: 0.0, 3: 0.0}))
+
+    def choose(self, acceptances) -> Tree:
+        self.turn += 1
+        return self.trees[self.turn % len(self.trees)]
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_drafter_gets_all_tokens_since_its_last_draft(prefix: int, monkeypatch) -> None:
+    backbone = tiny_backbone("qwen3")
+    heads = hydra(backbone, "own", prefix=prefix)
+    seen: list[tuple[int, int]] = []
+    inner = heads.draft
+
+    def draft(backbone, sequences, pending, tree):
+        seen.extend((new.start, len(new.tokens)) for new in pending)
+        assert all(new.hidden.shape == (len(new.tokens), backbone.hidden_size) for new in pending)
+        return inner(backbone, sequences, pending, tree)
+
+    monkeypatch.setattr(type(heads), "draft", lambda own, *given: draft(*given))
+    answer = generate(backbone, heads, Alternating(), PROMPT, max_new_tokens=60, stop_ids=())
+    assert tokens_of(answer) == plain(backbone, 60)
+    position = len(PROMPT) - 1
+    for start, count in seen:  # every position once
+        assert start == position
+        position += count
+    assert any(count > 2 for _, count in seen[1:])
+    prompts = [PROMPT, [8], PROMPT[::-1]]
+    answers: list[list[int]] = [[] for _ in prompts]
+    rules = {"max_new_tokens": 40, "stop_ids": ()}
+    for number, step in generate_batch(backbone, heads, Alternating(), prompts, batch_size=2, **rules):
+        answers[number] += step.tokens
+    assert answers == [tokens_of(generate(backbone, None, None, prompt, **rules)) for prompt in prompts]
+
+
+def test_extra_rows_fit_the_next_tree() -> None:
+    """FIRP's rows join the pass before the draft: their depth must be that of the next tree."""
+    from tests.test_firp import backbone_of, firp
+
+    backbone = backbone_of()
+    answer = list(generate(backbone, firp(backbone), Alternating(), PROMPT, max_new_tokens=60, stop_ids=()))
+    assert tokens_of(answer) == plain(backbone, 60)
+    assert {step.nodes for step in answer[1:]} >= {ROOT.size, SMALL.size, LARGE.size}

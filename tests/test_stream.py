@@ -1,0 +1,156 @@
+"""Streamed text is the text decoded at once; an answer's text ends before a stop string, however the tokens fall."""
+
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from medusa_cli.decode import Decoder, Reply, Request, Step
+from medusa_cli.decode.stream import MAX_LINE_TOKENS, TextStream
+from medusa_cli.drafters import MedusaHeads
+from medusa_cli.engine import Plan
+from medusa_cli.tree import Tree
+from tests.helpers import tiny_backbone, tokens_of
+
+BLANK = "\u2581"
+DECODERS = {
+    # As in the files of Llama 2 and Vicuna, and the same by another name.
+    "llama": decoders.Sequence(
+        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(BLANK, "always")]),
+}
+WORDS = [f"{BLANK}def", f"{BLANK}return", "f", "()", ":", f"{BLANK}x"]
+PIECES = ["<unk>", "</s>", BLANK, BLANK * 3, "<0x0A>", *WORDS, "\n"]
+CODE = [5, 10, 8, 9, 4, 3, 6, 10, 4, 4, 2, 2, 2, 10, 4, 3, 7]
+
+
+class Decoding:
+    """Stands for a backbone; decodes only."""
+
+    def __init__(self, kind: str) -> None:
+        self._tokenizer = Tokenizer(models.WordLevel({piece: id for id, piece in enumerate(PIECES)}, "<unk>"))
+        self._tokenizer.decoder = DECODERS[kind]
+        self._tokenizer.add_special_tokens(["</s>"])
+
+    def decode(self, ids) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def streamed(backbone: Decoding, ids: list[int], size: int) -> str:
+    stream = TextStream(backbone)  # type: ignore[arg-type]
+    return "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]) + stream.flush()
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_streaming_keeps_indentation(kind: str) -> None:
+    backbone = Decoding(kind)
+    assert streamed(backbone, CODE, 1) == backbone.decode(CODE) == "def x():\n    return x\n\n    x\n   f"
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_long_line_is_decoded_in_parts(kind: str) -> None:
+    backbone, chance = Decoding(kind), random.Random(1)
+    ids = [chance.randrange(2, len(PIECES) - 1) for _ in range(1500)]
+    ids = [id if PIECES[id] != "<0x0A>" else 5 for id in ids]
+    expected, decode, read = backbone.decode(ids), backbone.decode, []
+    backbone.decode = lambda some: read.append(len(some)) or decode(some)  # type: ignore[method-assign]
+    assert streamed(backbone, ids, 1) == expected
+    assert max(read) <= 2 * MAX_LINE_TOKENS + 1
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_pieces_join_to_the_text(kind: str) -> None:
+    backbone, chance = Decoding(kind), random.Random(0)
+    for _ in range(200):
+        ids = [chance.randrange(1, len(PIECES)) for _ in range(chance.randrange(1, 40))]
+        assert streamed(backbone, ids, chance.randrange(1, 5)) == backbone.decode(ids)
+
+
+class Letters:
+    """A backbone whose tokens are characters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def reply_to(text: str, sizes: list[int], stops: list[str], reason: str | None = "length") -> tuple[Reply, list[str]]:
+    """Returns a reply to a text that came in steps of so many characters, and what it showed after each."""
+    reply, shown, ids = Reply(Letters(), stops), [], [ord(letter) for letter in text]  # type: ignore[arg-type]
+    for size in sizes:
+        part, ids = ids[:size], ids[size:]
+        pieces = reply.add(Step(part, size, size - 1, 0.0, 0.0), None if ids else reason)
+        shown.append("".join(piece.text for piece in pieces))
+        if reply.reason:
+            break
+    return reply, shown
+
+
+@pytest.mark.parametrize("sizes", [[1] * 12, [12], [5, 7], [7, 5], [8, 4]])
+def test_text_ends_before_the_first_stop_string(sizes: list[int]) -> None:
+    reply, shown = reply_to("one <end> x<", sizes, ["nothing", "<end>"])
+    assert reply.text == "".join(shown) == "one "
+    assert reply.reason == "stop"
+
+
+def test_beginning_of_a_stop_string_is_shown_in_the_end() -> None:
+    reply, shown = reply_to("a<en b<e", [3, 2, 3], ["<end>"])
+    assert shown == ["a", "<en ", "b<e"]
+    assert (reply.text, reply.reason) == ("a<en b<e", "length")
+
+
+def test_cancelled_answer_shows_what_waited() -> None:
+    reply, shown = reply_to("ab<e", [4], ["<end>"], reason=None)
+    assert (shown, reply.reason) == (["ab"], None)
+    assert [piece.text for piece in reply.cancel()] == ["<", "e"]
+    assert (reply.text, reply.reason, reply.cancel()) == ("ab<e", "cancelled", [])
+
+
+def test_pieces_name_accepted_draft_tokens() -> None:
+    reply = Reply(Letters())  # type: ignore[arg-type]
+    pieces = reply.add(Step([97, 98, 99], 5, 2, 0.0, 0.0), None)
+    assert [(piece.text, piece.accepted) for piece in pieces] == [("a", True), ("b", True), ("c", False)]
+
+
+def test_likelihoods_are_the_models_for_every_token() -> None:
+    backbone = tiny_backbone()
+    torch.manual_seed(0)
+    drafter = MedusaHeads.create(backbone, 3, 1, "own")
+    decoder = Decoder(backbone, drafter, Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]), slots=2)
+    prompts = [[5, 9, 20, 11], [8, 30]]
+    steps: list[list[Step]] = [[], []]
+    for sequence, step in decoder.run(
+        Request(prompt, max_new_tokens=12, stop_ids=(), top=3 - number) for number, prompt in enumerate(prompts)
+    ):
+        steps[sequence.number].append(step)
+    assert any(len(step.tokens) > 1 for step in [*steps[0], *steps[1]])
+    for prompt, top, own in zip(prompts, (3, 2), steps, strict=True):
+        answer, likely = tokens_of(own), [likelihood for step in own for likelihood in step.likelihoods]
+        whole = Plan.chain([*prompt, *answer], logits="all")
+        log_p = backbone.engine.forward(whole, backbone.engine.new_cache()).logits[0].log_softmax(-1)
+        assert [likelihood.token for likelihood in likely] == answer
+        for place, likelihood in enumerate(likely, len(prompt) - 1):
+            values, ids = log_p[place].topk(top)
+            assert likelihood.logprob == pytest.approx(float(log_p[place, likelihood.token]), abs=1e-4)
+            assert [token for token, _ in likelihood.top] == ids.tolist()
+            assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_likelihoods_come_on_request_only() -> None:
+    decoder = Decoder(tiny_backbone(), slots=1)
+    _, first = decoder.admit(Request([5, 9], max_new_tokens=3, stop_ids=()))
+    assert first.likelihoods == () and decoder.step()[0][1].likelihoods == ()
+
+
+@pytest.mark.parametrize(("count", "stops", "reason"), [(4, (), "length"), (40, None, "stop")])
+def test_finish_reason(count: int, stops: tuple[int, ...] | None, reason: str) -> None:
+    decoder = Decoder(tiny_backbone(), slots=1)
+    sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=stops))
+    tokens = list(first.tokens)
+    if stops is None:  # any token can be the one to stop at
+        decoder.cancel(sequence)
+        sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=first.tokens))
+    while decoder.sequences:
+        tokens += decoder.step()[0][1].tokens
+    assert sequence.finish_reason == reason
