@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from medusa_cli.bench import run as running
-from medusa_cli.bench.measure import Result, first_difference, measure, summarise
-from medusa_cli.bench.methods import Answer, Method, check_llama
+from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.stats import PathStats, bootstrap, by_position, rate, ratio_of_rates
+from medusa_cli.bench.run import answer_all, first_difference
+from medusa_cli.bench.stats import Answer, PathStats, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
 from medusa_cli.decode import Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16, load_network
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import save_tree
@@ -47,6 +48,20 @@ def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> M
     return answers
 
 
+class Silent:
+    """Watches and shows nothing."""
+
+    def begin(self, *words: object) -> None: ...
+
+    def tokens(self, *words: object) -> None: ...
+
+    def answered(self, *words: object) -> None: ...
+
+
+def measure(backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1) -> None:
+    answer_all(backbone, methods, results, count, batch_size=size, watcher=Silent())
+
+
 def ask(*turns: str) -> Result:
     return Result(Question("q", "c", turns))
 
@@ -66,7 +81,7 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
         "ar": Answer([[1] * 20], 1.0, stats(20, 0, 0.05)),
         "medusa": Answer([[1] * 20], 0.5, stats(10, 1, 0.06)),
     }
-    document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], {})
+    document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
     methods = document["methods"]
     assert (document["baseline"], document["reference"]) == ("hf", "ar")
     assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
@@ -115,7 +130,7 @@ def test_a_difference_is_found_with_its_margin() -> None:
     assert (found["expected"], found["actual"]) == (10, 12)
     logits = helpers.forward(backbone, torch.tensor([*result.prompts[0], 9])).logits[-1]
     assert found["margin"] == pytest.approx(float(logits[10] - logits[12]), abs=1e-4)
-    assert summarise([result], {"medusa": [found]})["methods"]["medusa"]["identical"] == 0
+    assert summarise([result], {"ar": [], "medusa": [found]})["methods"]["medusa"]["identical"] == 0
     assert first_difference(backbone, result, "ar", "ar") is None
 
 
@@ -139,7 +154,7 @@ def test_questions_side_by_side_keep_their_own_histories_and_turns() -> None:
         return [Answer([[9 + len(calls)] * (i + 1)], 0.5) for i in range(len(prompts))]
 
     results = [ask("w1", "w2"), ask("w3"), ask("w4", "w5")]
-    measure(tiny_backbone(), {"ar": numbered}, results, 3, batch_size=2)
+    measure(tiny_backbone(), {"ar": numbered}, results, 3, 2)
     assert [len(result.answers["ar"].turns) for result in results] == [2, 1, 2]
     assert [len(prompts) for prompts in calls] == [2, 2, 1, 1, 1]  # the first call warms up
     assert calls[2] == [results[0].prompts[1]]
@@ -159,7 +174,7 @@ def test_a_turn_that_answers_make_longer_than_the_context_is_left_out(
     backbone, results = tiny_backbone(positions=24), [ask("w1", "w2", "w3"), ask("w1")]
     for names in (("ar", "medusa"), ("hf",)):
         methods = {name: method(lambda n: [9] * n) for name in names}
-        measure(backbone, methods, results, 20, batch_size=batch_size)
+        measure(backbone, methods, results, 20, batch_size)
         assert all(len(result.answers[name].turns) == 1 for result in results for name in names)
     assert len(caplog.records) == 1
 

@@ -7,18 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util.retry import Retry
 
 from medusa_cli.bench.questions import Question, read_questions
 from medusa_cli.bench.run import Texts
 from medusa_cli.errors import UserError
-from medusa_cli.runs.io import json_or_none, write_atomic, write_json
+from medusa_cli.runs.http import ChatServers
+from medusa_cli.runs.io import read_jsonl, repair_jsonl, write_atomic, write_json
 
 GRADE = (
     "You grade answers of an assistant. Judge the assistant's last answer: is it helpful, relevant, correct, deep, "
@@ -31,14 +28,14 @@ PAIR = (
     "length of the answers sway you. Give your reasons in a few sentences, then end with your verdict in double "
     "brackets: [[A]] if assistant A is better, [[B]] if assistant B is, [[C]] for a tie."
 )
-MAX_TOKENS = 1024  # of a verdict
+MAX_TOKENS = 1024  # of a reply
 CONCURRENCY = 4
-Verdict = float | str | None  # a grade; "method", "reference" or "tie"; None: the reply holds neither
+Outcome = float | str | None  # a grade; "method", "reference" or "tie"; None: the reply holds neither
 log = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
-    """What the judge is asked. order 0: a grade of one turn; 1 and 2: a pair, the reference first or second."""
+    """A question to the judge. order 0: a grade of one turn; 1 and 2: a pair, the reference first or second."""
 
     method: str
     question: str
@@ -46,12 +43,8 @@ class Task(NamedTuple):
     order: int
     text: str
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self[:4]
-
-    def read(self, reply: str) -> Verdict:
-        """Returns the verdict at the end of the judge's reply."""
+    def read(self, reply: str) -> Outcome:
+        """Returns the outcome at the end of the judge's reply."""
         if self.order == 0:
             grades = re.findall(r"\[\[(\d+(?:\.\d+)?)\]\]", reply)
             return float(grades[-1]) if grades and 1 <= float(grades[-1]) <= 10 else None
@@ -72,10 +65,9 @@ def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterat
                 text = _conversation(question, own[: turn + 1], "Assistant") + _references(question, turn)
                 yield Task(method, question.id, turn, 0, text)
             for order, (first, second) in ((1, (other, own)), (2, (own, other))) if own != other else ():
-                texts_of_both = [_conversation(question, first, "Assistant A")]
-                texts_of_both += [_conversation(question, second, "Assistant B")]
-                text = "\n\n".join(texts_of_both) + _references(question, len(own) - 1)
-                yield Task(method, question.id, 0, order, text)
+                pair = _conversation(question, first, "Assistant A") + "\n\n"
+                pair += _conversation(question, second, "Assistant B") + _references(question, len(own) - 1)
+                yield Task(method, question.id, 0, order, pair)
 
 
 def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
@@ -91,112 +83,85 @@ def _references(question: Question, turn: int) -> str:
 
 
 def tally(
-    verdicts: Mapping[tuple[Any, ...], Verdict], questions: Sequence[Question], texts: Texts, reference: str
+    outcomes: Mapping[tuple[Any, ...], Outcome], questions: Sequence[Question], texts: Texts, reference: str
 ) -> dict[str, Any]:
-    """Returns mean grades by method, and wins, ties and losses against the reference where both orders agree."""
+    """Returns mean grades by method, and wins, ties and losses against the reference where both orders agree.
+
+    outcomes: by the task's method, question, turn and order.
+    """
     single, pairs = {}, {}
     for method, answers in texts.items():
-        grades = [float(v) for key, v in verdicts.items() if key[0] == method and key[3] == 0 and v is not None]
+        grades = [float(value) for key, value in outcomes.items() if key[0] == method and key[3] == 0 and value]
         if grades:
             single[method] = {"score": sum(grades) / len(grades), "answers": len(grades)}
+        if method == reference:
+            continue
         counts = {"wins": 0, "ties": 0, "losses": 0}
-        for question in questions if method != reference else ():
-            orders = {verdicts.get((method, question.id, 0, order)) for order in (1, 2)}
-            same = answers[question.id] == texts[reference][question.id]
-            if same or (None not in orders and orders not in ({"method"}, {"reference"})):
+        for question in questions:
+            orders = {outcomes.get((method, question.id, 0, order)) for order in (1, 2)}
+            if answers[question.id] == texts[reference][question.id]:
                 counts["ties"] += 1
             elif None not in orders:
-                counts["wins" if orders == {"method"} else "losses"] += 1
-        if method != reference:
-            pairs[method] = {**counts, "answers": sum(counts.values())}
-    unread = sum(verdict is None for verdict in verdicts.values())
+                counts["wins" if orders == {"method"} else "losses" if orders == {"reference"} else "ties"] += 1
+        pairs[method] = {**counts, "answers": sum(counts.values())}
+    unread = sum(outcome is None for outcome in outcomes.values())
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
 
 
-class Judge:
-    """A model behind an OpenAI-compatible server. Raises UserError if the server does not answer or refuses."""
-
-    def __init__(self, url: str, model: str, key: str | None = None) -> None:
-        self.address = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
-        self.model = model
-        self._session = requests.Session()
-        retry = Retry(5, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
-        for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=retry))
-        if key:
-            self._session.headers["Authorization"] = f"Bearer {key}"
-
-    def ask(self, task: Task) -> str:
-        """Returns the judge's reply at temperature 0."""
-        system = PAIR if task.order else GRADE
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": task.text}]
-        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        try:
-            reply = self._session.post(self.address, json=body, timeout=(10, 600))
-            if reply.status_code != 200:
-                text = " ".join(reply.text.split())[:200]
-                remedy = "check @judge_model and MEDUSA_API_KEY"
-                raise UserError(f"@judge {self.address} answered {reply.status_code}: {text}", remedy)
-            return str(reply.json()["choices"][0]["message"]["content"] or "")
-        except (KeyError, IndexError, TypeError, requests.exceptions.JSONDecodeError) as reason:
-            what = f"@judge {self.address} gave no chat completion"
-            raise UserError(what, "give an OpenAI-compatible server") from reason
-        except (requests.RequestException, ValueError) as reason:
-            what = f"@judge {self.address} does not answer ({type(reason).__name__})"
-            raise UserError(what, "start it, or correct the address") from reason
-
-
 def judge_bench(
-    bench: Path, document: dict[str, Any], judge: Judge, on_verdict: Callable[[int], object]
+    bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Asks for the verdicts that are not known yet, adds the outcome to the saved bench, and returns its document.
+    """Asks a model behind an OpenAI-compatible server, adds the outcome to the saved bench, and returns its document.
 
-    on_verdict: receives the number of new verdicts.
+    Replies are kept beside the bench and not asked for again. on_reply: receives the number of new replies. Raises
+    UserError if the server does not answer or refuses.
     """
     folder, reference = bench.with_suffix(""), document["reference"]
     questions, texts = read_answers(folder, document["backbone"]["id"], list(document["methods"]))
-    verdicts, path, lock = _known(folder / "judgement.jsonl", judge.model), folder / "judgement.jsonl", threading.Lock()
-    missing = [task for task in tasks(questions, texts, reference) if task.key not in verdicts]
-    log.info("%s judges: %d verdicts to ask for, %d known", judge.model, len(missing), len(verdicts))
+    path = folder / "judgement.jsonl"
+    if path.is_file():
+        repair_jsonl(path)
+    known = [line for line in read_jsonl(path) if line["judge"] == model] if path.is_file() else []
+    outcomes: dict[tuple[Any, ...], Outcome] = {tuple(line["key"]): line["outcome"] for line in known}
+    missing = [task for task in tasks(questions, texts, reference) if task[:4] not in outcomes]
+    log.info("%s judges: %d replies to ask for, %d known", model, len(missing), len(known))
+    servers, lock = ChatServers([url], model, flag="@judge"), threading.Lock()
+    if missing:
+        servers.check()
     with path.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(CONCURRENCY) as pool:
 
         def ask(task: Task) -> None:
-            reply = judge.ask(task)
-            line = {"judge": judge.model, "key": task.key, "verdict": task.read(reply), "said": reply}
+            messages = [{"role": "system", "content": PAIR if task.order else GRADE}]
+            messages.append({"role": "user", "content": task.text})
+            reply, _ = servers.complete(messages, temperature=0, max_tokens=MAX_TOKENS)
+            line = {"judge": model, "key": task[:4], "outcome": task.read(reply), "reply": reply}
             with lock:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 stream.flush()
-                verdicts[task.key] = task.read(reply)
-                on_verdict(1)
+                outcomes[task[:4]] = task.read(reply)
+                on_reply(1)
 
-        asked = [pool.submit(ask, task) for task in missing]
-        done, _ = wait(asked, return_when=FIRST_EXCEPTION)
-        if failed := [future for future in done if future.exception() is not None]:
+        try:
+            for _ in pool.map(ask, missing):
+                pass
+        except BaseException:
+            servers.stop()
             pool.shutdown(cancel_futures=True)
-            failed[0].result()
-    document["judge"] = {"url": judge.address, "model": judge.model, **tally(verdicts, questions, texts, reference)}
+            raise
+    document["judge"] = {"url": url, "model": model, **tally(outcomes, questions, texts, reference)}
     if unread := document["judge"]["unread"]:
-        log.warning("%d replies of %s hold no grade and count for nothing", unread, judge.model)
+        log.warning("%d replies of %s hold no grade and count for nothing", unread, model)
     write_json(bench, document)
     return document
 
 
-def _known(path: Path, model: str) -> dict[tuple[Any, ...], Verdict]:
-    """Returns this judge's verdicts in the log; a last line that was cut off is dropped from it."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-    records = {line: record for line in lines if isinstance(record := json_or_none(line), dict)}
-    if lines:
-        write_atomic(path, "".join(line + "\n" for line in records))
-    return {tuple(record["key"]): record["verdict"] for record in records.values() if record["judge"] == model}
-
-
 def write_answers(folder: Path, model: str, questions: Sequence[Question], texts: Texts) -> None:
     """Writes question.jsonl and model_answer/MODEL-METHOD.jsonl, as FastChat lays out a bench's data."""
-    asked = [
-        {"question_id": question.id, "category": question.category, "turns": question.turns}
-        | ({"reference": question.reference} if question.reference else {})
-        for question in questions
-    ]
+    asked: list[dict[str, Any]] = []
+    for question in questions:
+        reference = {"reference": question.reference} if question.reference else {}
+        words = {"question_id": question.id, "category": question.category, "turns": question.turns}
+        asked.append(words | reference)
     write_atomic(folder / "question.jsonl", _lines(asked))
     for method, answers in texts.items():
         name = f"{Path(model).name}-{method}"
@@ -215,14 +180,12 @@ def write_answers(folder: Path, model: str, questions: Sequence[Question], texts
 
 def read_answers(folder: Path, model: str, methods: Sequence[str]) -> tuple[list[Question], Texts]:
     """Reads what write_answers wrote; raises UserError if the bench left no answers."""
-    paths = {method: folder / "model_answer" / f"{Path(model).name}-{method}.jsonl" for method in methods}
-    for path in (folder / "question.jsonl", *paths.values()):
+    texts: Texts = {}
+    for method in methods:
+        path = folder / "model_answer" / f"{Path(model).name}-{method}.jsonl"
         if not path.is_file():
             raise UserError(f"{path} does not exist", "run `medusa bench` again: it keeps the answers")
-    texts: Texts = {}
-    for method, path in paths.items():
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        texts[method] = {str(record["question_id"]): list(record["choices"][0]["turns"]) for record in records}
+        texts[method] = {str(line["question_id"]): list(line["choices"][0]["turns"]) for line in read_jsonl(path)}
     return read_questions(folder / "question.jsonl")[0], texts
 
 

@@ -2,8 +2,7 @@
 
 import importlib.util
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from medusa_cli.assets import DEFAULT_MODEL, MODELS
-from medusa_cli.bench.stats import PathStats
+from medusa_cli.bench.stats import Answer
 from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
@@ -26,65 +25,9 @@ METHODS = (*TRANSFORMERS, "ar", *DRAFTED, "llama.cpp")
 # Methods that decode one sequence at a time only.
 UNBATCHED = ("hf-lookup", "hf-assisted", "llama.cpp")
 LOOKUP_TOKENS = 10
-
-
-@dataclass
-class Answer:
-    """One method's answer to a question: token ids of each turn, seconds, and sums over its steps (None: not ours)."""
-
-    turns: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    stats: PathStats | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.turns))
-
-    def extend(self, turn: "Answer") -> None:
-        """Appends the answer to a further turn."""
-        self.turns += turn.turns
-        self.seconds += turn.seconds
-        if turn.stats is not None:
-            self.stats = self.stats or PathStats()
-            self.stats += turn.stats
-
-
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Answer]]
-
-
-def parse_methods(
-    text: str,
-    also: Collection[str],
-    model: str,
-    sampling: Sampling,
-    gguf: Path | None = None,
-    draft_model: str | None = None,
-    batch_size: int = 1,
-) -> list[str]:
-    """Returns the methods of a list such as hf,ar,medusa; raises UsageError for one that is unknown or cannot run.
-
-    also: names of runs that hold drafters.
-    """
-    names = split_names(text)
-    unknown = [name for name in names if name not in METHODS and name not in also]
-    if unknown or not names:
-        name = unknown[0] if unknown else ""
-        raise UsageError(f"@methods {text!r}: {name!r} is unknown", f"use {','.join(METHODS)}")
-    if batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
-        remedy = "leave it out, or use @batch_size 1"
-        raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
-    if "llama.cpp" in names:
-        check_llama(model, gguf, sampling)
-    elif gguf is not None:
-        raise UsageError(f"@gguf {gguf} has no effect with @methods {text}", "leave it out, or add llama.cpp")
-    if "hf-assisted" in names and draft_model is None:
-        raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
-    if draft_model is not None and "hf-assisted" not in names:
-        remedy = "leave it out, or add hf-assisted"
-        raise UsageError(f"@draft_model {draft_model} has no effect with @methods {text}", remedy)
-    return names
 
 
 def split_names(text: str) -> list[str]:
@@ -105,47 +48,54 @@ def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
         raise UsageError("@methods llama.cpp is compared in greedy decoding only", "leave @temperature out")
 
 
-def find_competitors(
-    names: Sequence[str], model: str | None, run: str | None, tree: str | None, lookup: bool | None = None
-) -> dict[str, Choice]:
-    """Returns the files of each method that names a drafter: of a run inside the run, or of the run's own by its kind.
+def choose_files(
+    names: Sequence[str],
+    model: str | None,
+    run: str | None,
+    drafter: Path | None,
+    tree: str | None,
+    lookup: bool | None,
+) -> tuple[Choice, dict[str, Choice]]:
+    """Returns the files that the methods share, and those of each method that names a drafter.
 
-    "medusa" without other such names stands for the run's drafter of any kind and is not returned. Raises UserError for
-    a drafter that is nowhere.
+    Such a method stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
+    stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.
     """
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
-    if named in ([], ["medusa"]):
-        return {}
-    choices = {}
-    for name in named:
-        if outer is not None and name in inner:
-            choices[name] = choose(model, str(outer.path / name), None, tree, lookup=lookup)
-        elif outer is not None and _kind(outer.path) == name:
-            choices[name] = choose(model, run, None, tree, lookup=lookup)
-        else:
+    competitors = {}
+    for name in named if named != ["medusa"] else ():
+        if outer is None or (name not in inner and _kind(outer.path) != name):
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
                 f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
             )
-    return choices
+        home = str(outer.path / name) if name in inner else run
+        competitors[name] = choose(model, home, None, tree, lookup=lookup)
+    # Each competitor takes @lookup, and "medusa-dynamic" is over that of "medusa".
+    shared = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
+    if drafter is not None and not shared:
+        text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
+        raise UsageError(text, "leave one of them out")
+    choice = choose(model, run, drafter, tree, need_drafter=shared, lookup=lookup if shared else False)
+    return choice, competitors
 
 
 def _kind(folder: Path) -> str | None:
     """Returns the kind of the drafter in a run; None if there is none."""
-    config = Run(folder).drafter_dir / "config.json"
-    return describe_drafter(config.parent).drafter if config.is_file() else None
+    drafter = Run(folder).drafter_dir
+    return describe_drafter(drafter).drafter if (drafter / "config.json").is_file() else None
 
 
 def our_method(
     backbone: Backbone, drafter: Drafter | None, policy: DraftPolicy | None, sampling: Sampling, batch_size: int
 ) -> Method:
-    """Returns our decoding loop, plain without a policy. A batch's seconds are shared among its answers by tokens."""
+    """Returns our decoding loop, plain without a policy."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
-        answers = [Answer([[]], stats=PathStats()) for _ in prompts]
+        answers = [Answer([[]]) for _ in prompts]
         for first in range(0, len(prompts), batch_size):
             decoder.forget()  # the other methods run every prompt from its beginning, too
             start = time.perf_counter()
@@ -153,7 +103,7 @@ def our_method(
             requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts[first : first + batch_size]]
             for sequence, step in decoder.run(requests):
                 batch[sequence.number].turns[0] += step.tokens
-                batch[sequence.number].stats.add(step)  # type: ignore[union-attr]
+                batch[sequence.number].stats.add(step)
                 on_tokens(step.tokens)
             _share(batch, time.perf_counter() - start)
         return answers
@@ -196,13 +146,11 @@ def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = F
             out = model.generate(
                 ids, attention_mask=mask_ids, max_new_tokens=max_new_tokens, streamer=streamer, **options
             )
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize()
+        rows = out[:, width:].tolist()  # waits for the device
         seconds = time.perf_counter() - start
-        answers = [Answer([_until_end(row, ends)]) for row in out[:, width:].tolist()]
-        if streamer is None:
-            for batched in answers:
-                on_tokens(batched.turns[0])
+        answers = [Answer([_until_end(row, ends)]) for row in rows]
+        for batched in answers if streamer is None else ():
+            on_tokens(batched.turns[0])
         _share(answers, seconds)
         return answers
 
@@ -226,7 +174,7 @@ class _Streamer:
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Has nothing to flush."""
 
 
 def llama_method(gguf: Path, backbone: Backbone) -> Method:

@@ -1,13 +1,15 @@
 """Questions of a bench: read from files and hub datasets, chosen by category and number."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from medusa_cli import assets
+from medusa_cli.data.conversation import messages_of
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.io import read_jsonl
+from medusa_cli.runs.io import Malformed, read_jsonl
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets keep the user's words, their id and a reference answer; the first one present counts.
@@ -34,9 +36,8 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
     """Returns the questions of the categories in a comma-separated list; raises UsageError for an unknown one."""
     known = list(dict.fromkeys(question.category for question in questions))
     names = known if wanted is None else [name.strip() for name in wanted.split(",")]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"@category {name!r} is not in these questions", f"use some of {', '.join(known)}")
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"@category {unknown[0]!r} is not in these questions", f"use some of {', '.join(known)}")
     return [question for question in questions if question.category in names]
 
 
@@ -47,9 +48,7 @@ def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
     groups: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         groups.setdefault(question.category, []).append(index)
-    turns = {index: turn for group in groups.values() for turn, index in enumerate(group)}
-    order = list(groups)
-    chosen = sorted(turns, key=lambda index: (turns[index], order.index(questions[index].category)))[:limit]
+    chosen = [index for turn in zip_longest(*groups.values()) for index in turn if index is not None][:limit]
     return [questions[index] for index in sorted(chosen)]
 
 
@@ -67,10 +66,8 @@ def read_questions(source: str | Path) -> tuple[list[Question], int]:
             f"each record needs the user's words under one of {', '.join(TEXT_KEYS)}",
         )
     if {question.category for question in questions} >= SPEC_BENCH:
-        questions = [
-            question if question.category in SPEC_BENCH else replace(question, category="mt_bench")
-            for question in questions
-        ]
+        others = {q.category: "mt_bench" for q in questions if q.category not in SPEC_BENCH}
+        questions = [replace(q, category=others.get(q.category, q.category)) for q in questions]
     return questions, skipped
 
 
@@ -123,7 +120,7 @@ def _hub_records(source: str, name: str, config: str | None = None, split: str |
 
 def _question(record: Any, number: int) -> Question | None:
     """Returns a record as a question; None if it has no words of a user."""
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict):
         return None
     key = next((key for key in TEXT_KEYS if record.get(key)), "")
     turns = _turns(record.get(key))
@@ -141,11 +138,11 @@ def _question(record: Any, number: int) -> Question | None:
 
 def _turns(words: Any) -> tuple[Any, ...]:
     """Returns the user's turns of a text, of texts in order, or of messages with roles."""
-    if isinstance(words, str):
+    if not isinstance(words, list):
         return (words,)
-    if not isinstance(words, Sequence):
+    if not isinstance(words[0], dict):
+        return tuple(words)
+    try:
+        return tuple(message["content"] for message in messages_of({"messages": words}) if message["role"] == "user")
+    except Malformed:
         return ()
-    if all(isinstance(message, Mapping) for message in words):
-        texts = [(turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in words]
-        return tuple(text for role, text in texts if role in ("user", "human"))
-    return tuple(words)

@@ -1,4 +1,4 @@
-"""Reports: what benches measured, as one HTML page that needs no network, and as Markdown."""
+"""Reports: saved benches as one HTML page that needs no network, and as Markdown."""
 
 import io
 import itertools
@@ -13,32 +13,24 @@ from typing import Any, NamedTuple
 
 from medusa_cli import __version__
 from medusa_cli.bench.steps import ceilings
-from medusa_cli.runs.io import Document
+from medusa_cli.errors import UserError, first_line
+from medusa_cli.runs.io import Document, read_object, write_atomic
 from medusa_cli.tree.draw import columns
 from medusa_cli.tree.tree import Tree
 
 MARKERS = "osD^vPX*"
 LISTED = 40  # differences in the table
 Interval = tuple[float, float] | None
-Bars = Mapping[str, tuple[float, Interval]]
 Curve = Sequence[tuple[float, float, Interval]]  # x, y and y's interval
 LENGTH = "acceptance length (tokens a step)"
 
 
-@dataclass(frozen=True)
-class SavedBench:
-    """A saved bench with what lies beside it; `name` tells it from the report's other benches."""
+class SavedBench(NamedTuple):
+    """A saved bench with the sweeps beside it; `name` tells it from the report's other benches."""
 
     name: str
     document: Document
-    accuracies: Sequence[Sequence[float]] = ()
-    training: Sequence[Document] = ()
-    sweeps: Sequence[Document] = ()
-
-    @property
-    def methods(self) -> dict[str, Any]:
-        methods: dict[str, Any] = self.document["methods"]
-        return methods
+    sweeps: list[Document]
 
 
 class Chart(NamedTuple):
@@ -64,34 +56,56 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
 
 
-def sections(benches: Sequence[SavedBench]) -> list[Section]:
-    """Returns everything that can be said of these benches, in reading order."""
-    parts = (gains, categories, decomposition, positions, trees, passes, sweeps, quality, differences)
-    every = [*itertools.chain.from_iterable(part(benches) for part in parts), *heads(benches), *training(benches)]
-    return [*every, setting(benches)]
+def read_bench(path: Path) -> Document:
+    """Reads a saved bench; raises UserError for a file that holds none."""
+    document = read_object(path, "the bench")
+    if not isinstance(document.get("methods"), dict) or not document["methods"] or "baseline" not in document:
+        raise UserError(f"{path} is not a bench", "give a run, or a JSON file that `medusa bench` wrote")
+    return document
 
 
-def html(benches: Sequence[SavedBench], parts: Sequence[Section]) -> str:
+def write_report(paths: Mapping[str, Path], page: Path, with_page: bool = True) -> list[Path]:
+    """Writes the page of benches by name, unless it is not wanted, and the Markdown beside it; returns their paths.
+
+    Raises UserError for figures that no bench writes: a file may hold anything.
+    """
+    try:
+        benches = []
+        for name, path in paths.items():
+            sweeps = [read_object(sweep, "the sweep") for sweep in sorted(path.parent.glob("sweep-*.json"))]
+            benches.append(SavedBench(name, read_bench(path), sweeps))
+        sections = list(itertools.chain.from_iterable(part(benches) for part in PARTS))
+        texts = {page: html(benches, sections)} if with_page else {}
+        texts[page.with_suffix(".md")] = markdown(benches, sections)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
+        files, text = " or ".join(map(str, paths.values())), f"{type(reason).__name__}: {first_line(reason)}"
+        raise UserError(f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again") from reason
+    for path, content in texts.items():
+        write_atomic(path, content)
+    return list(texts)
+
+
+def html(benches: Sequence[SavedBench], sections: Sequence[Section]) -> str:
     """Returns the page; style and charts are in it, so it opens offline and can be sent by mail."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     numbers = itertools.count(1)
-    drawn = [(part, [svg(chart, next(numbers)) for chart in part.charts]) for part in parts]
+    drawn = [(section, [svg(chart, next(numbers)) for chart in section.charts]) for section in sections]
     template = jinja.get_template("page.html.jinja")
     return template.render(title=_title(benches), benches=benches, parts=drawn, version=__version__)
 
 
-def markdown(benches: Sequence[SavedBench], parts: Sequence[Section]) -> str:
+def markdown(benches: Sequence[SavedBench], sections: Sequence[Section]) -> str:
     """Returns the same words and tables; charts are in the page only."""
     lines = [f"# {_inline(_title(benches))}", ""]
     for bench in benches:
         name = f"**{_inline(bench.name)}.** " if len(benches) > 1 else ""
         lines += [name + _inline(" ".join(bench.document["facts"])), ""]
-    for part in parts:
-        lines += [f"## {_inline(part.title)}", "", *([_inline(part.words), ""] if part.words else [])]
-        for table in part.tables:
+    for section in sections:
+        lines += [f"## {_inline(section.title)}", "", *([_inline(section.words), ""] if section.words else [])]
+        for table in section.tables:
             lines += [f"{_inline(table.caption)}:", ""] if table.caption else []
             rows = [table.head, ["---"] * len(table.head), *table.rows]
             lines += ["| " + " | ".join(map(_inline, row)) + " |" for row in rows] + [""]
@@ -132,24 +146,31 @@ def svg(chart: Chart, number: int) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1)
 
 
-def draw_bars(axes: Any, groups: Mapping[str, Bars], unit: str, order: list[str]) -> None:
-    """Draws horizontal bars by group with whiskers; a dotted line marks 1."""
-    y, ticks = 0.0, []
-    for group, bars in groups.items():
-        ticks.append((y + (len(bars) - 1) / 2, group))
-        for name, (value, interval) in bars.items():
-            axes.barh(y, value, 0.8, color=f"C{order.index(name) % 10}", label=name)
-            if interval is not None:
-                axes.errorbar(value, y, xerr=_whiskers(value, interval), color="black", capsize=2.5, linewidth=1)
-            end = max(value, interval[1] if interval else 0)
-            axes.annotate(f"{value:.2f}", (end, y), (4, 0), textcoords="offset points", va="center")
-            y += 1
-        y += 0.6
-    axes.axvline(1, color="gray", linewidth=0.8, linestyle=":")
-    axes.set_yticks(*zip(*ticks, strict=True))
-    axes.invert_yaxis()
-    axes.margins(x=0.14)
-    axes.set_xlabel(unit)
+def bars(
+    title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str, order: list[str]
+) -> Chart:
+    """Returns a chart of a figure of methods by group: horizontal bars with whiskers, a dotted line at 1."""
+
+    def draw(axes: Any) -> None:
+        y, ticks = 0.0, []
+        for group, methods in groups.items():
+            ticks.append((y + (len(methods) - 1) / 2, group))
+            for name, figures in methods.items():
+                value, interval = figures[key], figures[f"{key}_95"] or (figures[key], figures[key])
+                axes.barh(y, value, 0.8, color=f"C{order.index(name) % 10}", label=name)
+                whiskers = [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
+                axes.errorbar(value, y, xerr=whiskers, color="black", capsize=2.5, linewidth=1)
+                end = (max(value, interval[1]), y)
+                axes.annotate(f"{value:.2f}", end, (4, 0), textcoords="offset points", va="center")
+                y += 1
+            y += 0.6
+        axes.axvline(1, color="gray", linewidth=0.8, linestyle=":")
+        axes.set_yticks(*zip(*ticks, strict=True))
+        axes.invert_yaxis()
+        axes.margins(x=0.14)
+        axes.set_xlabel(unit)
+
+    return Chart(title, draw, height=1.4 + 0.27 * sum(len(methods) + 0.6 for methods in groups.values()))
 
 
 def draw_curves(
@@ -163,7 +184,7 @@ def draw_curves(
         bands = [(p[0], *p[2]) for p in points if p[2] is not None]
         if len(bands) > 1:
             axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.16, linewidth=0)
-    for (name, points), dash in zip((limits or {}).items(), itertools.cycle((":", "--"))):
+    for (name, points), dash in zip((limits or {}).items(), (":", "--"), strict=False):
         axes.plot([p[0] for p in points], [p[1] for p in points], color="gray", linestyle=dash, linewidth=1, label=name)
     ticks = sorted({point[0] for points in curves.values() for point in points})
     if log:
@@ -175,24 +196,16 @@ def draw_curves(
     axes.set(xlabel=x, ylabel=y)
 
 
-def draw_points(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> None:
-    """Draws points, one mark and colour a series."""
-    for number, (name, series) in enumerate(points.items()):
-        axes.plot(*zip(*series, strict=True), MARKERS[number % len(MARKERS)], color=f"C{number % 10}", label=name)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    axes.set(xlabel=x, ylabel=y)
-
-
-def draw_gains(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+def draw_gains(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
     """Draws acceptance length against overhead, with lines of equal gain."""
-    draw_points(axes, points, "overhead (step over plain step)", LENGTH)
-    right, top = (1.15 * max([1.0, *(point[axis] for (point,) in points.values())]) for axis in (0, 1))
+    for number, (name, point) in enumerate(points.items()):
+        axes.plot(*point, MARKERS[number % len(MARKERS)], color=f"C{number % 10}", label=name)
+    right, top = (1.15 * max([1.0, *(point[axis] for point in points.values())]) for axis in (0, 1))
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
         end = min(right, top / gain)
         axes.plot([0, end], [0, gain * end], color="lightgray", linewidth=1.6 if gain == 1 else 0.9, zorder=1)
         axes.annotate(f"{gain:g}x", (end, gain * end), (-4, -1), textcoords="offset points", ha="right", va="top")
-    axes.set(xlim=(0, right), ylim=(0, top))
+    axes.set(xlabel="overhead (step over plain step)", ylabel=LENGTH, xlim=(0, right), ylim=(0, top))
 
 
 def draw_tree(axes: Any, tree: Tree, hits: Sequence[int]) -> None:
@@ -216,11 +229,6 @@ def draw_tree(axes: Any, tree: Tree, hits: Sequence[int]) -> None:
     axes.margins(x=0.03, y=0.16)
 
 
-def _whiskers(value: float, interval: tuple[float, float]) -> list[list[float]]:
-    """Returns how far an interval reaches below and above a value, as matplotlib takes it."""
-    return [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
-
-
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
     value, interval = figures[key], figures[f"{key}_95"]
     return f"{value:{form}}" if interval is None else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
@@ -230,24 +238,24 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _labelled(benches: Sequence[SavedBench]) -> Iterator[tuple[str, SavedBench, str, dict[str, Any]]]:
-    """Yields every method with its name in the report, its bench, its name there, and its figures."""
+def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str, dict[str, Any]]]:
+    """Yields every method with its name in the report, its bench's document, its name there, and its figures."""
     for bench in benches:
-        for method, figures in bench.methods.items():
-            yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench, method, figures
+        for method, figures in bench.document["methods"].items():
+            yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench.document, method, figures
 
 
 def _asked(benches: Sequence[SavedBench]) -> str:
     """Returns the number of questions as words."""
-    counts = sorted({figures["questions"] for _, _, _, figures in _labelled(benches)})
+    counts = sorted({figures["questions"] for *_, figures in _methods(benches)})
     return f"{' / '.join(map(str, counts))} question{'s' if counts != [1] else ''}"
 
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     rows = []
-    for name, bench, method, figures in _labelled(benches):
+    for name, document, method, figures in _methods(benches):
         identical = "-" if figures["identical"] is None else f"{figures['identical']}/{figures['questions']}"
-        if figures["identical"] is not None and method == bench.document["reference"]:
+        if figures["identical"] is not None and method == document["reference"]:
             identical = "reference"
         row = [name, _with_interval(figures, "tokens_per_s", ".1f"), _with_interval(figures, "speedup")]
         row += [_with_interval(figures, "acceptance_length") if figures["step_ms"] is not None else "-"]
@@ -260,48 +268,41 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
         "step gives, the model's own included. Overhead is the time of such a step over a plain step. In brackets and "
         "as whiskers: 95 % bootstrap intervals over questions."
     )
-    groups = {
-        bench.name: {name: (one["speedup"], one["speedup_95"]) for name, one in bench.methods.items()}
-        for bench in benches
-    }
-    order = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    chart = Chart(f"Speedup over {base}, {_asked(benches)}", partial(draw_bars, groups=groups, unit="x", order=order))
-    table = Table([*head, "identical answers", "tokens"], rows)
-    yield Section("What it gains", words, [table], [chart._replace(height=_bars_height(groups))])
-
-
-def _bars_height(groups: Mapping[str, Mapping[str, Any]]) -> float:
-    return 1.4 + 0.27 * sum(len(bars) + 0.6 for bars in groups.values())
+    groups = {bench.name: bench.document["methods"] for bench in benches}
+    order = list(dict.fromkeys(name for methods in groups.values() for name in methods))
+    chart = bars(f"Speedup over {base}, {_asked(benches)}", groups, "speedup", "x", order)
+    yield Section("What it gains", words, [Table([*head, "identical answers", "tokens"], rows)], [chart])
 
 
 def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    every = list(_labelled(benches))
+    every = list(_methods(benches))
     known = list(dict.fromkeys(category for *_, figures in every for category in figures["per_category"]))
-    faster = [(name, f) for name, bench, method, f in every if method != bench.document["baseline"]]
-    drafted = [(name, f) for name, bench, method, f in every if method in bench.document["drafting"]]
+    faster = {name: f["per_category"] for name, document, method, f in every if method != document["baseline"]}
+    drafted = {name: f["per_category"] for name, document, method, f in every if method in document["drafting"]}
     for title, key, unit, methods in (
         ("Speedup", "speedup", "x", faster),
         ("Acceptance length", "acceptance_length", LENGTH, drafted),
     ):
         if len(known) < 2 or not methods:
             continue
-        parts = {c: {name: f["per_category"][c] for name, f in methods if c in f["per_category"]} for c in known}
-        parts = {f"{c} ({max(f['questions'] for f in part.values())})": part for c, part in parts.items() if part}
-        groups = {c: {n: (f[key], f[f"{key}_95"]) for n, f in part.items()} for c, part in parts.items()}
-        names = [name for name, _ in methods]
-        rows = [[c, *(_with_interval(part[n], key) if n in part else "-" for n in names)] for c, part in parts.items()]
-        draw = partial(draw_bars, groups=groups, unit=unit, order=names)
-        chart = Chart(f"{title} by category (questions)", draw, height=_bars_height(groups))
-        yield Section(f"{title} by category", "", [Table(["category (questions)", *names], rows)], [chart])
+        groups = {}
+        for category in known:
+            if part := {name: figures[category] for name, figures in methods.items() if category in figures}:
+                groups[f"{category} ({max(figures['questions'] for figures in part.values())})"] = part
+        rows = [
+            [c, *(_with_interval(part[n], key) if n in part else "-" for n in methods)] for c, part in groups.items()
+        ]
+        chart = bars(f"{title} by category (questions)", groups, key, unit, list(methods))
+        yield Section(f"{title} by category", "", [Table(["category (questions)", *methods], rows)], [chart])
 
 
 def decomposition(benches: Sequence[SavedBench]) -> Iterator[Section]:
     rows, points = [], {}
-    for name, bench, _, figures in _labelled(benches):
-        if "ar" in bench.methods and figures["overhead"] is not None:
-            length, overhead, engine = figures["acceptance_length"], figures["overhead"], bench.methods["ar"]["speedup"]
-            points[name] = [(overhead, length)]
-            drafts = length / overhead
+    for name, document, _, figures in _methods(benches):
+        if "ar" in document["methods"] and figures["overhead"] is not None:
+            length, overhead = figures["acceptance_length"], figures["overhead"]
+            engine, drafts = document["methods"]["ar"]["speedup"], length / overhead
+            points[name] = (overhead, length)
             values = (engine, length, overhead, drafts, figures["speedup"] / (engine * drafts), figures["speedup"])
             rows.append([name, *(f"{value:.2f}" for value in values)])
     if rows:
@@ -318,8 +319,8 @@ def decomposition(benches: Sequence[SavedBench]) -> Iterator[Section]:
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
     curves: dict[str, Curve] = {}
     rows = []
-    for name, bench, method, figures in _labelled(benches):
-        if method in bench.document["drafting"] or method == "lookup":
+    for name, document, method, figures in _methods(benches):
+        if method in document["drafting"] or method == "lookup":
             shares = figures["by_position"]
             curves[name] = [(0, 1.0, None), *((k, s["reached"], s["reached_95"]) for k, s in enumerate(shares, 1))]
             cells = [[str(k), f"{s['reached']:.1%}", f"{s['after']:.1%}"] for k, s in enumerate(shares, 1)]
@@ -337,8 +338,8 @@ def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 def trees(benches: Sequence[SavedBench]) -> Iterator[Section]:
     charts = []
-    for name, bench, method, figures in _labelled(benches):
-        saved, hits = (bench.document["drafting"].get(method) or {}).get("static_tree"), figures["hits"]
+    for name, document, method, figures in _methods(benches):
+        saved, hits = document["drafting"].get(method, {}).get("static_tree"), figures["hits"]
         if saved is not None and len(saved["parents"]) == len(hits):
             tree = Tree.from_json(saved)
             title = f"{name}: {tree.size} nodes, {hits[0]:,} steps; below each node the % of steps that accepted it"
@@ -350,46 +351,42 @@ def trees(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def passes(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    section = Section("What a step costs")
+    words = (
+        "Memory's ceiling is reading the weights once, at the bandwidth of a copy; arithmetic's is two operations "
+        "a weight and row, at the rate of a large product of matrices."
+    )
+    section = Section("What a step costs", words)
     for bench in benches:
-        if rows := bench.document.get("rows"):
-            times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
-            least = {count: ceilings(rows, count) for count, _ in times}
-            cells = [
-                [str(n), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", *(f"{limit:.1f}" for limit in least[n])]
-                for n, ms in times
-            ]
-            head = ["rows", "ms a pass", "over one row", "memory's ceiling, ms", "arithmetic's, ms"]
-            section.tables.append(Table(head, cells, f"{bench.name}: {rows['engine']}"))
-            limits = {
-                "memory's ceiling": [(count, limit[0], None) for count, limit in least.items()],
-                "arithmetic's": [(n, limit[1], None) for n, limit in least.items() if limit[1] <= 1.5 * times[-1][1]],
-            }
-            curves = {rows["engine"]: [(count, ms, None) for count, ms in times]}
-            title = f"{bench.name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
-            draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", limits=limits, log=True)
-            section.charts.append(Chart(title, draw))
+        if not (rows := bench.document.get("rows")):
+            continue
+        times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
+        limits = {count: ceilings(rows, count) for count, _ in times}
+        cells = [
+            [str(count), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", *(f"{limit:.1f}" for limit in limits[count])]
+            for count, ms in times
+        ]
+        head = ["rows", "ms a pass", "over one row", "memory's ceiling, ms", "arithmetic's, ms"]
+        section.tables.append(Table(head, cells, f"{bench.name}: {rows['engine']}"))
+        lines = {
+            "memory's ceiling": [(count, limit[0], None) for count, limit in limits.items()],
+            "arithmetic's": [(n, limit[1], None) for n, limit in limits.items() if limit[1] <= 1.5 * times[-1][1]],
+        }
+        curves = {rows["engine"]: [(count, ms, None) for count, ms in times]}
+        title = f"{bench.name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
+        draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", limits=lines, log=True)
+        section.charts.append(Chart(title, draw))
     if section.charts:
-        section.words = (
-            "Memory's ceiling is reading the weights once, at the bandwidth of a copy; arithmetic's is two operations "
-            "a weight and row, at the rate of a large product of matrices."
-        )
         yield section
 
 
 def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
     section = Section("Sweeps")
     for name, sweep in [(bench.name, sweep) for bench in benches for sweep in bench.sweeps]:
-        rows = [
-            [
-                p["series"],
-                f"{p['x']:g}",
-                _with_interval(p, "tokens_per_s", ".1f"),
-                _with_interval(p, "acceptance_length"),
-            ]
-            + [_cell(p["nll"], ".3f"), str(p["questions"])]
-            for p in sweep["points"]
-        ]
+        rows = []
+        for point in sweep["points"]:
+            row = [point["series"], f"{point['x']:g}", _with_interval(point, "tokens_per_s", ".1f")]
+            row += [_with_interval(point, "acceptance_length"), _cell(point["nll"], ".3f"), str(point["questions"])]
+            rows.append(row)
         head = ["series", sweep["unit"], "tokens/s", "acceptance length", "nats a token", "questions"]
         section.tables.append(Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"))
         for key, y in (("acceptance_length", LENGTH), ("tokens_per_s", "tokens/s"), ("nll", "nats a token")):
@@ -408,14 +405,14 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
 def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
     rows, judged = [], []
     for bench in benches:
-        for method, one in (bench.document.get("quality") or {}).items():
-            part = [f"{one['nll']:.3f}", f"{one['perplexity']:.2f}", f"{one['agreement']:.1%}", f"{one['tokens']:,}"]
-            rows.append([bench.name, method, *part])
+        for method, part in (bench.document.get("quality") or {}).items():
+            cells = [f"{part['nll']:.3f}", f"{part['perplexity']:.2f}", f"{part['agreement']:.1%}"]
+            rows.append([bench.name, method, *cells, f"{part['tokens']:,}"])
         judge = bench.document.get("judge") or {"single": {}, "pairs": {}}
-        for method, one in judge["single"].items():
-            judged.append([bench.name, method, f"{one['score']:.2f}", "-", "-", "-", str(one["answers"])])
-        for method, one in judge["pairs"].items():
-            counts = [str(one[key]) for key in ("wins", "ties", "losses", "answers")]
+        for method, grade in judge["single"].items():
+            judged.append([bench.name, method, f"{grade['score']:.2f}", "-", "-", "-", str(grade["answers"])])
+        for method, pairs in judge["pairs"].items():
+            counts = [str(pairs[key]) for key in ("wins", "ties", "losses", "answers")]
             judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
     head = ["run", "method", "nats a token", "perplexity", "is the model's first choice", "tokens"]
     tables = [Table(head, rows, "First turns' answers under the plain model, at temperature 1")] if rows else []
@@ -426,67 +423,33 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    compared = [(name, figures) for name, _, _, figures in _labelled(benches) if figures["identical"] is not None]
-    parted = {name: figures["differences"] for name, figures in compared if figures["differences"]}
-    points = {name: [(d["position"], d["margin"]) for d in parts] for name, parts in parted.items()}
+    compared = [(name, figures) for name, *_, figures in _methods(benches) if figures["identical"] is not None]
     rows = [
-        [name, str(d["question"]), str(d["turn"] + 1), str(d["position"]), f"{d['margin']:.4f}"]
-        for name, parts in parted.items()
-        for d in parts
+        [name, str(part["question"]), str(part["turn"] + 1), str(part["position"]), f"{part['margin']:.4f}"]
+        for name, figures in compared
+        for part in figures["differences"]
     ]
-    title = "Identity with plain decoding"
-    if compared and not rows:
-        yield Section(title, f"All answers are token for token the same, {_asked(benches)}.")
-    elif rows:
+    words = f"All answers are token for token the same, {_asked(benches)}."
+    if rows:
         words = (
             "The first token at which an answer differs from the reference's, and the margin between the model's "
             f"logits of both: near 0, rounding decided a tie. {min(LISTED, len(rows))} of {len(rows)} are listed."
         )
-        draw = partial(draw_points, points=points, x="token of the answer", y="margin between the logits")
-        table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
-        yield Section(title, words, [table], [Chart(f"First differences, {_asked(benches)}", draw)])
+    table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
+    if compared:
+        yield Section("Identity with plain decoding", words, [table] if rows else [])
 
 
-def heads(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    curves: dict[str, Curve] = {}
-    rows = []
-    for bench in benches:
-        for head, shares in enumerate(bench.accuracies, 1):
-            name = f"head {head}" if len(benches) == 1 else f"{bench.name}: head {head}"
-            sums = list(itertools.accumulate(shares))
-            curves[name] = [(rank, total, None) for rank, total in enumerate(sums, 1)]
-            first = [f"{100 * share:.1f}" for share in shares[:5]]
-            rows.append([name, *first, *["-"] * (5 - len(first)), f"{100 * sums[-1]:.1f}"])
-    if rows:
-        columns = ["head", *(f"guess {rank}, %" for rank in range(1, 6)), "any of them, %"]
-        draw = partial(draw_curves, curves=curves, x="best guesses", y="share that holds the right token")
-        words = "Measured by `medusa calibrate` on held-out conversations, each head given the true tokens before."
-        chart = Chart("Accuracy by guesses, held out", draw)
-        yield Section("How good the heads are", words, [Table(columns, rows)], [chart])
-
-
-def training(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    charts = []
-    for bench in benches:
-        checks = [event for event in bench.training if event["event"] == "validated"]
-        curves: dict[str, Curve] = {
-            f"head {k + 1}": [(check["total_positions"], check["accuracies"][k], None) for check in checks]
-            for k in range(len(checks[0]["accuracies"]) if checks else 0)
-        }
-        draw = partial(draw_curves, curves=curves, x="positions trained on", y="first guesses right")
-        charts += [Chart(f"{bench.name}: held-out accuracy", draw)] if curves else []
-    if charts:
-        yield Section("Training", "First guesses that are right on held-out conversations.", charts=charts)
-
-
-def setting(benches: Sequence[SavedBench]) -> Section:
+def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:
     columns = {}
-    for bench in benches:
-        saved = bench.document
-        facts = {"measured": saved["created"], "medusa": saved["version"], "model": saved["backbone"]["id"]}
-        facts |= {key: saved[key] for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")}
-        facts |= {f"sampling {key}": value for key, value in saved["sampling"].items()} | saved["environment"]
-        columns[bench.name] = facts
+    for name, document, _ in benches:
+        facts = {"measured": document["created"], "medusa": document["version"], "model": document["backbone"]["id"]}
+        facts |= {key: document[key] for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")}
+        facts |= {f"sampling {key}": value for key, value in document["sampling"].items()} | document["environment"]
+        columns[name] = facts
     keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
     rows = [[key, *(str(facts.get(key, "-")) for facts in columns.values())] for key in keys]
-    return Section("Environment and versions", "", [Table(["", *columns], rows)])
+    yield Section("Environment and versions", "", [Table(["", *columns], rows)])
+
+
+PARTS = (gains, categories, decomposition, positions, trees, passes, sweeps, quality, differences, setting)

@@ -1,50 +1,47 @@
-"""A bench: loads the model twice in turn (transformers' own, ours), measures all methods, writes one document."""
+"""A bench: loads the model twice in turn (transformers' own, ours), all methods answer, one document results."""
 
 import copy
 import gc
 import importlib.metadata
-import itertools
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from medusa_cli.api import LoadedModel, add_ngrams, dynamic_tree, load_drafting, ngrams_alone, static_tree
 from medusa_cli.assets import gguf_path
-from medusa_cli.bench.measure import (
-    SILENT,
-    Result,
-    Watcher,
-    first_difference,
-    likelihood,
-    measure,
-    reference_of,
-    summarise,
-)
 from medusa_cli.bench.methods import (
-    DRAFTED,
+    METHODS,
     TRANSFORMERS,
+    UNBATCHED,
     Method,
+    check_llama,
     llama_method,
     our_method,
     transformers_method,
 )
 from medusa_cli.bench.questions import Question
+from medusa_cli.bench.stats import Answer, Result, reference_of, summarise
 from medusa_cli.bench.steps import time_passes
 from medusa_cli.decode import AdaptivePolicy, DraftPolicy, Sampling
 from medusa_cli.decode.decoder import policy_of
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy
+from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import Drafter
+from medusa_cli.engine import Plan
 from medusa_cli.engine.autotune import processor
 from medusa_cli.engine.kernels import BITS
 from medusa_cli.engine.load import choose_kernel
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
@@ -55,10 +52,24 @@ from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import provenance
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
+WARM_UP_TOKENS = 24
 # By method and question id, the text of each turn.
 Texts = dict[str, dict[str, list[str]]]
 Drafting = tuple[Choice, Drafter, DraftPolicy]  # a method's files, its drafter and its draft policy
 log = logging.getLogger(__name__)
+
+
+class Watcher(Protocol):
+    """Sees methods at work."""
+
+    def begin(self, backbone: Backbone, names: Sequence[str]) -> None:
+        """The methods of these names are about to answer all questions."""
+
+    def tokens(self, name: str, new: list[int]) -> None:
+        """A method gave new tokens; none: its answer has ended."""
+
+    def answered(self, result: Result) -> None:
+        """The methods have answered a question."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Bench:
     """Settings of a measurement: methods by name, questions, and at most `max_new_tokens` a turn.
 
     competitors: the files of methods that name a drafter. gguf: llama.cpp's file. draft_model: drafts for hf-assisted.
+    Raises UsageError for a method that is unknown or cannot run.
     """
 
     choice: Choice
@@ -80,22 +92,40 @@ class Bench:
     gguf: Path | None = None
     draft_model: str | None = None
 
+    def __post_init__(self) -> None:
+        names, text = self.methods, ",".join(self.methods)
+        unknown = [name for name in names if name not in METHODS and name not in self.competitors]
+        if unknown or not names:
+            raise UsageError(f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown", f"use {','.join(METHODS)}")
+        if self.batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
+            remedy = "leave it out, or use @batch_size 1"
+            raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
+        if "llama.cpp" in names:
+            check_llama(self.choice.model, self.gguf, self.sampling)
+        if "hf-assisted" in names and self.draft_model is None:
+            raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
+        for flag, value, method in (
+            ("@gguf", self.gguf, "llama.cpp"),
+            ("@draft_model", self.draft_model, "hf-assisted"),
+        ):
+            if value is not None and method not in names:
+                raise UsageError(f"{flag} {value} has no effect with @methods {text}", f"leave it out, or add {method}")
+
     def run(
-        self, load: Callable[[Choice], LoadedModel], watcher: Watcher = SILENT, time_rows: bool = False
+        self, load: Callable[[Choice], LoadedModel], watcher: Watcher, time_rows: bool = False
     ) -> tuple[dict[str, Any], Texts]:
         """Returns the bench's document and the answers' texts; only one copy of the model is loaded at a time.
 
         time_rows: times passes by rows for the report, too.
         """
         results = [Result(question) for question in self.questions]
-        plain = [name for name in self.methods if name in TRANSFORMERS]
-        plain_dtype = self._measure_transformers(plain, results, watcher) if plain else None
+        plain_dtype = self._answer_by_transformers(results, watcher)
         loaded = load(self.choice)
         backbone, drafting = loaded.backbone, self._drafting(loaded)
         for name, (choice, drafter, policy) in drafting.items():
             if name in self.competitors:
                 log.info("%s: %s drafter %s, %s", name, drafter.name, choice.drafter, policy.description)
-        self._measure(backbone, self._our_methods(backbone, drafting), results, watcher)
+        self._answer(backbone, self._our_methods(backbone, drafting), results, watcher)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
         kernel = backbone.engine.kernel.name
@@ -124,15 +154,17 @@ class Bench:
         }
         return document, texts
 
-    def _measure(
-        self, backbone: Backbone, methods: Mapping[str, Method], results: Sequence[Result], watcher: Watcher
+    def _answer(
+        self, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watcher: Watcher
     ) -> None:
         if methods:
-            limits = {"batch_size": self.batch_size, "watcher": watcher}
-            measure(backbone, methods, results, self.max_new_tokens, **limits)  # type: ignore[arg-type]
+            answer_all(backbone, methods, results, self.max_new_tokens, batch_size=self.batch_size, watcher=watcher)
 
-    def _measure_transformers(self, names: Sequence[str], results: Sequence[Result], watcher: Watcher) -> torch.dtype:
-        """Measures transformers' methods on the unmodified model, frees it, and returns its number type."""
+    def _answer_by_transformers(self, results: list[Result], watcher: Watcher) -> torch.dtype | None:
+        """Runs transformers' methods on the unmodified model, frees it, and returns its number type."""
+        names = [name for name in self.methods if name in TRANSFORMERS]
+        if not names:
+            return None
         backbone = self._plain_backbone()
         assistant = None if self.draft_model is None else self._assistant(backbone)
         methods = {
@@ -141,7 +173,7 @@ class Bench:
             )
             for name in names
         }
-        self._measure(backbone, methods, results, watcher)
+        self._answer(backbone, methods, results, watcher)
         dtype = backbone.dtype
         del backbone, assistant, methods
         gc.collect()
@@ -187,12 +219,10 @@ class Bench:
             drafting["medusa"] = (self.choice, loaded.drafter, loaded.policy)
         if "medusa" in drafting:
             choice, drafter, policy = drafting["medusa"]
-            drafting["medusa-alone"] = drafting["medusa-dynamic"] = (choice, drafter, policy)
-            if "medusa-alone" in self.methods:
-                # A copy, which learns nothing from the steps of another method.
-                drafting["medusa-alone"] = (choice, drafter, copy.deepcopy(policy.without_ngrams()))
+            # A copy, which learns nothing from the steps of another method.
+            alone = copy.deepcopy(policy.without_ngrams())
+            drafting["medusa-alone"], drafting["medusa-dynamic"] = (choice, drafter, alone), (choice, drafter, policy)
             if "medusa-dynamic" in self.methods and choice.dynamic is None:
-                alone = policy.without_ngrams()
                 tree = dynamic_tree(choice, getattr(alone, "max_size", alone.size), drafter)
                 policy = add_ngrams(choice, policy_of(tree), backbone, drafter)
                 drafting["medusa-dynamic"] = (choice, drafter, policy)
@@ -203,12 +233,11 @@ class Bench:
         for name in self.methods:
             if name == "llama.cpp":
                 file = self.gguf or gguf_path(self.choice.model)
-                assert file is not None  # parse_methods has seen to it
+                assert file is not None  # check_llama has seen to it
                 methods[name] = llama_method(file, backbone)
             elif name not in TRANSFORMERS:
                 _, drafter, policy = drafting.get(name, (None, None, None))
                 policy = ngrams_alone(backbone) if name == "lookup" else policy
-                assert policy is not None or name not in DRAFTED
                 methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
         return methods
 
@@ -220,7 +249,7 @@ class Bench:
         parted = {
             name: [first_difference(backbone, result, name, reference) for result in results] for name in self.methods
         }
-        return {name: [one for one in rows if one is not None] for name, rows in parted.items()}
+        return {name: [difference for difference in row if difference] for name, row in parted.items()}
 
     def _facts(
         self, backbone: Backbone, drafting: Mapping[str, Drafting], plain_dtype: torch.dtype | None
@@ -265,17 +294,121 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def answer_all(
+    backbone: Backbone,
+    methods: Mapping[str, Method],
+    results: Sequence[Result],
+    max_new_tokens: int,
+    *,
+    batch_size: int = 1,
+    watcher: Watcher,
+) -> None:
+    """Adds each method's answers to the results, after a warm-up. The order of methods rotates between questions.
+
+    All methods get the same prompts: the reference's answer is the history of the next turn. Results that other methods
+    have answered before keep their prompts. `batch_size` questions are answered side by side, turn by turn. Raises
+    UserError, before anything is measured, for a question longer than the context; later turns that are longer than the
+    context are left out.
+    """
+    names, fresh = list(methods), not results[0].prompts
+    for result in results if fresh else ():
+        _add_prompt(backbone, result, 0, "")
+    watcher.begin(backbone, names)
+    for method in methods.values():
+        warm_up = [results[0].prompts[0]] * min(batch_size, len(results))
+        method(warm_up, min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
+    for number, first in enumerate(range(0, len(results), batch_size)):
+        group, shift = results[first : first + batch_size], number % len(names)
+        for result in group:
+            result.answers |= {name: Answer() for name in names}
+        for turn in range(max(len(result.question.turns) for result in group)):
+            for result in group if turn and fresh else ():
+                _add_prompt(backbone, result, turn, reference_of(names))
+            asked = [result for result in group if len(result.prompts) > turn]
+            for name in names[shift:] + names[:shift] if asked else ():
+                prompts = [result.prompts[turn] for result in asked]
+                answers = methods[name](prompts, max_new_tokens, partial(watcher.tokens, name))
+                watcher.tokens(name, [])
+                for result, answer in zip(asked, answers, strict=True):
+                    result.answers[name].extend(answer)
+        for result in group:
+            watcher.answered(result)
+
+
+def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -> None:
+    """Adds the prompt of a turn after the answered ones, if there is such a turn and it fits into the context.
+
+    Raises UserError for a first turn that does not fit.
+    """
+    question = result.question
+    if len(result.prompts) < turn or len(question.turns) <= turn:
+        return
+    answers = [backbone.decode(tokens) for tokens in result.answers[reference].turns] if turn else []
+    messages = []
+    for asked, answer in zip(question.turns[:turn], answers, strict=True):
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    prompt = backbone.encode_chat([*messages, {"role": "user", "content": question.turns[turn]}])
+    if len(prompt) < backbone.max_positions:
+        result.prompts.append(prompt)
+        return
+    text = f"turn {turn + 1} of question {question.id!r} has {len(prompt):,} tokens with its history, "
+    text += f"the context of {backbone.id!r} is {backbone.max_positions:,}"
+    if turn == 0:
+        raise UserError(f"@questions: {text}", "leave it out, or shorten it")
+    log.warning("%s: it is left out", text)
+
+
+def first_difference(backbone: Backbone, result: Result, name: str, reference: str) -> dict[str, Any] | None:
+    """Returns where a method's tokens leave the reference's, None if they are the same.
+
+    margin: between the logits of both tokens in the model; near 0, rounding decided a tie.
+    """
+    pairs = zip(result.answers[reference].turns, result.answers[name].turns, strict=True)
+    for turn, (expected, actual) in enumerate(pairs):
+        if expected == actual:
+            continue
+        place: dict[str, Any] = {"question": result.question.id, "turn": turn}
+        shorter = min(len(expected), len(actual))
+        same = next((i for i in range(shorter) if expected[i] != actual[i]), shorter)
+        if same == shorter:  # one is the beginning of the other
+            return place | {"position": same, "margin": 0.0}
+        ids = torch.tensor([*result.prompts[turn], *expected[:same]])
+        logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[0, -1]  # [V]
+        tokens = {"expected": expected[same], "actual": actual[same]}
+        return place | {"position": same, **tokens, "margin": float(logits[expected[same]] - logits[actual[same]])}
+    return None
+
+
+def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """Returns each method's answers to first turns under the model's own distribution at temperature 1.
+
+    nll: nats a token; perplexity: its exponential; agreement: share of tokens that are the model's first choice.
+    """
+    quality = {}
+    for name in results[0].answers:
+        nll, same, count = 0.0, 0, 0
+        for result in results:
+            prompt, answer = result.prompts[0], result.answers[name].turns[0]
+            ids = torch.tensor([*prompt, *answer], device=backbone.device)
+            logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
+            for token in likelihoods(logits[len(prompt) - 1 :], answer, 1):
+                nll -= token.logprob
+                same += token.token == token.top[0][0]
+            count += len(answer)
+        mean = nll / max(count, 1)
+        quality[name] = {"nll": mean, "perplexity": math.exp(mean), "agreement": same / max(count, 1), "tokens": count}
+    return quality
+
+
 def environment(device: torch.device) -> dict[str, str | int]:
-    """Returns operating system, processor, memory, accelerator, and versions of what computes."""
+    """Returns operating system, processor, accelerator, and versions of what computes."""
     facts: dict[str, str | int] = {
         "system": platform.platform(),
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-    with suppress(ValueError, OSError, AttributeError):  # where the system does not say
-        facts["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
     if device.type == "cuda":
         facts |= {"accelerator": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     facts["python"] = platform.python_version()
@@ -286,13 +419,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:
-    """Writes a bench into a folder under a name of its own, by its time; returns its path."""
-    stem = document["created"].replace(":", "").replace("+0000", "")
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):  # two benches may end in one second
-        path = folder / (f"{stem}.json" if number == 1 else f"{stem}_{number}.json")
-        with suppress(FileExistsError):
-            path.with_suffix(".md").touch(exist_ok=False)  # takes the name in one move: no other process can
-            write_json(path, document)
-            return path
-    raise AssertionError
+    """Writes a bench into a folder under the present time; returns its path."""
+    path = folder / f"{datetime.now(timezone.utc):%Y-%m-%dT%H%M%S-%f}.json"
+    write_json(path, document)
+    return path

@@ -1,12 +1,14 @@
-"""Figures of a bench: sums over steps, acceptance by position, and bootstrap intervals over questions."""
+"""Figures of a bench: sums over steps, acceptance by position, bootstrap intervals over questions."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medusa_cli.bench.questions import Question
 from medusa_cli.decode import Stats, Step
 
 ROUNDS = 2000
@@ -18,8 +20,7 @@ Sums = NDArray[np.float64]
 class PathStats(Stats):
     """Stats that also count steps by accepted depth, and accepted nodes by (nodes of the tree, node).
 
-    Trees differ in size near the end of the context, and a dynamic tree's nodes differ from step to step: so a node is
-    counted with the size of its tree. Steps without a path (prefill) count in neither.
+    A node is counted with its tree's size, as trees get smaller near the end of the context. Prefill counts in neither.
     """
 
     depths: Counter[int] = field(default_factory=Counter)
@@ -31,24 +32,114 @@ class PathStats(Stats):
             self.depths[len(step.path) - 1] += 1
             self.hits.update((step.nodes, node) for node in step.path)
 
-    def __iadd__(self, other: Stats) -> "PathStats":
-        super().__iadd__(other)
-        return self
-
     def by_depth(self) -> list[int]:
         """Returns the number of steps that accepted exactly 0, 1, 2... draft tokens."""
         return [self.depths[depth] for depth in range(max(self.depths, default=-1) + 1)]
 
     def tree_hits(self) -> list[int]:
-        """Returns how often each node was accepted, of the tree size that was verified most often."""
-        steps = {size: count for (size, node), count in self.hits.items() if node == 0}
-        size = max(steps, key=lambda size: steps[size], default=0)
+        """Returns the count of each accepted node, for the tree size that was verified most often."""
+        roots = {size: count for (size, node), count in self.hits.items() if node == 0}
+        size = max(roots, key=lambda size: roots[size], default=0)
         return [self.hits[size, node] for node in range(size)]
 
 
-def reached(depths: Sequence[int]) -> list[int]:
-    """Returns the steps that accepted at least 1, 2, 3... draft tokens, from those that accepted exactly 0, 1, 2..."""
-    return [sum(depths[depth:]) for depth in range(1, len(depths))]
+@dataclass
+class Answer:
+    """A method's answer to a question: token ids of each turn, seconds, and sums over steps (none: not our loop)."""
+
+    turns: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: PathStats = field(default_factory=PathStats)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.turns))
+
+    def extend(self, turn: "Answer") -> None:
+        """Appends the answer to a further turn."""
+        self.turns += turn.turns
+        self.seconds += turn.seconds
+        self.stats += turn.stats  # type: ignore[misc]
+
+
+@dataclass
+class Result:
+    """A question, the prompt of each turn, and each method's answer."""
+
+    question: Question
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+def reference_of(names: Sequence[str]) -> str:
+    """Returns the method whose answers the others must equal: our plain loop, else hf, else the first."""
+    return next((name for name in ("ar", "hf") if name in names), names[0])
+
+
+def baseline_of(names: Sequence[str]) -> str:
+    """Returns the method that speedups are over: hf, else our plain loop, else the first."""
+    return next((name for name in ("hf", "ar") if name in names), names[0])
+
+
+def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]] | None) -> dict[str, Any]:
+    """Returns every method's figures by name; docs/measuring.md explains each.
+
+    differences: each method's first difference in every question that has one; None: not compared.
+    """
+    names = list(results[0].answers)
+    baseline, reference = baseline_of(names), reference_of(names)
+    totals = {name: PathStats() for name in names}
+    for result in results:
+        for name in names:
+            totals[name] += result.answers[name].stats  # type: ignore[misc]
+    plain_step = totals["ar"].step_s if "ar" in names else 0.0
+    methods = {}
+    for name, stats in totals.items():
+        answers = [result.answers[name] for result in results]
+        categories: dict[str, list[Result]] = {}
+        for result in results:
+            categories.setdefault(result.question.category, []).append(result)
+        parted = None if differences is None else differences[name]
+        methods[name] = {
+            **_rates(results, name, baseline),
+            "overhead": stats.step_s / plain_step if stats.steps and plain_step else None,
+            "step_ms": 1e3 * stats.step_s if stats.steps else None,
+            "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s) if stats.steps else None,
+            "identical": None if parted is None else len(results) - len(parted),
+            "differences": parted or [],
+            "tokens": sum(answer.tokens for answer in answers),
+            "seconds": sum(answer.seconds for answer in answers),
+            "depths": stats.by_depth(),
+            "by_position": by_position([answer.stats.by_depth() for answer in answers]),
+            "hits": stats.tree_hits(),
+            "answers": [_sums(result, name) for result in results],
+            "per_category": {category: _rates(part, name, baseline) for category, part in categories.items()},
+        }
+    return {"baseline": baseline, "reference": reference, "methods": methods}
+
+
+def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any]:
+    """Returns tokens/s, speedup and acceptance length over some questions, with their 95 % intervals."""
+    pairs = [(result.answers[name], result.answers[baseline]) for result in results]
+    times = np.array([[own.tokens, own.seconds, plain.tokens, plain.seconds] for own, plain in pairs], float)
+    stats = [own.stats for own, _ in pairs if own.stats.steps]
+    steps = np.array([[part.accepted + part.steps, part.steps] for part in stats], float).reshape(-1, 2)
+    return {
+        "questions": len(results),
+        "tokens_per_s": float(rate(times.sum(axis=0))),
+        "tokens_per_s_95": bootstrap(times, rate),
+        "speedup": float(ratio_of_rates(times.sum(axis=0))),
+        "speedup_95": None if name == baseline else bootstrap(times, ratio_of_rates),
+        "acceptance_length": float(rate(steps.sum(axis=0))) if len(steps) else 1.0,
+        "acceptance_length_95": bootstrap(steps, rate),
+    }
+
+
+def _sums(result: Result, name: str) -> dict[str, Any]:
+    """Returns what one question adds to a method's sums."""
+    answer = result.answers[name]
+    row = {"question": result.question.id, "tokens": answer.tokens, "seconds": answer.seconds}
+    return row | {key: getattr(answer.stats, key) for key in ("steps", "drafted", "accepted")}
 
 
 def by_position(answers: Sequence[Sequence[int]]) -> list[dict[str, float | tuple[float, float] | None]]:

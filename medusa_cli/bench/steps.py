@@ -58,7 +58,7 @@ def multiplied_weights(backbone: Backbone) -> int:
     """Returns the weights that a row is multiplied by: those of all linear layers, in any engine's layout."""
     layers = [module for module in backbone.model.modules() if "in_features" in vars(module)]
     # An adapter's layer repeats the sizes of the layer inside it.
-    return sum(int(one.in_features) * int(one.out_features) for one in layers if not hasattr(one, "base_layer"))
+    return sum(int(layer.in_features * layer.out_features) for layer in layers if not hasattr(layer, "base_layer"))
 
 
 def time_rows(
@@ -76,18 +76,13 @@ def time_rows(
     for number in range(rounds + 2):
         for count in rows:
             ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
-            clock = Clock(backbone)
-            backbone.engine.forward(Plan.tree(ids, _tree(count)), cache).logits.argmax(-1).tolist()
+            tree = Tree((-1, *[0] * (count - 1)), tuple(range(count)))
+            clock.lap()
+            backbone.engine.forward(Plan.tree(ids, tree), cache).logits.argmax(-1).tolist()
             if number >= 2:  # the first rounds warm up
                 laps[count].append(clock.lap())
     medians = {str(count): 1e3 * statistics.median(times) for count, times in laps.items()}
     return {"step_ms": medians, "prefill_s": prefill, "cache_bytes": cache.nbytes}
-
-
-def _tree(nodes: int) -> Tree:
-    """Returns any tree of so many nodes: half of them below the root, the others below those."""
-    wide = nodes // 2
-    return Tree.from_choices([[rank] for rank in range(wide)] + [[rank, 0] for rank in range(nodes - 1 - wide)])
 
 
 def time_passes(backbone: Backbone) -> dict[str, Any]:
@@ -128,8 +123,9 @@ def time_engines(model: str, options: LoadOptions, contexts: Sequence[int]) -> d
             raise UsageError(f"@context {contexts[-1]} leaves no position of {backbone.max_positions}", remedy)
         if "ceiling_ms" not in document:
             bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
-            document |= {"dtype": str(backbone.dtype).removeprefix("torch."), "device": str(backbone.device)}
             document |= {
+                "dtype": str(backbone.dtype).removeprefix("torch."),
+                "device": str(backbone.device),
                 "weight_bytes": weights,
                 "copy_bytes_per_s": bandwidth,
                 "ceiling_ms": 1e3 * weights / bandwidth,

@@ -1,9 +1,9 @@
-"""Sweeps: one bench a value of an axis. A killed sweep goes on, and a point measured before is not measured again."""
+"""Sweeps: one bench for each value of an axis. A killed sweep goes on, and known points are not measured again."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,57 +14,46 @@ from transformers import AutoConfig, AutoTokenizer
 from medusa_cli import __version__
 from medusa_cli.api import static_tree
 from medusa_cli.assets import model_dir
-from medusa_cli.bench.methods import split_names
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, environment
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.identity import weights_of
-from medusa_cli.runs.accuracies import UNKNOWN, Heads, read_calibration, stamp_of
-from medusa_cli.runs.io import read_json, read_object, write_json
+from medusa_cli.runs.accuracies import read_calibration, stamp_of
+from medusa_cli.runs.io import read_object, write_json
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.io import save_tree
-from medusa_cli.tree.search import largest, search
+from medusa_cli.tree.search import Accuracies, largest, search
 
 
 class Axis(NamedTuple):
-    """A varied setting: its unit, its usual values, the least allowed one, and the flags that it replaces."""
+    """A varied setting: its unit, its usual values, the smallest allowed one, and the flags that it replaces."""
 
     unit: str
-    values: tuple[float, ...]
-    least: float = 1
+    values: tuple[float, ...] = ()
+    smallest: float = 1
     whole: bool = True
-    replaces: frozenset[str] = frozenset()
+    replaces: tuple[str, ...] = ()
 
 
 AXES = {
-    "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), replaces=frozenset({"tree"})),
-    "heads": Axis("heads drafted with", ()),
+    "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), replaces=("tree",)),
+    "heads": Axis("heads drafted with"),
     "epsilon": Axis(
-        "epsilon of typical acceptance (delta is its root)",
-        (0.01, 0.05, 0.09, 0.15, 0.25),
-        1e-6,
-        False,
-        frozenset({"sampling"}),
+        "epsilon of typical acceptance (delta is its root)", (0.01, 0.05, 0.09, 0.15, 0.25), 1e-6, False, ("sampling",)
     ),
-    "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), 0, False, frozenset({"sampling", "temperature"})),
-    "batch": Axis("questions side by side", (1, 2, 4, 8), replaces=frozenset({"batch_size"})),
+    "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), 0, False, ("sampling", "temperature")),
+    "batch": Axis("questions side by side", (1, 2, 4, 8), replaces=("batch_size",)),
     "context": Axis("tokens of the prompt", (128, 512, 1024)),
 }
-# On these axes the trees are the question: n-gram drafts are added on request only.
-TREE_AXES = {"nodes", "heads"}
-METHODS = ("hf", "hf-lookup", "ar", "medusa")
+# Figures of a point.
+WITH_INTERVALS = ("tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95")
+ROW = ("questions", *WITH_INTERVALS, "speedup", "overhead")
+METHODS = {"hf", "hf-lookup", "ar", "medusa"}
 DEFAULT_NODES = 16  # of a sweep over heads, for a run without a tree
 TEMPLATE_TOKENS = 64
+Point = tuple[str, float, Bench]  # series, value of the axis, and the bench to run
 log = logging.getLogger(__name__)
-
-
-class Point(NamedTuple):
-    """One bench of a sweep: a value of the axis in a series."""
-
-    series: str
-    x: float
-    bench: Bench
 
 
 def parse_values(name: str, text: str | None) -> list[float]:
@@ -77,37 +66,37 @@ def parse_values(name: str, text: str | None) -> list[float]:
             value = float(word)
         except ValueError:
             value = float("nan")
-        if not axis.least <= value < float("inf") or (axis.whole and value != int(value)):
+        if not axis.smallest <= value < float("inf") or (axis.whole and value != int(value)):
             kind = "a whole number" if axis.whole else "a number"
-            raise UsageError(f"@values {text!r}: {word.strip()!r} is not valid", f"use {kind} >= {axis.least:g}")
+            raise UsageError(f"@values {text!r}: {word.strip()!r} is not valid", f"use {kind} >= {axis.smallest:g}")
         values.add(value)
-    return sorted(values) if text is not None else list(axis.values)
-
-
-def check_methods(text: str) -> None:
-    """Raises UsageError unless the methods are medusa and some of hf, hf-lookup and ar."""
-    names = split_names(text)
-    if "medusa" not in names or any(name not in METHODS for name in names):
-        raise UsageError(f"@methods {text} cannot be swept", f"use medusa, and {', '.join(METHODS[:-1])} beside it")
+    return sorted(values) or list(axis.values)
 
 
 def sweep(
     base: Bench, axis: str, values: Sequence[float], folder: Path, measure: Callable[[Bench], dict[str, Any]]
 ) -> dict[str, Any]:
     """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns it."""
+    if "medusa" not in base.methods or not METHODS.issuperset(base.methods):
+        text = f"@methods {','.join(base.methods)} cannot be swept"
+        raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
     points, rows, known = list(_points(base, axis, values, folder / "sweep")), list[dict[str, Any]](), 0
     document: dict[str, Any] = {}
-    for number, point in enumerate(points, 1):
-        settings = _settings(point.bench)
-        text = json.dumps(settings, sort_keys=True, ensure_ascii=False, default=str)
+    for number, (series, x, bench) in enumerate(points, 1):
+        text = json.dumps(_settings(bench), sort_keys=True, ensure_ascii=False, default=str)
         path = folder / "sweep" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
         if path.is_file():
             known += 1
         else:
-            log.info("point %d of %d: %s %g %s", number, len(points), axis, point.x, point.series)
-            write_json(path, {"asked": settings, "bench": measure(point.bench)})
+            log.info("point %d of %d: %s %g %s", number, len(points), axis, x, series)
+            write_json(path, {"bench": measure(bench)})
         result = read_object(path, "the point")["bench"]
-        rows += _rows(point, result, plain=point.series == points[0].series)
+        for name, figures in result["methods"].items():
+            drafts = name in result["drafting"]
+            if drafts or series == points[0][0]:  # methods that do not draft are the same in every series
+                nll = (result["quality"] or {}).get(name, {}).get("nll")
+                row = {key: figures[key] for key in ROW}
+                rows.append({"series": f"{name}, {series}" if drafts and series else name, "x": x, **row, "nll": nll})
         facts = {"axis": axis, "unit": AXES[axis].unit, "title": base.title, "of": len(points)}
         document = {**provenance(result["backbone"]), **facts, "points": rows}
         write_json(folder / f"sweep-{axis}.json", document)
@@ -116,65 +105,66 @@ def sweep(
 
 
 def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> Iterator[Point]:
-    """Yields the benches of a sweep; raises UsageError for values that do not fit the drafter."""
+    """Yields the points of a sweep; raises UsageError for values that do not fit the drafter."""
     sampling = base.sampling
-    no_tree: Mapping[str, Any] = {"static": None, "dynamic": None, "tree": None, "auto": False}
+
+    def over(**tree: Any) -> Bench:
+        """Returns the bench over another tree."""
+        settings = {"static": None, "dynamic": None, "tree": None, "auto": False} | tree
+        return replace(base, choice=replace(base.choice, **settings))
+
     if axis == "nodes":
-        sizes, limit = [int(value) for value in values], largest(_heads(base).accuracies)
-        if max(sizes) > limit:
-            raise UsageError(f"@values {max(sizes)}: these heads allow {limit:,} nodes", "use no more")
+        limit = largest(_accuracies(base))
+        if max(values) > limit:
+            raise UsageError(f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more")
         for kind in ("static", "dynamic"):
-            for size in sizes:
-                yield Point(kind, size, replace(base, choice=replace(base.choice, **{**no_tree, kind: size})))
+            yield from ((kind, size, over(**{kind: int(size)})) for size in values)
     elif axis == "heads":
-        accuracies, own = _heads(base).accuracies, static_tree(base.choice)
+        accuracies, own = _accuracies(base), static_tree(base.choice)
         for count in [int(value) for value in values] or range(1, len(accuracies) + 1):
             if count > len(accuracies):
                 raise UsageError(f"@values {count}: the drafter has {len(accuracies)} heads", "use no more")
             nodes = max(2, own.size if own is not None else DEFAULT_NODES)
             path = folder / f"{count}-heads.tree.json"
             save_tree(path, search(accuracies[:count], min(nodes, largest(accuracies[:count]))), {})
-            yield Point("", count, replace(base, choice=replace(base.choice, **{**no_tree, "tree": path})))
+            yield "", count, over(tree=path)
     elif axis == "epsilon":
+        typical = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
         for value in values:
-            loose = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
-            yield Point("", value, replace(base, sampling=replace(loose, epsilon=value, delta=value**0.5)))
+            yield "", value, replace(base, sampling=replace(typical, epsilon=value, delta=value**0.5))
     elif axis == "temperature":
         for mode in ("exact", "typical"):
             for value in values:
-                if value or mode == "exact":  # at 0 both are greedy
-                    drawn = replace(sampling, mode=mode, temperature=value)
-                    yield Point(mode, value, replace(base, sampling=drawn))
+                if value or mode == "exact":  # at 0 all modes are greedy
+                    yield mode, value, replace(base, sampling=replace(sampling, mode=mode, temperature=value))
     elif axis == "batch":
-        yield from (Point("", value, replace(base, batch_size=int(value))) for value in values)
-    elif axis == "context":
-        for value in values:
-            yield Point("", value, replace(base, questions=_long_questions(base, int(value))))
+        yield from (("", value, replace(base, batch_size=int(value))) for value in values)
+    else:
+        yield from (("", value, replace(base, questions=_long_questions(base, int(value)))) for value in values)
 
 
-def _heads(bench: Bench) -> Heads:
+def _accuracies(bench: Bench) -> Accuracies:
     path = bench.choice.calibration
     if path is None or not path.is_file():
         raise UserError(f"the drafter {bench.choice.drafter} is not calibrated", "run `medusa calibrate` first")
-    return read_calibration(path)
+    return read_calibration(path).accuracies
 
 
 def _settings(bench: Bench) -> dict[str, Any]:
-    """Returns everything that a point's figures depend on."""
+    """Returns everything that a point's figures depend on; files by their digests."""
     choice = bench.choice
-    tree = read_json(choice.tree, "the tree") if choice.tree is not None else None
-    if isinstance(tree, dict):  # not when it was made
-        tree = [tree.get("parents"), tree.get("ranks")]
-    calibrated = choice.calibration is not None and choice.calibration.is_file()
-    heads = _heads(bench) if calibrated else UNKNOWN
+    files = {"tree": choice.tree, "calibration": choice.calibration}
     return {
         "version": __version__,
         "environment": environment(torch.device("cpu")),
         "model": [choice.model, weights_of(choice.model)],
         "adapter": choice.adapter and lora.digest(choice.adapter),
         "drafter": choice.drafter and stamp_of(choice.drafter),
-        "trees": [tree, choice.static, choice.dynamic, choice.auto, choice.lookup],
-        "calibration": [heads.accuracies, heads.temperatures],
+        "trees": [choice.static, choice.dynamic, choice.auto, choice.lookup],
+        **{
+            name: hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else None
+            for name, path in files.items()
+        },
         "methods": bench.methods,
         "questions": [asdict(question) for question in bench.questions],
         "tokens": bench.max_new_tokens,
@@ -184,26 +174,13 @@ def _settings(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _rows(point: Point, bench: Mapping[str, Any], plain: bool) -> Iterator[dict[str, Any]]:
-    """Yields a row for each method of a bench; for methods that do not draft only if `plain`."""
-    keys = ("questions", "tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95", "speedup")
-    for name, figures in bench["methods"].items():
-        drafts = name in bench["drafting"]
-        if drafts or plain:
-            series = f"{name}, {point.series}" if drafts and point.series else name
-            nll = (bench.get("quality") or {}).get(name, {}).get("nll")
-            values = {key: figures[key] for key in (*keys, "overhead")}
-            yield {"series": series, "x": point.x, **values, "nll": nll}
-
-
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:
-    """Returns first turns, each behind as much text of the other questions as makes some `tokens` tokens."""
+    """Returns first turns, each after as much text of the other questions as makes some `tokens` tokens."""
     folder, trusted = model_dir(bench.choice.model), bench.options.trust_remote_code
     limit = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), "max_position_embeddings", None)
     if limit is not None and tokens + bench.max_new_tokens + TEMPLATE_TOKENS > limit:
         raise UsageError(f"@values {tokens}: the model takes {limit} tokens, the answer's included", "use fewer")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    return fill(bench.questions, tokenizer, tokens)
+    return fill(bench.questions, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted), tokens)
 
 
 def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Question]:

@@ -1,8 +1,7 @@
 """`medusa bench`: measures decoding methods on questions; sweeps, pass times, a judge and a page on request."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,20 +10,19 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, options
-from medusa_cli.commands.report import saved_bench, write_report
+from medusa_cli.commands.report import ask_judge, check_judge
 from medusa_cli.errors import UsageError
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, follow_choice, load
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from medusa_cli.bench.measure import Result
     from medusa_cli.bench.run import Bench
+    from medusa_cli.bench.stats import Result
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
+LENGTH = "acceptance_length"
 # The flags that --steps takes; it asks no questions and runs no drafter.
 WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
@@ -99,46 +97,43 @@ def bench(
     drafting: DraftFlags,
     rules: SamplingFlags,
     place: LoadFlags,
-    said: OutputFlags,
+    shown: OutputFlags,
 ) -> None:
     """Measure speedup, acceptance length and overhead, and check that the output is that of plain decoding.
 
     Every method answers every question in turn, both turns, on the same prompts. The report goes into the run's bench/
     directory (runs/MODEL/bench for the drafter that ships).
     """
-    said.configure()
+    shown.configure()
     given = {name for name in asked.params if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    for flags, other, there in (
+        (given - WITH_STEPS, "with --steps", not steps),
+        (given & {"context"}, "without --steps", steps),
+        (given & {"values"}, "without --sweep", sweep),
+    ):
+        if flags and not there:
+            raise UsageError(f"--{min(flags).replace('_', '-')} has no effect {other}", "change one of them")
     if steps:
-        for name in sorted(given - WITH_STEPS):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --steps", "leave one of them out")
-        time_steps(drafting.choose(need_drafter=False).model, place, context, said.json)
+        time_steps(drafting.choose(need_drafter=False).model, place, context, shown.json)
         return
-    for word, needed, there in (("context", "--steps", False), ("values", "--sweep", sweep)):
-        if word in given and not there:
-            raise UsageError(f"--{word} has no effect without {needed}", f"leave it out, or give {needed}")
     check_judge(judge, judge_model)
     from medusa_cli.bench import sweep as sweeps
-    from medusa_cli.bench.methods import find_competitors, parse_methods, split_names
-    from medusa_cli.bench.run import Bench
+    from medusa_cli.bench.judge import write_answers
+    from medusa_cli.bench.methods import choose_files, split_names
+    from medusa_cli.bench.report import write_report
+    from medusa_cli.bench.run import Bench, save
 
+    swept: list[float] = []
+    lookup = drafting.lookup
     if sweep is not None:
         swept = sweeps.parse_values(sweep, values)
-        for name in sorted(sweeps.AXES[sweep].replaces & given):
+        for name in given.intersection(sweeps.AXES[sweep].replaces):
             raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
-        if sweep in sweeps.TREE_AXES:
-            drafting = replace(drafting, lookup=bool(drafting.lookup))
+        if sweep in ("nodes", "heads"):  # the trees are the question: n-gram drafts are added on request only
+            lookup = bool(lookup)
         methods = methods if "methods" in given else "ar,medusa"
-        sweeps.check_methods(methods)
     names = split_names(methods)
-    competitors = find_competitors(names, drafting.model, drafting.run, drafting.tree, drafting.lookup)
-    # Where runs of their own hold the drafters, each takes --lookup, and "medusa-dynamic" is over that of "medusa".
-    own = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
-    if drafting.drafter is not None and not own:
-        raise UsageError(
-            f"--drafter {drafting.drafter} has no effect with --methods {methods}", "leave one of them out"
-        )
-    choice = (drafting if own else replace(drafting, lookup=False)).choose(need_drafter=own)
-    parse_methods(methods, competitors, choice.model, rules.sampled, gguf, draft_model, batch_size)
+    choice, competitors = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, lookup)
     questions, count = which.chosen()
     place = follow_choice(choice, place)
     what = Bench(
@@ -159,50 +154,40 @@ def bench(
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
     )
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
-    measured = partial(load, place=place)
+    loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, swept, folder, lambda point: point.run(measured, TokenBar(point))[0])
+        document = sweeps.sweep(what, sweep, swept, folder, lambda point: point.run(loader, TokenBar(point))[0])
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
-        if said.json:
+        if shown.json:
             console.emit_json(document)
         return
-    document, texts = what.run(measured, TokenBar(what), report)
+    document, texts = what.run(loader, TokenBar(what), report)
     show(document)
     try:
-        path = save(what, document, texts, folder)
+        path = save(document, folder)
+        write_answers(path.with_suffix(""), document["backbone"]["id"], questions, texts)
         if judge is not None and judge_model is not None:
             document = ask_judge(path, document, judge, judge_model)
-        page = saved_bench(folder.parent.name, path)
-        for written in write_report([page], path.with_suffix(".html"), with_page=report):
+        for written in write_report({folder.parent.name: path}, path.with_suffix(".html"), with_page=report):
             console.result(f"report: {written}")
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
-        if said.json:
+        if shown.json:
             console.emit_json(document)
-
-
-def save(what: "Bench", document: Document, texts: dict[str, dict[str, list[str]]], folder: Path) -> Path:
-    from medusa_cli.bench import run
-    from medusa_cli.bench.judge import write_answers
-
-    path = run.save(document, folder)
-    write_answers(path.with_suffix(""), document["backbone"]["id"], what.questions, texts)
-    return path
 
 
 class TokenBar:
     """Shows a bench's progress; an answer that ends early counts as done."""
 
     def __init__(self, what: "Bench") -> None:
-        self._what, self._names, self._answered = what, list[str](), 0
-        self._open: AbstractContextManager[console.Bar] | None = None
+        self._what, self._names, self._open = what, list[str](), ExitStack()
 
     def begin(self, backbone: "Backbone", names: Sequence[str]) -> None:
         turns = sum(len(question.turns) for question in self._what.questions) * len(names)
         self._names, self._answered = list(names), 0
-        self._open = console.progress("decoding", total=turns * self._what.max_new_tokens, unit="tokens")
-        self._bar = self._open.__enter__()
+        bar = console.progress("decoding", total=turns * self._what.max_new_tokens, unit="tokens")
+        self._bar = self._open.enter_context(bar)
 
     def tokens(self, name: str, new: list[int]) -> None:
         self._bar.advance(len(new))
@@ -212,8 +197,8 @@ class TokenBar:
         self._bar.advance(len(result.question.turns) * len(self._names) * self._what.max_new_tokens - spent)
         self._answered += 1
         self._bar.describe(f"question {self._answered}/{len(self._what.questions)}")
-        if self._open is not None and self._answered == len(self._what.questions):
-            self._open.__exit__(None, None, None)
+        if self._answered == len(self._what.questions):
+            self._open.close()
 
 
 def show(document: Document) -> None:
@@ -238,53 +223,25 @@ def show(document: Document) -> None:
             "reference" if name == document["reference"] and same is not None else identical,
         )
     console.result(table)
+    categories = list(next(iter(methods.values()))["per_category"])
     drafted = [name for name in methods if methods[name]["acceptance_length"] > 1]
-    for title, key, names in (
-        ("Speedup", "speedup", list(methods)),
-        ("Acceptance length", "acceptance_length", drafted),
-    ):
-        categories = list(next(iter(methods.values()))["per_category"])
+    for title, key, names in (("Speedup", "speedup", list(methods)), ("Acceptance length", LENGTH, drafted)):
         if len(categories) > 1 and len(methods) > 1 and names:
             cells = [[c, *(f"{methods[name]['per_category'][c][key]:.2f}" for name in names)] for c in categories]
             console.result(console.grid(f"{title} by category", ["category", *names], cells, left=("category",)))
     for name, figures in methods.items():
         for part in figures["differences"][:5]:
-            place = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"
-            console.result(f"{name}: {place} differs, logit margin {part['margin']:.4f}")
+            where = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"
+            console.result(f"{name}: {where} differs, logit margin {part['margin']:.4f}")
 
 
 def show_sweep(document: Document) -> None:
     rows = []
     for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):
         more = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("overhead", "nll"))
-        cells = (f"{row['x']:g}", f"{row['tokens_per_s']:.1f}", f"{row['acceptance_length']:.2f}")
-        rows.append((row["series"], *cells, *more))
+        rows.append((row["series"], f"{row['x']:g}", f"{row['tokens_per_s']:.1f}", f"{row[LENGTH]:.2f}", *more))
     head = ("series", document["axis"], "tokens/s", "acceptance length", "overhead", "nats a token")
     console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)))
-
-
-def check_judge(url: str | None, model: str | None) -> None:
-    """Raises UsageError if one of the judge's flags is given without the other."""
-    if url is not None and model is None:
-        raise UsageError(f"--judge {url} needs the name of a model", "give --judge-model NAME")
-    if model is not None and url is None:
-        raise UsageError(f"--judge-model {model} has no effect without --judge", "give --judge URL")
-
-
-def ask_judge(path: Path, document: Document, url: str, model: str) -> Document:
-    """Lets a judge grade a saved bench, prints the outcome, and returns the bench with it."""
-    from medusa_cli.bench.judge import Judge, judge_bench
-
-    with console.progress("judging", unit="verdicts") as bar:
-        document = judge_bench(path, document, Judge(url, model, os.environ.get("MEDUSA_API_KEY")), bar.advance)
-    outcome, counts = document["judge"], ("wins", "ties", "losses")
-    rows = []
-    for method, grade in outcome["single"].items():
-        pairs = outcome["pairs"].get(method)
-        rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
-    title = f"The judge's verdicts; pairs against {outcome['reference']}, in both orders"
-    console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
-    return document
 
 
 def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> None:
@@ -299,19 +256,11 @@ def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> No
     if as_json:
         console.emit_json(document)
     for size, engines in document["contexts"].items():
-        title = f"Milliseconds a pass of {place.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
-        rows = [
-            [
-                count,
-                *(
-                    f"{e['step_ms'][count]:.1f} ({e['step_ms'][count] / e['step_ms']['1']:.2f})"
-                    for e in engines.values()
-                ),
-            ]
-            for count in next(iter(engines.values()))["step_ms"]
-        ]
+        times = [engine["step_ms"] for engine in engines.values()]
+        rows = [[count, *(f"{ms[count]:.1f} ({ms[count] / ms['1']:.2f})" for ms in times)] for count in times[0]]
         rows.append(["prefill, s", *(f"{engine['prefill_s']:.2f}" for engine in engines.values())])
         rows.append(["cache, MB", *(f"{engine['cache_bytes'] / 1e6:.1f}" for engine in engines.values())])
+        title = f"Milliseconds a pass of {place.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
         console.result(console.grid(title, ["rows", *engines], rows))
         peak = document["peak_bytes"][size] / 1e6
         console.result(f"reading the weights takes {document['ceiling_ms']:.1f} ms; peak memory {peak:,.0f} MB")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.columns import Columns
     from rich.live import Live
 
-    from medusa_cli.bench.measure import Result
+    from medusa_cli.bench.stats import Result
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 128

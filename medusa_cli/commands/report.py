@@ -1,21 +1,15 @@
 """`medusa report`: writes saved benches as a page and as Markdown."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.options import OutputFlags
-from medusa_cli.runs.accuracies import outdated, read_calibration
-from medusa_cli.runs.io import Document, read_object, write_atomic
+from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import Run
-
-if TYPE_CHECKING:
-    from medusa_cli.bench.report import SavedBench
 
 
 def report(
@@ -34,15 +28,15 @@ def report(
     ] = None,
     judge: options.Judge = None,
     judge_model: options.JudgeModel = None,
-    said: OutputFlags,
+    shown: OutputFlags,
 ) -> None:
     """Write what benches measured as one HTML page, which needs no network, and as Markdown.
 
     Speedup by method and category with 95 % intervals, where the gain comes from, acceptance by position and by node of
-    the tree, times of passes, identity, heads, training, sweeps as far as the runs hold them, and the environment.
+    the tree, times of passes, identity, sweeps, a judge's grades, and the environment.
     """
-    said.configure()
-    from medusa_cli.commands.bench import ask_judge, check_judge
+    shown.configure()
+    from medusa_cli.bench.report import read_bench, write_report
 
     check_judge(judge, judge_model)
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
@@ -56,9 +50,8 @@ def report(
     # Two benches of one run are told apart by their times.
     names = [name if names.count(name) == 1 else f"{name} {path.stem}" for name, path in zip(names, paths, strict=True)]
     default = paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
-    benches = [saved_bench(name, path) for name, path in zip(names, paths, strict=True)]
-    written = write_report(benches, output or default)
-    if said.json:
+    written = write_report(dict(zip(names, paths, strict=True)), output or default)
+    if shown.json:
         console.emit_json({"written": [str(path) for path in written]})
     for path in written:
         console.result(f"report: {path}")
@@ -77,49 +70,25 @@ def find_bench(name: str) -> Path:
     return benches[-1]
 
 
-def read_bench(path: Path) -> Document:
-    document = read_object(path, "the bench")
-    if not isinstance(document.get("methods"), dict) or not document["methods"] or "baseline" not in document:
-        raise UserError(f"{path} is not a bench", "give a run, or a JSON file that `medusa bench` wrote")
+def check_judge(url: str | None, model: str | None) -> None:
+    """Raises UsageError if one of the judge's flags is given without the other."""
+    if url is not None and model is None:
+        raise UsageError(f"--judge {url} needs the name of a model", "give --judge-model NAME")
+    if model is not None and url is None:
+        raise UsageError(f"--judge-model {model} has no effect without --judge", "give --judge URL")
+
+
+def ask_judge(path: Path, document: Document, url: str, model: str) -> Document:
+    """Lets a judge grade a saved bench, prints the outcome, and returns the bench with it."""
+    from medusa_cli.bench.judge import judge_bench
+
+    with console.progress("judging", unit="replies") as bar:
+        document = judge_bench(path, document, url, model, bar.advance)
+    outcome, counts = document["judge"], ("wins", "ties", "losses")
+    rows = []
+    for method, grade in outcome["single"].items():
+        pairs = outcome["pairs"].get(method)
+        rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
+    title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
+    console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
     return document
-
-
-@contextmanager
-def _malformed(what: Path | str) -> Iterator[None]:
-    """Raises UserError, naming the bench, if it holds what no bench writes: a file may hold anything."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
-        text = f"{what} holds figures that no bench writes ({type(reason).__name__}: {first_line(reason)})"
-        raise UserError(text, "run `medusa bench` again") from reason
-
-
-def saved_bench(name: str, path: Path) -> "SavedBench":
-    """Reads a bench, the accuracies and the training of its first drafter, and the sweeps beside it."""
-    from medusa_cli.bench.report import SavedBench
-    from medusa_cli.train.log import NAME, read_log
-
-    document = read_bench(path)
-    with _malformed(path):
-        drafters = [Path(one["drafter"]) for one in (document.get("drafting") or {}).values()]
-        sweeps = [read_object(sweep, "the sweep") for sweep in sorted(path.parent.glob("sweep-*.json"))]
-        if not drafters:
-            return SavedBench(name, document, sweeps=sweeps)
-        run = Run(drafters[0].parent)
-        heads = read_calibration(run.calibration_path) if run.calibration_path.is_file() else None
-        current = heads is not None and not outdated(heads.drafter, drafters[0])
-        accuracies = heads.accuracies if heads is not None and current else ()
-        return SavedBench(name, document, accuracies, read_log(run.path / NAME), sweeps)
-
-
-def write_report(benches: "Sequence[SavedBench]", page: Path, with_page: bool = True) -> list[Path]:
-    """Writes the page, unless it is not wanted, and the Markdown beside it; returns their paths."""
-    from medusa_cli.bench.report import html, markdown, sections
-
-    with _malformed(" or ".join(bench.name for bench in benches)):
-        parts = sections(benches)
-        texts = {page: html(benches, parts)} if with_page else {}
-        texts[page.with_suffix(".md")] = markdown(benches, parts)
-    for path, text in texts.items():
-        write_atomic(path, text)
-    return list(texts)
