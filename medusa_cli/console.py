@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -210,6 +211,28 @@ def progress(description: str, total: float | None = None, unit: str = "tokens")
 
     with terminated(), show_bar(err, description, total, unit) as bar:
         yield bar
+
+
+@contextmanager
+def bars() -> Iterator[Callable[..., None]]:
+    """Yields a function that shows the progress of work in several parts, with a bar for each name.
+
+    It takes the name, the units done, their number, the unit, and a note to show beside the name.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Bar] = {}
+        seen: Counter[str] = Counter()
+
+        def show(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
+            if name not in opened:
+                stack.close()
+                opened[name] = stack.enter_context(progress(name, total, unit))
+            opened[name].advance(done - seen[name])
+            seen[name] = done
+            if note:
+                opened[name].describe(f"{name} ({note})")
+
+        yield show
 
 
 @contextmanager

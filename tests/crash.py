@@ -29,7 +29,7 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.states import StateStore
-from medusa_cli.distill import RecordWriter
+from medusa_cli.distill import Records
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import CHECKSUMS, find_source
 from medusa_cli.export.medusa_format import export_medusa
@@ -253,7 +253,7 @@ def save_conversations(folder: Path, owner: dict[str, Any]) -> None:
     """A run with conversations and states as `distill` leaves them, drawn at random."""
     run, draw = Run.open(f"{folder}/", create=True), torch.Generator().manual_seed(0)
     run.bind(owner)
-    writer = RecordWriter(run, HIDDEN, provenance(owner, seed="seeds.json", settings={}))
+    writer = Records(run, HIDDEN, provenance(owner, seed="seeds.json", settings={}))
     for number in range(24):
         tokens = torch.randint(4, 60, (12,), generator=draw).tolist()
         said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]

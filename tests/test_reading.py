@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from medusa_cli.data.conversation import read_conversations
-from medusa_cli.distill import RecordWriter
+from medusa_cli.distill import Records
 from medusa_cli.errors import LONGEST, UserError
 from medusa_cli.runs.io import read_as, read_json, read_yaml
 from medusa_cli.runs.recipe import load_recipe
@@ -160,7 +160,7 @@ def test_a_line_of_other_types_is_passed_over_in_training_and_named_in_distillin
     records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
-        RecordWriter(run, 32, {})
+        Records(run, 32, {})
 
 
 @pytest.mark.parametrize("line", [DEEP, LONG, '{"id": "a", "id": "b"}', '{"tokens": ' + LONG + "}"])
@@ -171,15 +171,15 @@ def test_a_line_beyond_the_limits_is_passed_over_in_training_and_named_in_distil
     records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
-        RecordWriter(run, 32, {})
+        Records(run, 32, {})
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    for name in ("distill.jsonl", "distill-dropped.jsonl", "states.bin"):
+    for name in ("distill.jsonl", "states.bin"):
         run = Run.open(f"{tmp_path}/{name}", create=True)
         os.mkfifo(run.path / name)
         with pytest.raises(UserError, match="is no regular file"):
-            RecordWriter(run, 32, {})
+            Records(run, 32, {})
 
 
 def test_a_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:

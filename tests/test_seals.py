@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.distill import Answered, RecordWriter, answer_locally
-from medusa_cli.distill.records import merge_parts, part_of
+from medusa_cli.distill import Outcome, Records, answer_locally
+from medusa_cli.distill.distillation import merge_parts, part_of
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
@@ -16,11 +16,11 @@ from medusa_cli.train import load_dataset
 from tests.helpers import tiny_backbone
 
 
-def distilled(run: Run) -> list[Answered]:
+def distilled(run: Run) -> list[Outcome]:
     seeds = [Conversation.from_turns(f"s{i}", [f"w{i} w{i + 1}"]) for i in range(6)]
     backbone = tiny_backbone()
     samples = list(answer_locally(backbone, seeds, DistillRecipe(max_new_tokens=8, batch_size=2, context=64)))
-    writer = RecordWriter(run, backbone.hidden_size, {})
+    writer = Records(run, backbone.hidden_size, {})
     for sample in samples:
         writer.write(sample.conversation, sample.states)
     writer.close()
@@ -68,14 +68,14 @@ def test_files_from_before_there_were_seals_are_learnt_from(run: Run) -> None:
 
 def test_a_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
     samples, backbone = distilled(Run.open(f"{run.path}/other", create=True)), tiny_backbone()
-    part = RecordWriter(part_of(run, 0), backbone.hidden_size, {})
+    part = Records(part_of(run, 0), backbone.hidden_size, {})
     for sample in samples[:3]:
         part.write(sample.conversation, sample.states)
     part.states.truncate(0)
     part.states.append(torch.zeros(sum(len(one.states) for one in samples[:3]), backbone.hidden_size))
     part.write(samples[3].conversation, samples[3].states)
     part.close()
-    whole = RecordWriter(run, backbone.hidden_size, {})
-    merge_parts(run, whole, backbone.hidden_size)
-    assert whole.answered == {samples[3].conversation.id}
+    whole = Records(run, backbone.hidden_size, {})
+    merge_parts(run, whole)
+    assert whole.done == {samples[3].conversation.id}
     whole.close()

@@ -13,8 +13,8 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.states import StateStore
-from medusa_cli.distill import RecordWriter, answer_locally
-from medusa_cli.distill.records import merge_parts, part_of
+from medusa_cli.distill import Records, answer_locally
+from medusa_cli.distill.distillation import merge_parts, part_of
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import DistillRecipe
@@ -120,17 +120,16 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
     samples = list(answer_locally(backbone, seeds, DistillRecipe(max_new_tokens=8, batch_size=2, context=64)))
     header = {"seed": "x", "settings": {}}
     for rank in (0, 1):
-        part = RecordWriter(part_of(run, rank), backbone.hidden_size, header, min_answer_tokens=1)
+        part = Records(part_of(run, rank), backbone.hidden_size, header)
         for sample in samples[rank::2]:
             part.write(sample.conversation, sample.states)
-        part.drop(f"short{rank}", 0)
         part.close()
-    whole = RecordWriter(run, backbone.hidden_size, header, min_answer_tokens=1)
+    whole = Records(run, backbone.hidden_size, header)
     whole.write(samples[0].conversation, samples[0].states)  # as far as an earlier merge had come
     whole.close()
-    whole = RecordWriter(run, backbone.hidden_size, header, min_answer_tokens=1)
-    merge_parts(run, whole, backbone.hidden_size)
-    assert whole.answered == {seed.id for seed in seeds} | {"short0", "short1"}
+    whole = Records(run, backbone.hidden_size, header)
+    merge_parts(run, whole)
+    assert whole.done == {seed.id for seed in seeds}
     whole.close()
     store = StateStore(run.states_path, backbone.hidden_size)
     by_id = {sample.conversation.id: sample for sample in samples}
@@ -138,8 +137,8 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
         one = json.loads(line)
         assert one["tokens"] == by_id[one["id"]].conversation.tokens
         assert torch.equal(store.read(*one["state_rows"]), by_id[one["id"]].states.to(torch.bfloat16))
-    other = RecordWriter(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
+    other = Records(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
     other.write(samples[0].conversation, samples[0].states)
     other.close()
     with pytest.raises(UserError, match="distilled with seed"):
-        merge_parts(run, RecordWriter(run, backbone.hidden_size, header), backbone.hidden_size)
+        merge_parts(run, Records(run, backbone.hidden_size, header))

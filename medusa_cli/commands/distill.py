@@ -1,7 +1,7 @@
 """`medusa distill`: a model answers seed prompts, and its conversations become training data."""
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -104,58 +104,53 @@ def distill(
     if recipe is None and settings.max_samples is None:
         settings = replace(settings, max_samples=BARE_SAMPLES)
 
-    from medusa_cli.distill import Distillation, Endpoint, read_seeds
-    from medusa_cli.distill.distillation import check_settings
+    from medusa_cli.data.seeds import read_seeds
+    from medusa_cli.distill.distillation import DistillOptions, check_settings
+    from medusa_cli.distill.distillation import distill as answer_seeds
     from medusa_cli.runs.run import Run, sole_writer
     from medusa_cli.train import Distributed
 
     check_settings(settings)
     # Each process ends when its share is done, and the shares may differ by hours.
     processes = Distributed.join(place.device, backend="gloo")
-    if not first:
-        processes.wait()  # until the first has fetched what all read
-    seeds, report = read_seeds(settings.seed)
-    target = Run.open(run, create=not resume)
-    if resume and not target.distill_path.is_file():
-        raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
-    if first:  # the others write parts of their own
-        context.with_resource(sole_writer(target.path, "medusa distill", console.warn))
+    with processes.first_ahead():  # it fetches what all read
+        seeds, report = read_seeds(settings.seed)
+        target = Run.open(run, create=not resume)
+        if resume and not target.distill_path.is_file():
+            raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
+        if first:  # the others write parts of their own
+            context.with_resource(sole_writer(target.path, "medusa distill", console.warn))
     name = model or (target.model if recipe is None else None) or plan.model
     count = min(len(seeds), settings.max_samples or len(seeds))
     console.info(
         f"{place.of(name)} answers {count:,} of {len(seeds):,} conversations of {settings.seed} into {target.path}; "
         f"--max-samples N takes more ({report})"
     )
-    distillation = Distillation(
-        target,
-        seeds,
+    wanted = DistillOptions(
         name,
         settings,
         replace(place, device=processes.device(place.device)),
-        processes,
         chat_template=plan.chat_template,
-        rounding=None if endpoint or place.quantize == "none" else place.quantize,
-        endpoint=Endpoint(endpoint, endpoint_model, concurrency) if endpoint else None,
+        endpoint=endpoint,
+        endpoint_model=endpoint_model,
+        concurrency=concurrency,
         dedup=dedup,
         min_answer_tokens=min_answer_tokens,
     )
-    with console.progress("distilling", total=len(distillation.seeds), unit="conversations") as bar:
-        for rate in distillation.answers():
-            bar.advance(1)
-            bar.describe(f"distilling ({rate:,.0f} tokens/s)")
-    summary = distillation.finish()
+    with console.bars() as on_progress:
+        summary = answer_seeds(target, seeds, wanted, processes, on_progress)
+    processes.destroy()
     if summary is None:  # the first process speaks for all
         return
     if output.json:
-        console.emit_json(asdict(summary))
-    if not summary.conversations:
+        console.emit_json(summary)
+    if not summary["conversations"]:
         raise UserError(
             f"{target.distill_path} holds no conversation: each was skipped, dropped or failed",
             "give another --seed, a larger --context or fewer --max-new-tokens",
         )
-    if not output.json:
-        console.result(
-            f"{summary.answer_tokens:,} answer tokens in {summary.conversations:,} conversations: "
-            f"{target.distill_path} ({summary.new_tokens:,} made now at {summary.tokens_per_s:,.0f} tokens/s). "
-            f"Next: medusa train --run {run}"
-        )
+    console.result(
+        f"{summary['answer_tokens']:,} answer tokens in {summary['conversations']:,} conversations: "
+        f"{target.distill_path} ({summary['new_tokens']:,} made now at {summary['tokens_per_s']:,.0f} tokens/s). "
+        f"Next: medusa train --run {run}"
+    )

@@ -23,7 +23,7 @@ def merge(
     passed over, so the same command resumes where it was stopped, and with more runs adds theirs.
     """
     output.configure()
-    from medusa_cli.distill.records import merge_runs, parts_of
+    from medusa_cli.distill.distillation import merge_runs, parts_of
     from medusa_cli.runs.run import Run, sole_writer
 
     sources = [Run.open(name, named="RUN") for name in runs]
@@ -40,9 +40,8 @@ def merge(
         console.emit_json(summary)
     if not summary["conversations"]:
         raise UserError(f"{target.distill_path} holds no conversation", "name runs of `medusa distill`")
-    if not output.json:
-        console.result(
-            f"{summary['answer_tokens']:,} answer tokens in {summary['conversations']:,} conversations: "
-            f"{target.distill_path} ({summary['taken']:,} copied now, {summary['known']:,} there already). "
-            f"Next: medusa train --run {run}"
-        )
+    console.result(
+        f"{summary['answer_tokens']:,} answer tokens in {summary['conversations']:,} conversations: "
+        f"{target.distill_path} ({summary['taken']:,} copied now, {summary['known']:,} there already). "
+        f"Next: medusa train --run {run}"
+    )

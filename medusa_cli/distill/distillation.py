@@ -1,74 +1,59 @@
-"""A run's distillation: what is still to be answered, by this model or by servers, and where answers are kept."""
+"""Distils a run: seeds are answered by the model or by servers, and any kill is resumed; merges distillations."""
 
 import hashlib
 import json
 import logging
+import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from medusa_cli.data.conversation import Conversation
+from torch import Tensor
+
+from medusa_cli.data.conversation import Conversation, distilled_of
+from medusa_cli.data.seeds import distinct, in_order
+from medusa_cli.data.states import StateStore, read_rows, seal
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
-from medusa_cli.distill.filters import in_order, unique
-from medusa_cli.distill.local import MAX_BATCH, answer_locally, choose_batch_size
-from medusa_cli.distill.records import Answered, Failed, Outcome, RecordWriter, TooLong, merge_parts, part_of
+from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
 from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.io import check_regular, read_jsonl, read_object, repair_jsonl, write_json
+from medusa_cli.runs.provenance import SEVERAL, describe_distillation
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe
-from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.run import Run, check_backbone, provenance
 
 log = logging.getLogger(__name__)
 
-
-class Processes(Protocol):
-    """Processes that share the work: this one's rank among `size`, and how they wait for one another."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def strided_shard(self, items: Sequence[Any]) -> list[Any]: ...
-
-    def wait(self) -> None: ...
-
-    def destroy(self) -> None: ...
+HEADER = "distill.json"
+# Settings that decide whose words the conversations are, and which states they have: runs are merged if they agree.
+SHARED = ("rounding", "chat_template", "taps")
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Servers that answer in the model's place: addresses with commas between, the model's name there, concurrency."""
+class DistillOptions:
+    """Options of a distillation: the model, the recipe's settings, how to load the model.
 
-    addresses: str
-    model: str | None = None
-    concurrency: int = 8
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Counts after a distillation, of all processes together.
-
-    skipped: prompts too long for the context; dropped: conversations with too short an answer; duplicates: seeds that
-    ask what another asks; new_tokens: answer tokens of this call.
+    endpoint: comma-separated addresses of servers that answer in the model's place; endpoint_model: its name there
+    (None: found by asking). dedup: of seeds with the same first prompt one is answered.
     """
 
-    run: str
-    conversations: int
-    answer_tokens: int
-    failed: int
-    skipped: int
-    duplicates: int
-    dropped: int
-    new_tokens: int
-    tokens_per_s: float
+    model: str
+    settings: DistillRecipe
+    loading: LoadOptions = DEFAULT_LOADING
+    chat_template: str | None = None
+    endpoint: str | None = None
+    endpoint_model: str | None = None
+    concurrency: int = 8
+    dedup: bool = True
+    min_answer_tokens: int = 0
 
 
 def check_settings(settings: DistillRecipe) -> None:
@@ -82,140 +67,279 @@ def check_settings(settings: DistillRecipe) -> None:
         )
 
 
-class Distillation:
-    """Opens a run's data for more conversations, and the model or the servers that answer.
+class Processes(Protocol):
+    """Processes that share the work: the part of train.Distributed that is needed here."""
 
-    seeds: what this process answers. `answers` does the work, `finish` ends it. Under several processes each writes
-    a part of its own, which the first one merges at the end; `processes` shares the work.
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def first_ahead(self) -> AbstractContextManager[None]: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+def distill(
+    run: Run,
+    seeds: Sequence[Conversation],
+    options: DistillOptions,
+    processes: Processes,
+    on_progress: Callable[..., None] = lambda *event: None,
+) -> dict[str, Any] | None:
+    """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
+
+    Of several processes each writes a part, which the first one merges at the end, or at the next start.
+    on_progress: called with a name, the seeds done, their number, the unit, and the rate.
+    """
+    template, first, shared = run.template_with(options.chat_template), processes.rank == 0, processes.size > 1
+    with processes.first_ahead():  # it fetches what all read
+        answer, model, settings = _source(options, template, processes.size)
+        run.bind(model.identity)
+        header = _header(options, model.identity, template)
+        width = model.hidden_size * (1 + len(settings.taps))
+        records = Records(run, width, header) if first else None
+        if records is not None:
+            merge_parts(run, records)  # of processes that were killed
+            run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
+            run.keep_template(template)
+    done = set(processes.gather(sorted(records.done) if records else [])[0])
+    chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
+    asked = distinct(chosen, done) if options.dedup else chosen
+    left = [seed for seed in asked if seed.id not in done]
+    if len(asked) < len(chosen):
+        log.info(f"{len(chosen) - len(asked):,} seeds ask what another asks and are left out (@no_dedup keeps them)")
+    if len(left) < len(asked):
+        log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
+
+    share = left[processes.rank :: processes.size]
+    own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
+    counts, start, rate = Counter[str](), time.perf_counter(), 0.0
+    with closing(own):
+        for number, outcome in enumerate(answer(share), 1):
+            counts[_keep(run, own, outcome, options.min_answer_tokens)] += 1
+            counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
+            rate = counts["new_tokens"] / (time.perf_counter() - start)
+            on_progress("distilling", number, len(share), "conversations", f"{rate:,.0f} tokens/s")
+    every = processes.gather((counts, rate))
+    with processes.first_ahead():
+        if shared and records is not None:
+            merge_parts(run, records)
+            records.close()
+    if records is None:
+        return None
+    counts, rate = sum((count for count, _ in every), Counter()), sum(rate for _, rate in every)
+    if counts["skipped"]:
+        limit = min(settings.context, model.max_positions)
+        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
+    if counts["dropped"]:
+        log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
+    if counts["failed"]:
+        log.warning(
+            f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
+        )
+    return {
+        "run": str(run.path),
+        "conversations": len(records.done),
+        "answer_tokens": records.tokens,
+        "duplicates": len(chosen) - len(asked),
+        **{key: counts[key] for key in ("failed", "skipped", "dropped", "new_tokens")},
+        "tokens_per_s": round(rate, 1),
+    }
+
+
+def _source(
+    options: DistillOptions, template: str | None, processes: int
+) -> tuple[Callable[[Sequence[Conversation]], Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
+    """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
+    settings, trusted = options.settings, options.loading.trust_remote_code
+    if options.endpoint is not None:
+        tokenizer = Tokenizer(options.model, template, trust_remote_code=trusted)
+        servers, silent = connect(options.endpoint, options.endpoint_model, tokenizer)
+        for line in silent:
+            log.warning(f"@endpoint {line}; the others take its work until it answers")
+        answer = partial(answer_remotely, servers, tokenizer, settings=settings, concurrency=options.concurrency)
+        return answer, tokenizer, settings
+    rows = settings.batch_size or MAX_BATCH
+    backbone = load_backbone(options.model, options.loading, chat_template=template, rows=rows)
+    check_layers(settings.taps, backbone.num_layers, "distill.taps")
+    if settings.batch_size is None:
+        settings = replace(settings, batch_size=choose_batch_size(backbone, settings, processes))
+    return partial(answer_locally, backbone, settings=settings), backbone, settings
+
+
+def _header(options: DistillOptions, identity: dict[str, Any], template: str | None) -> dict[str, Any]:
+    """Returns the provenance of a file's conversations, with the settings that all of them share."""
+    keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
+    settings = {key: getattr(options.settings, key) for key in keys}
+    digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
+    rounding = options.loading.quantize if options.endpoint is None and options.loading.quantize != "none" else None
+    more = {"rounding": rounding, "taps": list(options.settings.taps), "chat_template": digest}
+    settings |= {key: value for key, value in more.items() if value}
+    return provenance(identity, seed=options.settings.seed, settings=settings)
+
+
+def _keep(run: Run, records: "Records", outcome: Outcome, min_answer_tokens: int) -> str:
+    """Writes a seed's outcome; returns "kept", "dropped", "skipped" or "failed"."""
+    if outcome.failure is not None:
+        with run.failed_path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"id": outcome.id, "reason": outcome.failure}) + "\n")
+        return "failed"
+    if outcome.conversation is None:
+        return "skipped"
+    if min(end - start for start, end in outcome.conversation.spans) < min_answer_tokens:
+        return "dropped"
+    records.write(outcome.conversation, outcome.states)
+    return "kept"
+
+
+class Records:
+    """A run's conversations: an append-only file of lines, beside one of state rows of a width.
+
+    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to disk before the
+    line that names them. Opening drops a cut-off last line, and rows that no line names. Raises UserError, and leaves
+    the files alone, for any other bad line, and where the file has another seed or other settings than the header.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        seeds: Sequence[Conversation],
-        model: str,
-        settings: DistillRecipe,
-        loading: LoadOptions,
-        processes: Processes,
-        *,
-        chat_template: str | None = None,
-        rounding: str | None = None,
-        endpoint: Endpoint | None = None,
-        dedup: bool = True,
-        min_answer_tokens: int = 0,
-    ) -> None:
-        self.run, self._processes, self._endpoint = run, processes, endpoint
-        template = run.template_with(chat_template)
-        self._model: Backbone | Tokenizer
-        if endpoint is not None:
-            self._model = Tokenizer(model, template, trust_remote_code=loading.trust_remote_code)
-            self._servers, silent = connect(endpoint.addresses, endpoint.model, self._model)
-            for line in silent:
-                log.warning(f"@endpoint {line}; the others take its work until it answers")
-        else:
-            rows = settings.batch_size or MAX_BATCH
-            self._model = load_backbone(model, loading, chat_template=template, rows=rows)
-            check_layers(settings.taps, self._model.num_layers, "distill.taps")
-            if settings.batch_size is None:
-                settings = replace(settings, batch_size=choose_batch_size(self._model, settings, processes.size))
-        self.settings = settings
-        run.bind(self._model.identity)
-        self._width = self._model.hidden_size * (1 + len(settings.taps))
-        header = provenance(
-            self._model.identity, seed=settings.seed, settings=shared_settings(settings, template, rounding)
-        )
-        # The run's own file is the first process's alone.
-        self._file = RecordWriter(run, self._width, header, min_answer_tokens) if processes.rank == 0 else None
-        if self._file is not None:
-            merge_parts(run, self._file, self._width)  # of processes that were interrupted
-            run.failed_path.unlink(missing_ok=True)  # what failed earlier is asked again
-            run.keep_template(template)
-            processes.wait()  # for the others, who began to wait before they loaded anything
-        if self._file is not None and processes.size == 1:
-            self._writer = self._file
-        else:
-            self._writer = RecordWriter(part_of(run, processes.rank), self._width, header, min_answer_tokens)
-        answered = set(processes.gather(sorted(self._file.answered) if self._file else [])[0])
-        chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
-        distinct = unique(chosen, answered) if dedup else chosen
-        left = [seed for seed in distinct if seed.id not in answered]
-        self._duplicates = len(chosen) - len(distinct)
-        if self._duplicates:
-            log.info(f"{self._duplicates:,} seeds ask what another asks and are left out (@no_dedup keeps them)")
-        if len(left) < len(distinct):
-            log.info(f"resuming: {len(distinct) - len(left):,} conversations are there already")
-        self.seeds = processes.strided_shard(left)
-        self._failed = self._skipped = self._tokens = 0
-        self._seconds = 0.0
-
-    def answers(self) -> Iterator[float]:
-        """Answers the seeds and writes each conversation as it ends; yields tokens/s so far after each seed."""
-        start = time.perf_counter()
-        with closing(self._writer):
-            for outcome in self._outcomes():
-                if isinstance(outcome, Answered):
-                    self._tokens += outcome.conversation.positions
-                    self._writer.write(outcome.conversation, outcome.states)
-                elif isinstance(outcome, TooLong):
-                    self._skipped += 1
-                else:
-                    self._fail(outcome)
-                self._seconds = time.perf_counter() - start
-                yield self._tokens / self._seconds
-
-    def _outcomes(self) -> Iterator[Outcome]:
-        if isinstance(self._model, Tokenizer):
-            assert self._endpoint is not None
-            return answer_remotely(self._servers, self._model, self.seeds, self.settings, self._endpoint.concurrency)
-        return answer_locally(self._model, self.seeds, self.settings)
-
-    def _fail(self, failed: Failed) -> None:
-        self._failed += 1
-        with self.run.failed_path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"id": failed.id, "reason": failed.reason}) + "\n")
-
-    def finish(self) -> Summary | None:
-        """Merges the parts of all processes; returns the counts to the first one, None to the others."""
-        rate = self._tokens / max(self._seconds, 1e-9)
-        counts = self._processes.gather((self._failed, self._skipped, self._tokens, rate))
-        if self._processes.size > 1:
-            if self._file is not None:
-                merge_parts(self.run, self._file, self._width)
-                self._file.close()
-            self._processes.wait()
-            self._processes.destroy()
-        file = self._file
-        if file is None:
-            return None
-        failed, skipped, tokens, rate = (sum(column) for column in zip(*counts, strict=True))
-        dropped = sum(shortest < file.min_answer_tokens for shortest in file.dropped.values())
-        if skipped:
-            room = min(self.settings.context, self._model.max_positions)
-            log.info(f"{skipped:,} prompts were skipped: too long for a context of {room:,} positions (@context)")
-        if dropped:
-            log.info(f"{dropped:,} conversations were dropped: an answer of fewer than {file.min_answer_tokens} tokens")
-        if failed:
-            log.warning(
-                f"{failed:,} conversations failed, see {self.run.failed_path}; the same command asks them again"
+    def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
+        self.path, self.header = run.distill_path, header
+        self.done: set[str] = set()
+        self.tokens = rows = 0
+        check_regular(self.path)
+        if self.path.exists():
+            repair_jsonl(self.path)
+        for conversation in read_distilled(run):
+            self.done.add(conversation.id)
+            self.tokens += conversation.positions
+            rows = max(rows, sum(conversation.state_rows or ()))
+        old = read_object(run.path / HEADER, "the distillation's header") if (run.path / HEADER).exists() else header
+        for key in ("seed", "settings"):
+            if self.done and old.get(key) != header.get(key):
+                raise UserError(
+                    f"{self.path} was distilled with {key} {json.dumps(old.get(key))}, not "
+                    f"{json.dumps(header.get(key))}",
+                    "repeat the earlier settings to resume it, or choose another @run",
+                )
+        write_json(run.path / HEADER, header)
+        self.states = StateStore(run.states_path, width)
+        if self.states.rows < rows:
+            raise UserError(
+                f"{run.states_path} holds {self.states.rows} state rows, but {self.path} names {rows}",
+                "the two files do not belong together: distil into another @run",
             )
-        return Summary(
-            run=str(self.run.path),
-            conversations=len(file.done),
-            answer_tokens=file.tokens,
-            failed=failed,
-            skipped=skipped,
-            duplicates=self._duplicates,
-            dropped=dropped,
-            new_tokens=tokens,
-            tokens_per_s=round(rate, 1),
+        self.states.truncate(rows)
+        self._lines = self.path.open("a", encoding="utf-8")
+
+    def write(self, conversation: Conversation, states: Tensor | None = None) -> None:
+        """Appends a conversation: its states [n, W] first, then its line."""
+        if states is not None:
+            rows = (self.states.append(states), len(states))
+            conversation = replace(conversation, state_rows=rows, seal=seal(conversation, states))
+        self._lines.write(conversation.to_json() + "\n")
+        self._lines.flush()
+        self.done.add(conversation.id)
+        self.tokens += conversation.positions
+
+    def copy(self, source: Run) -> Iterator[str]:
+        """Copies a run's conversations with their states; yields "taken", "known" or "broken" for each.
+
+        known: its id is there already; broken: its states are of another conversation. At the end all is on disk.
+        """
+        for conversation in read_distilled(source):
+            if conversation.id in self.done:
+                yield "known"
+                continue
+            states = None
+            if conversation.state_rows is not None:
+                states = read_rows(source.states_path, self.states.width, *conversation.state_rows)
+                if conversation.seal != seal(conversation, states):
+                    yield "broken"
+                    continue
+            self.write(replace(conversation, state_rows=None, seal=None), states)
+            yield "taken"
+        self.states.sync()
+        os.fsync(self._lines.fileno())
+
+    def close(self) -> None:
+        self._lines.close()
+        self.states.close()
+
+
+def read_distilled(run: Run) -> Iterator[Conversation]:
+    """Yields the conversations of a distillation; raises UserError for any other line."""
+
+    def refuse(number: int, reason: str) -> None:
+        raise UserError(
+            f"{run.distill_path} line {number} is no conversation of `medusa distill` ({reason})",
+            "mend or delete that line",
         )
 
+    if run.distill_path.exists():
+        yield from read_jsonl(run.distill_path, refuse, distilled_of)
 
-def shared_settings(settings: DistillRecipe, template: str | None, rounding: str | None) -> dict[str, Any]:
-    """Returns the settings that all conversations of one file share."""
-    shared: dict[str, Any] = {
-        key: getattr(settings, key) for key in ("max_new_tokens", "max_turns", "temperature", "random_seed")
-    }
-    digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
-    others = {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest}
-    return shared | {key: value for key, value in others.items() if value}
+
+def part_of(run: Run, rank: int) -> Run:
+    """Returns the folder in which one process of several keeps its conversations, laid out as a run."""
+    return Run.open(str(run.path / "parts" / f"{rank:03d}") + os.sep, create=True)
+
+
+def parts_of(run: Run) -> list[Run]:
+    """Returns the parts of a distillation by several processes that has not ended."""
+    return [Run(folder) for folder in sorted((run.path / "parts").glob("*"))]
+
+
+def merge_parts(run: Run, records: Records) -> None:
+    """Moves the conversations of all parts into the run's own file; raises UserError for parts of other settings.
+
+    A part is removed only when all of it is on disk, and known conversations are passed over: killed at any moment,
+    the next merge ends the work.
+    """
+    for part in parts_of(run):
+        Records(part, records.states.width, records.header).close()  # drops what a kill left at the end
+        for _ in records.copy(part):
+            pass
+        shutil.rmtree(part.path)
+
+
+def merge_runs(sources: Sequence[Run], target: Run, on_copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Copies the conversations of several runs of one model into another; returns counts.
+
+    Killed at any moment, the same call ends the work. Raises UserError for runs that do not belong together.
+    """
+    runs = list(sources)
+    for run in runs:
+        if not run.distill_path.is_file():
+            raise UserError(f"{run.path} holds no distillation", "name runs of `medusa distill`")
+    if target.distill_path.is_file():
+        if describe_distillation(target.path).seed != SEVERAL:
+            raise UserError(f"{target.path} was distilled by itself", "merge into another @run")
+        runs.append(target)
+    owners = [(run.path, owner) for run in runs if (owner := run.owner) and owner.get("hidden_size")]
+    if not owners:
+        raise UserError(f"{runs[0].path} does not say which model it is of", "run `medusa distill` in it once")
+    owner = owners[0][1]
+    for path, other in owners:
+        check_backbone(owner, other, f"{owners[0][0]} (merged with {path})")
+    origins = [describe_distillation(run.path) for run in runs]
+    settings = [origin.settings for origin in origins]
+    for run, other in zip(runs, settings, strict=True):
+        for key in SHARED:
+            if settings[0].get(key) != other.get(key):
+                raise UserError(
+                    f"{run.path} was distilled with {key} {other.get(key)!r}, "
+                    f"{runs[0].path} with {settings[0].get(key)!r}",
+                    "merge runs whose conversations were made alike",
+                )
+    common = {key: value for key, value in settings[0].items() if all(other.get(key) == value for other in settings)}
+    target.bind(owner)
+    target.keep_template(sources[0].chat_template)
+    header = provenance(owner, seed=SEVERAL, settings=common)
+    write_json(target.path / HEADER, header)
+    counts = Counter[str](taken=0, known=0, broken=0)
+    with closing(Records(target, owner["hidden_size"] * (1 + len(origins[0].taps)), header)) as records:
+        for source in sources:
+            for outcome in records.copy(source):
+                counts[outcome] += 1
+                on_copied()
+    return {"run": str(target.path), "conversations": len(records.done), "answer_tokens": records.tokens, **counts}

@@ -2,16 +2,16 @@
 
 import sys
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from medusa_cli import assets
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.distill.local import TOKEN_CHARACTERS
-from medusa_cli.distill.records import Answered, Failed, Outcome, TooLong
+from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.runs.http import ChatServers
@@ -28,8 +28,7 @@ class Tokenizer:
     def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        source = assets.model_dir(model)
-        self.id = model
+        self.id, source = model, assets.model_dir(model)
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
             self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -42,15 +41,12 @@ class Tokenizer:
             ) from reason
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
-        try:
-            generation: Any = GenerationConfig.from_pretrained(source)
-        except OSError:
-            generation = None
-        ids: set[int] = set()
-        for owner in (generation, config, self.tokenizer):
-            eos = getattr(owner, "eos_token_id", None)
-            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        self.eos_ids = frozenset(ids)
+        owners: list[Any] = [config, self.tokenizer]
+        with suppress(OSError):
+            owners.append(GenerationConfig.from_pretrained(source))
+        ends = [getattr(owner, "eos_token_id", None) for owner in owners]
+        ids = [id for end in ends for id in (end if isinstance(end, list) else [end])]
+        self.eos_ids: frozenset[int] = frozenset(id for id in ids if id is not None)
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
@@ -93,27 +89,24 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
 
 
 def answer_remotely(
-    servers: ChatServers,
-    tokenizer: Tokenizer,
-    seeds: Sequence[Conversation],
-    settings: DistillRecipe,
-    concurrency: int = 8,
+    servers: ChatServers, tokenizer: Tokenizer, seeds: Sequence[Conversation], settings: DistillRecipe, concurrency: int
 ) -> Iterator[Outcome]:
     """Lets the servers answer every seed's turns one after another, `concurrency` conversations at a time.
 
-    Yields what became of each seed as it ends, without states: training computes those. A seed fails alone.
+    Yields each seed's outcome as it ends, without states: training computes those. A seed fails alone.
     """
-    waiting = deque(seeds)
-    running: set[Future[Outcome]] = set()
+    waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
+
+        def ask(count: int) -> set[Future[Outcome]]:
+            return {pool.submit(_converse, servers, tokenizer, seed, settings) for seed in islice(waiting, count)}
+
+        running = ask(concurrency)
         try:
-            while waiting or running:
-                done: set[Future[Outcome]] = set()
-                if running:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
                 # The servers get their next question before anything is written down: they must not idle.
-                while waiting and len(running) < concurrency:
-                    running.add(pool.submit(_converse, servers, tokenizer, waiting.popleft(), settings))
+                running |= ask(len(done))
                 for future in done:
                     yield future.result()
         finally:
@@ -132,27 +125,23 @@ def _converse(servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, se
     complete: list[bool] = []
     try:
         for turn in seed.turns[: settings.max_turns]:
-            messages.append({"role": "user", "content": turn})
-            if not _fits(tokenizer, messages, settings):
-                if not complete:
-                    return TooLong(seed.id)
-                messages.pop()
+            prompt = [*messages, {"role": "user", "content": turn}]
+            if not _fits(tokenizer, prompt, settings):
                 break
-            text, finish_reason = servers.complete(messages, **options)
-            messages.append({"role": "assistant", "content": text})
+            text, finish_reason = servers.complete(prompt, **options)
+            messages = [*prompt, {"role": "assistant", "content": text}]
             complete.append(finish_reason != "length")
-        return Answered(tokenise(tokenizer, seed.id, messages, complete))
+        return Outcome(seed.id, tokenise(tokenizer, seed.id, messages, complete) if complete else None)
     except (UserError, Malformed) as reason:
-        return Failed(seed.id, str(reason))
+        return Outcome(seed.id, failure=str(reason))
 
 
-def _fits(tokenizer: Tokenizer, messages: list[Message], settings: DistillRecipe) -> bool:
+def _fits(tokenizer: Tokenizer, prompt: list[Message], settings: DistillRecipe) -> bool:
     """Returns True if an answer fits after a prompt."""
     context = min(settings.context, tokenizer.max_positions)
-    if len(messages[-1]["content"]) > TOKEN_CHARACTERS * context:
+    if len(prompt[-1]["content"]) > TOKEN_CHARACTERS * context:
         return False
-    prompt = token_ids(tokenizer, render(tokenizer, messages, prompt=True))
-    return len(prompt) + settings.max_new_tokens <= context
+    return len(token_ids(tokenizer, render(tokenizer, prompt, prompt=True))) + settings.max_new_tokens <= context
 
 
 def tokenise(tokenizer: ChatTokenizer, id: str, messages: list[Message], complete: Sequence[bool]) -> Conversation:
@@ -166,7 +155,7 @@ def tokenise(tokenizer: ChatTokenizer, id: str, messages: list[Message], complet
     for (start, end), ended, text in zip(spans, complete, answers, strict=True):
         last = end if ended or tokens[end - 1] not in tokenizer.eos_ids else end - 1
         decoded = tokenizer.tokenizer.decode(tokens[start:last], skip_special_tokens=True)
-        if last - start < 1 or decoded.strip() != text.strip():
+        if last == start or decoded.strip() != text.strip():
             raise Malformed("its token ids do not give the text back")
         kept.append((start, last))
     return Conversation(id, messages, tokens, kept)

@@ -3,13 +3,13 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.decode import Decoder, Request, Sampling
-from medusa_cli.distill.records import Answered, Failed, Outcome, TooLong
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import after_answer, render, token_ids
@@ -26,25 +26,32 @@ TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 
 
-def max_batch_size(config: Any, dtype: torch.dtype, context: int, free: int, *, states: int) -> int:
-    """Returns how many conversations of `context` positions fit into `free` bytes, from 1 to MAX_BATCH.
+@dataclass(frozen=True)
+class Outcome:
+    """A seed's conversation and the states [len(tokens) - 1, H * taps] at its positions; servers send none.
 
-    config: the model's text config. Each conversation has keys and values of every layer, and the hidden states of
-    `states` layers that lie in the same memory.
+    Without a conversation, failure is the reason, or None for a prompt that is too long for the context.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = 2 * config.num_hidden_layers * heads * width + config.hidden_size * states
-    return max(1, min(MAX_BATCH, int(MEMORY_SHARE * free) // (numbers * dtype.itemsize * context)))
+
+    id: str
+    conversation: Conversation | None = None
+    states: Tensor | None = None
+    failure: str | None = None
 
 
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
-    """Returns how many conversations the memory free now holds; logs it where they are fewer than usual."""
-    shared = backbone.device.type != "cuda"  # by the processes of this machine, and with the states
+    """Returns how many conversations the free memory holds now, at most MAX_BATCH; logs it where they are fewer.
+
+    Each has keys and values of every layer, and, where these lie in the same memory, its hidden states.
+    """
+    config, shared = backbone.config, backbone.device.type != "cuda"  # by the processes of this machine
     free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
     context = min(settings.context, backbone.max_positions)
-    states = len(settings.taps) + 1 if shared else 0
-    count = max_batch_size(backbone.config, backbone.dtype, context, free, states=states)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = 2 * config.num_hidden_layers * heads * width
+    numbers += config.hidden_size * (len(settings.taps) + 1) if shared else 0
+    count = max(1, min(MAX_BATCH, int(MEMORY_SHARE * free) // (numbers * backbone.dtype.itemsize * context)))
     if count < MAX_BATCH:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
@@ -54,42 +61,40 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
 
 
 def answer_locally(backbone: Backbone, seeds: Sequence[Conversation], settings: DistillRecipe) -> Iterator[Outcome]:
-    """Lets the backbone answer every seed's turns one after another; yields what became of each as it ends."""
+    """Lets the backbone answer every seed's turns one after another; yields each seed's outcome as it ends."""
     waiting = iter(seeds)
-    slots: list[_Dialog | None] = [None] * (settings.batch_size or MAX_BATCH)
+    slots: list[_Answering | None] = [None] * (settings.batch_size or MAX_BATCH)
     decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
     while True:
         for index in range(len(slots)):
-            # A conversation may end with an answer's very first token, so several seeds may take a slot here.
-            while (dialog := slots[index]) is None or dialog.sequence.done:
-                if dialog is not None:
-                    if not dialog.next_turn():
-                        yield dialog.answered()
-                        slots[index] = None
-                    continue
-                seed = next(waiting, None)
-                if seed is None:
+            # An answer may end with its very first token, so several turns and seeds may take a slot here.
+            while (current := slots[index]) is None or current.sequence.done:
+                if current is not None:
+                    current.end_turn()
+                elif (seed := next(waiting, None)) is not None:
+                    current = _Answering(seed, decoder, settings)
+                else:
                     break
-                dialog = _Dialog(seed, decoder, settings)
+                slots[index], failure = None, None
                 try:
-                    if dialog.begin():
-                        slots[index] = dialog
-                    else:
-                        yield TooLong(seed.id)
+                    if current.ask():
+                        slots[index] = current
+                        continue
                 except Malformed as reason:
-                    yield Failed(seed.id, str(reason))
+                    failure = str(reason)
+                yield current.outcome(failure)
         steps = decoder.step()
         if not steps:
             return
         states = torch.cat([sequence.pending.hidden for sequence, _ in steps]).to("cpu", torch.bfloat16)
-        running = {dialog.sequence: dialog for dialog in slots if dialog is not None}
+        running = {current.sequence: current for current in slots if current is not None}
         for (sequence, step), state in zip(steps, states, strict=True):
             running[sequence].tokens += step.tokens
             running[sequence].states[sequence.pending.start] = state
 
 
-class _Dialog:
-    """Conversation under way: its messages, its tokens so far, and the states of all but the last of them."""
+class _Answering:
+    """A conversation that is being answered: tokens so far, the states of all but the last, and the open answer."""
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
         self.seed, self.decoder, self.settings, self.backbone = seed, decoder, settings, decoder.backbone
@@ -101,51 +106,46 @@ class _Dialog:
         self.states = torch.empty(0)
         self.answer_start = 0
 
-    def begin(self) -> bool:
-        """Asks the first question; returns False if its prompt is too long, raises Malformed if it has no layout."""
-        if len(self.turns[0]) > TOKEN_CHARACTERS * self.context:
-            return False
-        self.messages = [*self.messages, {"role": "user", "content": self.turns[0]}]
-        return self._generate(token_ids(self.backbone, render(self.backbone, self.messages, prompt=True)))
+    def ask(self) -> bool:
+        """Asks the next question; returns False if none is left or an answer to it would not fit the context.
 
-    def next_turn(self) -> bool:
-        """Closes the answer just written and asks the next question; returns False if none is left or fits."""
-        self.spans.append((self.answer_start, len(self.tokens)))
-        answer = self.backbone.decode(self.tokens[self.answer_start :])
-        self.messages.append({"role": "assistant", "content": answer})
-        if len(self.spans) == len(self.turns):
+        Raises Malformed where the chat template refuses the question.
+        """
+        question = next(iter(self.turns[len(self.spans) :]), None)
+        if question is None or len(question) > TOKEN_CHARACTERS * self.context:
             return False
-        question = {"role": "user", "content": self.turns[len(self.spans)]}
-        try:
-            bridge = after_answer(self.backbone, [*self.messages, question], prompt=True)
-        except Malformed:
+        messages = [*self.messages, {"role": "user", "content": question}]
+        lay_out = after_answer if self.spans else render
+        text = lay_out(self.backbone, messages, prompt=True)
+        if text is None:
             return False
-        if bridge is None or not self._generate(token_ids(self.backbone, bridge)):
-            return False
-        self.messages.append(question)
-        return True
-
-    def answered(self) -> Answered:
-        conversation = Conversation(self.seed.id, self.messages, self.tokens, self.spans)
-        return Answered(conversation, self.states[: len(self.tokens) - 1])
-
-    def _generate(self, more: list[int]) -> bool:
-        """Begins an answer after these tokens; returns False where it does not fit the context."""
-        if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the bridge
+        more, limit = token_ids(self.backbone, text), self.settings.max_new_tokens
+        if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the next prompt
             more = more[1:]
-        limit = self.settings.max_new_tokens
-        if len(self.tokens) + len(more) + limit > self.context:
+        prompt = [*self.tokens, *more]
+        if len(prompt) + limit > self.context:
             return False
         # The last token of an answer is decided but not yet run. The prefix of no other text serves: this
         # conversation's states are kept as they come.
         known = max(0, len(self.tokens) - 1)
-        prompt = [*self.tokens, *more]
         sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
         self.sequence, first = self.decoder.admit(Request(prompt, limit, sampling, reuse=known), len(self.spans))
         if not known:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
-        start = self.sequence.pending.start
-        self.states[start : len(prompt)] = self.sequence.pending.hidden
-        self.tokens, self.answer_start = prompt + first.tokens, len(prompt)
+        self.states[self.sequence.pending.start : len(prompt)] = self.sequence.pending.hidden
+        self.messages, self.tokens, self.answer_start = messages, prompt + first.tokens, len(prompt)
         return True
+
+    def end_turn(self) -> None:
+        """Closes the answer just written."""
+        self.spans.append((self.answer_start, len(self.tokens)))
+        answer = self.backbone.decode(self.tokens[self.answer_start :])
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def outcome(self, failure: str | None) -> Outcome:
+        """Returns the conversation as far as it was answered; without an answer, the failure."""
+        if not self.spans:
+            return Outcome(self.seed.id, failure=failure)
+        conversation = Conversation(self.seed.id, self.messages, self.tokens, self.spans)
+        return Outcome(self.seed.id, conversation, self.states[: len(self.tokens) - 1])
