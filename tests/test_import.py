@@ -153,14 +153,14 @@ def test_hydra_biases_that_are_left_out_are_said(tmp_path: Path, model: str) -> 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: one.pop("1.0.linear.bias"), "missing 1.0.linear.bias"),
-        (lambda one: one.update({"0.0.extra": torch.zeros(3)}), "unknown 0.0.extra"),
+        (lambda one: one.pop("1.0.linear.bias"), "1.0.linear.bias is missing"),
+        (lambda one: one.update({"0.0.extra": torch.zeros(3)}), "0.0.extra is unknown"),
         (lambda one: one.update({"2.2.weight": torch.zeros(V + 1, H)}), "2.2.weight is 65x32 instead of 64x32"),
         (
             lambda one: one.update({"0.0.linear.weight": torch.zeros(16, 16)}),
             "0.0.linear.weight is 16x16",
         ),
-        (lambda one: one["0.0.linear.weight"].fill_(float("nan")), "not finite in 0.0.linear.weight"),
+        (lambda one: one["0.0.linear.weight"].fill_(float("nan")), "0.0.linear.weight is not finite"),
     ],
     ids=["missing", "extra", "vocabulary", "width", "nan"],
 )
@@ -353,7 +353,7 @@ def test_tensors_that_cannot_be_are_named(tmp_path: Path, model: str, name: str)
 def test_heads_of_hydra_are_counted_within_bounds(tmp_path: Path, model: str) -> None:
     tensors = {**hydra_heads(), "hydra_mlp.4000000000.0.linear.weight": torch.zeros(1)}
     write(tmp_path / "theirs", "hydra_lm_head.pt", tensors, {"grounded_heads": True})
-    refused(tmp_path / "theirs", model, "unknown hydra_mlp.4000000000.0.linear.weight")
+    refused(tmp_path / "theirs", model, "hydra_mlp.4000000000.0.linear.weight is unknown")
 
 
 @pytest.mark.parametrize(

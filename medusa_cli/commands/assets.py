@@ -13,8 +13,8 @@ from medusa_cli.options import OutputFlags
 
 _FETCH: dict[str, Callable[[], str | Path]] = {
     store.DEFAULT_MODEL: lambda: store.model_dir(store.DEFAULT_MODEL),
-    "sharegpt": lambda: store.sharegpt_path(),
-    "mt-bench": lambda: store.mt_bench_path(),
+    "sharegpt": store.sharegpt_path,
+    "mt-bench": store.mt_bench_path,
 }
 
 
@@ -24,21 +24,21 @@ def assets(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
     ] = None,
-    said: OutputFlags,
+    printed: OutputFlags,
 ) -> None:
     """Fetch the named model and data into the cache, so that later commands need no network.
 
     The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it.
     """
-    said.configure()
+    printed.configure()
     wanted = names or list(_FETCH)
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")
     console.info(f"{', '.join(wanted)} -> {store.home()}")
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name in wanted:
-        found[name] = str(_FETCH[name]())
-        console.result(f"{name}: {found[name]}")
-    if said.json:
-        console.emit_json(found)
+        paths[name] = str(_FETCH[name]())
+        console.result(f"{name}: {paths[name]}")
+    if printed.json:
+        console.emit_json(paths)

@@ -21,20 +21,20 @@ def import_(
     run: options.RunOrNew = None,
     model: options.ModelOfDrafter = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    said: OutputFlags,
+    printed: OutputFlags,
 ) -> None:
     """Take in a drafter that was trained elsewhere, or exported by `medusa export --to medusa` or `eagle3`.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     Then calibrate the run; tree, chat and bench take it by --run like any other.
     """
-    said.configure()
+    printed.configure()
     from medusa_cli.export.incoming import import_drafter
 
     done = import_drafter(place, run, model, trust_remote_code)
     for note in done.notes:
         console.warn(note)
-    if said.json:
+    if printed.json:
         facts = {"run": str(done.run.path), "drafter": done.kind, "format": done.format, "heads": done.heads}
         console.emit_json({**facts, "notes": done.notes})
         return

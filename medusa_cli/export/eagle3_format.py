@@ -10,49 +10,43 @@ from torch import Tensor
 from medusa_cli import assets
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.export.tensors import Base, check_tensors
+from medusa_cli.export.tensors import Base
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.io import write_json
 
 KIND = "eagle"
-WEIGHTS = "model.safetensors"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Levels of a draft if a checkpoint does not say how many it was trained for: SpecForge's default.
+# Draft tokens if a checkpoint does not say how many it was trained for: SpecForge's default.
 LEVELS = 7
 # Variants of the layer that cannot be run here: configs that switch one on are refused.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 WIDEST = 1 << 24  # of any width in a config: larger ones overflow
-README = """# EAGLE-3 drafter for {model}
-
-Written by `medusa export --to eagle3`. It drafts up to {levels} tokens; the engines below verify them with {model}.
-
-{launch}
-"""
 
 
 def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
-    """Writes an EAGLE drafter as other engines read it; UserError for any other kind."""
+    """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
+    config, run, tensors, model, notes = source.config, source.run, dict(source.tensors), source.model, []
     if source.kind != KIND:
         raise UserError(
-            f"@to eagle3 cannot hold the {source.kind} drafter {source.run.drafter_dir}",
+            f"@to eagle3 cannot hold the {source.kind} drafter {run.drafter_dir}",
             "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
         )
-    config, tensors, model, notes = source.config, dict(source.tensors), assets.model_dir(source.model), []
     if config.vocabulary == "draft":  # engines want no maps for a full vocabulary
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
-    if source.run.adapter is not None:
-        model = f"{source.run.name}-merged"
-        notes.append(f"it belongs to a model with an adapter; serve `medusa export --to hf --output {model}`")
-    launch = _launch(model, output, config.num_heads)
+    served = assets.model_dir(model)
+    if run.adapter is not None:
+        served = f"{run.name}-merged"
+        notes.append(f"it belongs to a model with an adapter; serve `medusa export --to hf --output {served}`")
+    launch = _launch(served, output, config.num_heads)
+    page = [f"# EAGLE-3 drafter for {model}", f"It drafts up to {config.num_heads} tokens, which {model} verifies."]
     with exporting(output, overwrite) as part:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / WEIGHTS)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / "model.safetensors")
         write_json(part / "config.json", _engine_config(source))
-        blocks = "\n\n".join(f"```sh\n{line}\n```" for line in launch)
-        page = README.format(model=source.model, levels=config.num_heads, launch=blocks)
-        (part / "README.md").write_text(page, encoding="utf-8")
+        page += [f"```sh\n{line}\n```" for line in launch]
+        (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return launch, notes
 
 
@@ -106,7 +100,7 @@ def import_eagle3(
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads an EAGLE-3 folder: config, tensors, notes. Shared key and value heads are copied to every query head.
 
-    UserError for variants of the layer that cannot be run here, and for maps and widths that cannot be.
+    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and widths.
     """
     plain = _flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
@@ -118,30 +112,15 @@ def import_eagle3(
         raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
     tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
-    heads, vocabulary = plain.get("num_attention_heads"), plain.get("draft_vocab_size") or base.vocab_size
-    if not isinstance(heads, int) or heads < 1:
-        raise UserError("config.json has no num_attention_heads", "fetch the checkpoint again")
-    widths = {
-        "hidden_size": base.hidden_size,
-        "intermediate_size": plain.get("intermediate_size"),
-        "num_attention_heads": heads,
-        "head_dim": plain.get("head_dim") or base.hidden_size // heads,
-    }
-    shared = plain.get("num_key_value_heads", heads)
-    possible = all(isinstance(one, int) and 0 < one < WIDEST for one in (*widths.values(), shared, vocabulary))
-    if not possible or heads % shared:
-        raise UserError(f"config.json has widths that cannot be: {widths | {'num_key_value_heads': shared}}",
-                        "fetch the checkpoint again")  # fmt: skip
-    for name in ("k_proj", "v_proj"):
-        key, rows = f"midlayer.self_attn.{name}.weight", shared * widths["head_dim"]
-        if key in tensors and tensors[key].dim() and len(tensors[key]) == rows:
-            each = tensors[key].unflatten(0, (shared, widths["head_dim"]))
-            tensors[key] = each.repeat_interleave(heads // shared, 0).flatten(0, 1)
-    maps: dict[str, Tensor] = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
+    widths, shared, vocabulary = _widths(plain, base)
+    for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):
+        tensor, heads, size = tensors.get(name), widths["num_attention_heads"], widths["head_dim"]
+        if tensor is not None and tensor.dim() and len(tensor) == shared * size:
+            tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if vocabulary != base.vocab_size:
-        tensors["d2t"] = _checked_map(maps, vocabulary, base.vocab_size)
-    rope = _dict(plain.get("rope_parameters"))
-    theta = plain.get("rope_theta") or rope.get("rope_theta") or 10_000.0
+        tensors["d2t"] = _checked_map(d2t, t2d, vocabulary, base.vocab_size)
+    theta = plain.get("rope_theta") or _dict(plain.get("rope_parameters")).get("rope_theta") or 10_000.0
     ours = {
         "drafter": KIND,
         "num_heads": _levels(config),
@@ -151,7 +130,7 @@ def import_eagle3(
         "matrices": "one",
         "rank": None,
         **widths,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": widths["num_attention_heads"],
         "draft_vocab_size": vocabulary,
         "rms_norm_eps": plain.get("rms_norm_eps", 1e-6),
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
@@ -172,6 +151,25 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return eagle | _dict(config.get("transformer_layer_config")) | config
 
 
+def _widths(plain: dict[str, Any], base: Base) -> tuple[dict[str, Any], int, int]:
+    """Returns the layer's widths, its key and value heads, and the size of its draft vocabulary."""
+    heads = plain.get("num_attention_heads")
+    if type(heads) is not int or heads < 1:
+        raise UserError("config.json has no num_attention_heads", "fetch the checkpoint again")
+    widths = {
+        "hidden_size": base.hidden_size,
+        "intermediate_size": plain.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "head_dim": plain.get("head_dim") or base.hidden_size // heads,
+    }
+    shared, vocabulary = plain.get("num_key_value_heads", heads), plain.get("draft_vocab_size") or base.vocab_size
+    valid = all(type(width) is int and 0 < width < WIDEST for width in (*widths.values(), shared, vocabulary))
+    if not valid or heads % shared:
+        sizes = widths | {"num_key_value_heads": shared, "draft_vocab_size": vocabulary}
+        raise UserError(f"config.json has impossible widths: {sizes}", "fetch the checkpoint again")
+    return widths, shared, vocabulary
+
+
 def _aux_layers(plain: dict[str, Any], base: Base) -> list[int]:
     """Returns the layers after which hidden states are read, from 1; UserError for layers the model does not have."""
     layers = plain.get(AUX_LAYERS) or [2, base.layers // 2, base.layers - 3]
@@ -180,14 +178,14 @@ def _aux_layers(plain: dict[str, Any], base: Base) -> list[int]:
     return layers
 
 
-def _checked_map(maps: dict[str, Tensor], vocabulary: int, tokens: int) -> Tensor:
+def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
     """Returns d2t [M], the offset of each draft token's id; UserError unless t2d [V] marks the same tokens."""
-    check_tensors(maps, {"d2t": (vocabulary,), "t2d": (tokens,)}, "the EAGLE-3 checkpoint")
-    ids = maps["d2t"].long() + torch.arange(vocabulary)
-    inside = bool(((ids >= 0) & (ids < tokens)).all())
-    if not inside or not torch.equal(ids.sort().values, maps["t2d"].bool().nonzero()[:, 0]):
+    if d2t is None or t2d is None or d2t.shape != (vocabulary,) or t2d.shape != (tokens,) or d2t.is_floating_point():
+        raise UserError(f"the checkpoint lacks d2t [{vocabulary}] or t2d [{tokens}]", "fetch it again")
+    ids = d2t.long() + torch.arange(vocabulary)
+    if ids.min() < 0 or ids.max() >= tokens or not torch.equal(ids.sort().values, t2d.bool().nonzero()[:, 0]):
         raise UserError("d2t and t2d of the checkpoint contradict each other", "fetch it again")
-    return maps["d2t"].long()
+    return d2t.long()
 
 
 def _levels(config: dict[str, Any]) -> int:

@@ -1,6 +1,5 @@
-"""What is exported, and the folder that it is written to: complete or absent, with a checksum for every file."""
+"""The drafter to export, and the folder to write: complete or absent, with a checksum for every file."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.assets import DEFAULT_MODEL, sha256_of
+from medusa_cli.drafters import drafter_kind
 from medusa_cli.errors import UserError
 from medusa_cli.export.tensors import weight_shapes
 from medusa_cli.runs.accuracies import STAMP, stamp_of
@@ -21,9 +21,9 @@ CHECKSUMS = "SHA256SUMS"
 
 @contextmanager
 def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Gives an empty folder to fill, which becomes `folder` with its checksums.
+    """Yields an empty folder to fill, which becomes `folder` with its checksums.
 
-    UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set.
+    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
@@ -34,26 +34,18 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
             raise UserError(f"@output {folder} holds other files than an export", "give a new folder")
     with replacing_folder(folder) as part:
         yield part
-        for path in part.rglob("*"):
+        paths = sorted(part.rglob("*"))
+        for path in paths:
             path.chmod(0o755 if path.is_dir() else 0o644)
-        files = sorted(path for path in part.rglob("*") if path.is_file())
-        sums = [f"{_sha256(path)}  {path.relative_to(part).as_posix()}" for path in files]
-        (part / CHECKSUMS).write_text("\n".join(sums) + "\n", encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        sums = [f"{sha256_of(path)}  {path.relative_to(part).as_posix()}\n" for path in paths if path.is_file()]
+        (part / CHECKSUMS).write_text("".join(sums), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Source:
     """A run's drafter as it is on disk: kind, config (of the kind's class), tensors by their names in the file.
 
-    model: the name of its model. trusted: whether Python files of the model's may run.
+    model: the name of its model. trusted: the model's Python files may run.
     """
 
     run: Run
@@ -65,13 +57,13 @@ class Source:
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """The run's calibration, None if it has none."""
+        """Returns the run's calibration, None if it has none."""
         path = self.run.calibration_path
         return read_object(path, "the calibration") if path.is_file() else None
 
     @property
     def bench(self) -> str | None:
-        """The newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
+        """Returns the newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
         stamp, folder, shipped = stamp_of(self.run.drafter_dir), self.run.bench_dir, Run.pretrained(self.model)
         if shipped is not None and shipped.path == self.run.path:  # bench writes to a run of the model's name
             folder = Run(RUNS / called(self.model)).bench_dir
@@ -83,23 +75,18 @@ class Source:
 
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
-    """Returns the drafter of a run, by default the one that ships for the model; UserError if it cannot be used."""
-    from medusa_cli.drafters import drafter_kind
-
+    """Returns the drafter of a run, by default the one that ships for the model; raises UserError if unusable."""
     target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "train one, then give its @run")
     folder = target.drafter_dir
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder} holds no drafter", "run `medusa train` or `medusa import` first, or give another @run"
-        )
-    kind, what = drafter_kind(folder), f"the drafter's config {folder / 'config.json'}"
-    stored = read_object(folder / "config.json", "the drafter's config")
-    config = convert(kind.read_config(stored), kind.config_class, what, "train the drafter again")
-    ids = kind.id_shapes(config)
-    weights = folder / kind.weights_file
-    tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no drafter", "run `medusa train` or `medusa import` first")
+    kind, stored = drafter_kind(folder), read_object(path, "the drafter's config")
+    config = convert(kind.read_config(stored), kind.config_class, f"the drafter's config {path}", "train it again")
+    shapes, ids = weight_shapes(kind, config), kind.id_shapes(config)
+    tensors = read_weights(folder / kind.weights_file, "the drafter's weights", shapes, ids)
     owner = (target.model or stored.get("base_model_name_or_path")) if run else None
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
     return Source(target, name, kind.name, config, tensors, trusted)

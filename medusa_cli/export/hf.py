@@ -20,7 +20,22 @@ CODE = Path(__file__).parent / "custom_generate"
 KINDS = ("medusa", "hydra", "amphista", "eagle")
 # Nodes of the tree if the run has a calibration and no tree.
 NODES = 16
-USE = """```python
+CHAT = """inputs = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Why is the sky blue?"}],
+    add_generation_prompt=True, return_tensors="pt", return_dict=True,
+)"""
+TEXT = 'inputs = tokenizer("Why is the sky blue?", return_tensors="pt")'
+CARD = """---
+{base}tags: [speculative-decoding, {kind}]
+---
+
+# {model} with a {kind} drafter
+
+A small drafter proposes a tree of tokens, and n-gram matches propose more. One pass of the model verifies them all.
+Greedy answers are those of the model alone, and so are sampled ones under the same seed, apart from rounding. It takes
+one prompt at a time and no beams; other arguments of `generate` work as usual.
+
+```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this folder, or its id on a hub
@@ -29,12 +44,21 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 {prompt}
 answer = model.generate(**inputs, max_new_tokens=200, custom_generate=folder, trust_remote_code=True)
 print(tokenizer.decode(answer[0], skip_special_tokens=True))
-```"""
-CHAT = """inputs = tokenizer.apply_chat_template(
-    [{"role": "user", "content": "Why is the sky blue?"}],
-    add_generation_prompt=True, return_tensors="pt", return_dict=True,
-)"""
-PLAIN = 'inputs = tokenizer("Why is the sky blue?", return_tensors="pt")'
+```
+
+`trust_remote_code=True` runs the files in `custom_generate/`: read them, they are short. `drafter=FOLDER` names this
+folder if the model was loaded from another place. Steps go without drafts while drafts do not pay; `drafts="always"`
+drafts in every step.
+
+## Measured
+
+{bench}
+
+## Files
+
+`drafter/` holds the drafter ({heads} heads), its provenance, its tree ({tree}) and its calibration, as medusa-cli
+{version} writes them. `sha256sum -c SHA256SUMS` checks all files.
+"""
 
 
 def export_hf(
@@ -42,25 +66,17 @@ def export_hf(
 ) -> tuple[list[str], list[str]]:
     """Writes the model (an adapter merged), drafter, tree and calibration, the code that decodes with them, a card.
 
-    budget: nodes of the best tree by the calibration; None for the run's own tree. UserError for a kind of drafter that
-    transformers cannot run, or without a tree or a calibration to search one by.
+    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError for a kind of
+    drafter that transformers cannot run, or without a tree or a calibration to search one by.
     """
     if source.kind not in KINDS:
-        raise UserError(
-            f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}",
-            f"use a drafter of {', '.join(KINDS)}",
-        )
+        fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
+        raise UserError(fault, f"use a drafter of {', '.join(KINDS)}")
     tree = _tree(source, budget)
-    dtype, stored = (find(source.model, source.trusted) for find in (checkpoint_dtype, stored_dtype))
-    network, tokenizer = load_network(
-        source.model,
-        LoadOptions(
-            device="cpu",
-            dtype=next(name for name, known in DTYPES.items() if known == dtype),
-            trust_remote_code=source.trusted,
-        ),
-        chat_template=source.run.chat_template,
-    )
+    dtype, stored = checkpoint_dtype(source.model, source.trusted), stored_dtype(source.model, source.trusted)
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
+    network, tokenizer = load_network(source.model, options, chat_template=source.run.chat_template)
     notes = []
     if source.run.adapter is not None:
         network = lora.merge(network, source.run.adapter)
@@ -72,11 +88,11 @@ def export_hf(
         tokenizer.save_pretrained(part)
         shutil.copytree(source.run.drafter_dir, part / "drafter")
         save_tree(part / "drafter" / "tree.json", tree, {})
-        if source.calibration is not None:
+        if source.run.calibration_path.is_file():
             shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")
         shutil.copytree(CODE, part / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
         (part / CODE.name / "requirements.txt").write_text("transformers>=5.20\nsafetensors\n", encoding="utf-8")
-        (part / "README.md").write_text(model_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
+        (part / "README.md").write_text(_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
     call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
     return [f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call], notes
 
@@ -87,50 +103,33 @@ def _name(dtype: torch.dtype | None) -> str:
 
 def _tree(source: Source, budget: int | None) -> Tree:
     """Returns the run's tree, or the best one of so many nodes by the calibration."""
-    path, calibration = source.run.tree_path, source.calibration
+    path, calibration, heads = source.run.tree_path, source.calibration, source.config.num_heads
     if budget is None and path.is_file():
         tree = load_tree(path)
-        if tree.max_depth > source.config.num_heads:
-            fault = f"the tree {path} is {tree.max_depth} deep, the drafter has {source.config.num_heads} heads"
+        if tree.max_depth > heads:
+            fault = f"the tree {path} is {tree.max_depth} deep, the drafter has {heads} heads"
             raise UserError(fault, "run `medusa tree` again")
         return tree
     if calibration is None:
         raise UserError(f"{source.run.path} has no calibration to search a tree by", "run `medusa calibrate` first")
     if budget is not None and budget > MAX_NODES:
         raise UsageError(f"@budget {budget} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
-    accuracies = calibration["accuracies"][: source.config.num_heads]
+    accuracies = calibration["accuracies"][:heads]
     return search(accuracies, min(NODES, largest(accuracies)) if budget is None else budget)
 
 
-def model_card(source: Source, tree: Tree, chat: bool = True) -> str:
-    """Returns the card in Markdown: usage, the newest bench report, and the tree.
-
-    chat: the tokenizer has a chat template.
-    """
-    base = [f"base_model: {source.model}"] if source.model.count("/") == 1 else []
-    depths = "/".join(str(tree.depths.count(depth)) for depth in range(tree.max_depth + 1))
-    drafter = f"{source.config.num_heads} heads ({source.kind}); a tree of {tree.size} nodes, {depths} by depth"
+def _card(source: Source, tree: Tree, chat: bool) -> str:
+    """Returns the model card in Markdown; chat: the tokenizer has a chat template."""
+    nodes = f"{tree.size} nodes"
     if source.calibration is not None:
-        expected = expected_length(tree, source.calibration["accuracies"])
-        drafter += f", with an expected acceptance length of {expected:.2f} tokens a pass"
-    parts = [
-        "\n".join(["---", *base, f"tags: [speculative-decoding, {source.kind}]", "---"]),
-        f"# {source.model} with a {source.kind} drafter",
-        "The same model decodes several tokens a pass. A small drafter proposes a tree of tokens, matches of earlier "
-        "text propose more, one pass verifies them all, and the tokens that the model itself chooses are accepted. "
-        "Greedy answers are those of the model alone, and so are sampled ones under the same seed, rounding apart. One "
-        "prompt at a time, without beams; whatever else `generate` takes (temperature, penalties, stop strings, a "
-        "streamer) works as ever.",
-        USE.format(prompt=CHAT if chat else PLAIN),
-        "`trust_remote_code=True` runs the files in `custom_generate/`: read them, they are short. If the model was "
-        "loaded from another place, `drafter=FOLDER` names this folder. Steps go without drafts while drafts do not "
-        'pay; `drafts="always"` drafts in every step.',
-        "## Measured",
-        source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
-        "## Drafter and tree",
-        f"{drafter}.",
-        "## Files",
-        "`drafter/` holds the drafter, its provenance, tree and calibration as medusa-cli writes them "
-        f"(version {__version__}); `SHA256SUMS` holds the checksums of all files (`sha256sum -c SHA256SUMS`).",
-    ]
-    return "\n\n".join(parts) + "\n"
+        nodes += f", {expected_length(tree, source.calibration['accuracies']):.2f} expected tokens per step"
+    return CARD.format(
+        base=f"base_model: {source.model}\n" if source.model.count("/") == 1 else "",
+        model=source.model,
+        kind=source.kind,
+        prompt=CHAT if chat else TEXT,
+        bench=source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
+        heads=source.config.num_heads,
+        tree=nodes,
+        version=__version__,
+    )

@@ -15,16 +15,16 @@ from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UserError
 from medusa_cli.export import eagle3_format as eagle3
 from medusa_cli.export import medusa_format as medusa
-from medusa_cli.export.tensors import Base, check_tensors, count_notes, inside, read_tensors, weight_shapes
+from medusa_cli.export.tensors import Base, check_tensors, count_notes, read_tensors, weight_shapes
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.io import convert, read_object, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance, sole_writer
 
-# Names of weight files, the safe form of each first.
-FILES = ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model")
 SUFFIXES = (".safetensors", ".pt", ".bin")
+# Names of weight files, the safe form of each first.
+FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model") for end in SUFFIXES]
 INDEX = "model.safetensors.index.json"
-# Tensors that name the tokens of a draft vocabulary; the layouts check them themselves.
+# Tensors of integers that name the tokens of a draft vocabulary; the layouts check them.
 MAPS = ("draft_ids", "d2t")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImportedDrafter:
-    """The run that an import wrote, its drafter's kind and heads, the layout it came in, notes on what was changed."""
+    """The run that an import wrote, its drafter's kind and heads, the layout it came in, notes on changes."""
 
     run: Run
     kind: str
@@ -46,39 +46,37 @@ def import_drafter(
 ) -> ImportedDrafter:
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
 
-    trust_remote_code: run the Python files that the model's config may need. UserError, naming what is wrong, for a
+    trust_remote_code: run the Python files that the model's config may need. Raises UserError, naming the fault, for a
     checkpoint that does not fit the model, and for a run that has a drafter.
     """
-    folder, weights = _fetched(place)
+    folder, files = _fetch(place)
     config = read_object(folder / "config.json", "the config") if (folder / "config.json").is_file() else {}
     owner = model or config.get("base_model_name_or_path") or eagle3.verifier_of(config)
     if not isinstance(owner, str):
         raise UserError(f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID")
     its = read_config(owner, trust_remote_code)
     base = Base(owner, its.model_type, its.hidden_size, its.vocab_size, its.num_hidden_layers)
-    stored = _stored_tensors(folder, weights)
+    stored: dict[str, Tensor] = {}
+    for file in files:
+        stored |= read_tensors(file)
     format = _format(stored, config, place)
     ours, tensors, notes = FORMATS[format](stored, config, base)
     kind = DRAFTERS[ours["drafter"]]
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
-    floats = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-    check_tensors(floats, weight_shapes(kind, parsed), f"the checkpoint ({format})")
-    integers = [name for name, tensor in floats.items() if not tensor.is_floating_point()]
-    if integers:
-        raise UserError(f"the tensor {integers[0]} holds integers", "give weights of a floating type")
+    check_tensors({name: tensors[name] for name in tensors if name not in MAPS}, weight_shapes(kind, parsed))
     target = Run.open(run or _run_name(place), create=True)
     with sole_writer(target.path, "medusa import", log.warning):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
         target.bind(asdict(base))
-        made = provenance(asdict(base), imported={"from": str(place), "format": format})
+        source = provenance(asdict(base), imported={"from": str(place), "format": format})
         with replacing_folder(target.drafter_dir) as part:
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
             own = {name: tensor.detach().clone(memory_format=contiguous_format) for name, tensor in tensors.items()}
             save_file(own, path)
             path.chmod(0o644)
-            write_json(part / "config.json", {"base_model_name_or_path": base.id, **ours, "provenance": made})
+            write_json(part / "config.json", {"base_model_name_or_path": base.id, **ours, "provenance": source})
     return ImportedDrafter(target, kind.name, format, parsed.num_heads, notes)
 
 
@@ -88,40 +86,40 @@ def _run_name(place: str) -> str:
     return path.stem if path.is_file() else path.name
 
 
-def _fetched(place: str) -> tuple[Path, Path | None]:
-    """Returns a checkpoint's folder, and its file if that was named; a hub id is downloaded first."""
-    path = Path(place).expanduser()
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise UserError(f"{path} is no {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights")
-        return path.parent, path
-    if path.is_dir():
-        return path, None
-    if place.startswith((".", "/", "~")) or place.count("/") != 1:
-        raise UserError(f"{place} does not exist", "give a folder, a file of weights, or a hub id OWNER/NAME")
-    from huggingface_hub import snapshot_download
+def _fetch(place: str) -> tuple[Path, list[Path]]:
+    """Returns a checkpoint's folder and its files of weights; a hub id is downloaded first."""
+    folder = Path(place).expanduser()
+    if folder.is_file():
+        if folder.suffix not in SUFFIXES:
+            raise UserError(f"{place} is no {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights")
+        return folder.parent, [folder]
+    if not folder.is_dir():
+        if place.startswith((".", "/", "~")) or place.count("/") != 1:
+            raise UserError(f"{place} does not exist", "give a folder, a file of weights, or a hub id OWNER/NAME")
+        from huggingface_hub import snapshot_download
 
-    assets.check_hub(place, named="PATH|ID")
-    names = [f"{name}{suffix}" for name in FILES for suffix in SUFFIXES]
-    return Path(snapshot_download(place, allow_patterns=["config.json", INDEX, "model-*.safetensors", *names])), None
-
-
-def _stored_tensors(folder: Path, weights: Path | None) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint: of the file that was named, of the first known one, or of an index."""
-    if weights is not None:
-        return read_tensors(weights)
-    for path in (folder / f"{name}{suffix}" for name in FILES for suffix in SUFFIXES):
-        if path.is_file():
-            return read_tensors(path)
+        assets.check_hub(place, named="PATH|ID")
+        patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
+        folder = Path(snapshot_download(place, allow_patterns=patterns))
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is not None:
+        return folder, [file]
     if not (folder / INDEX).is_file():
-        raise UserError(f"{folder} holds no weights", f"it needs one of {', '.join(FILES)} as {' or '.join(SUFFIXES)}")
-    files = read_object(folder / INDEX, "the index").get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{folder} holds no weights", f"it needs one of {', '.join(FILES)}")
+    names = read_object(folder / INDEX, "the index").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{folder / INDEX} has no weight_map", "fetch the checkpoint again")
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(files.values())):
-        tensors |= read_tensors(inside(folder, name))
-    return tensors
+    return folder, [_inside(folder, name) for name in sorted(set(names.values()))]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file that an index names; raises UserError unless it lies in the folder."""
+    path, root = (folder / name).resolve(), folder.resolve()
+    if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
+        root = root.parents[1]
+    if not path.is_relative_to(root):
+        raise UserError(f"{folder} names the file {name!r} outside of itself", "do not trust this folder")
+    return folder / name
 
 
 def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> str:
@@ -154,17 +152,20 @@ def import_hydra(
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
         raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
     heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
-    notes = count_notes(config, ("hydra_num_heads",), heads)
-    names = {"input_embed_fn.weight": ""}  # theirs -> ours; "" for what is left out
+    notes = count_notes(config.get("hydra_num_heads"), heads)
+    names = {}  # theirs -> ours
     for k in range(heads):
+        names[f"hydra_lm_head.{k}.weight"] = f"matrices.{k}"
         for end in ("weight", "bias"):
             names[f"hydra_mlp.{k}.0.res_connection.{end}"] = f"blocks.{k}.skip.{end}"
             names[f"hydra_mlp.{k}.0.linear.{end}"] = f"blocks.{k}.mix.{end}"
             for layer in range(1, layers):
                 names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = f"blocks.{k}.stack.{layer - 1}.linear.{end}"
-        names[f"hydra_lm_head.{k}.weight"], names[f"hydra_lm_head.{k}.bias"] = f"matrices.{k}", ""
-    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias") and names.get(name) == ""]
-    largest = max((bias.float().abs().max().item() for bias in biases if bias.shape == (base.vocab_size,)), default=0)
+    tensors = dict(tensors)
+    tensors.pop("input_embed_fn.weight", None)  # the model's own
+    biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]
+    known = [bias for bias in biases if bias is not None and bias.shape == (base.vocab_size,)]
+    largest = max((bias.float().abs().max().item() for bias in known), default=0)
     if largest:
         notes.append(f"the biases of the vocabulary matrices, at most {largest:.2g}, are left out")
     ours = {
@@ -181,8 +182,7 @@ def import_hydra(
         "taps": [],
         "raw": True,
     }
-    renamed = {names.get(name, name): tensor for name, tensor in tensors.items() if names.get(name) != ""}
-    return ours, renamed, notes
+    return ours, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
 
 
 FORMATS = {"medusa": medusa.import_medusa, "hydra": import_hydra, "eagle3": eagle3.import_eagle3}

@@ -14,39 +14,37 @@ from medusa_cli.export.folder import Source, exporting
 from medusa_cli.export.tensors import Base, count_notes
 from medusa_cli.runs.io import write_json
 
-WEIGHTS = "medusa_lm_head.safetensors"
 # Two digits at most: a hostile name must not make us count to a billion.
 KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 
 
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
-    """Writes Medusa heads with a full vocabulary matrix [V, H] each; UserError for any other kind.
+    """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
     Rows of zeros stand for tokens outside a draft vocabulary; low-rank matrices are multiplied out. Heads that read the
-    model's lm_head are written without matrices (FasterDecoding's second form). The layout cannot hold a conditional
-    bias: heads with one are refused.
+    model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias are
+    refused: the layout cannot hold it.
     """
-    config, drafter = source.config, source.run.drafter_dir
-    if source.kind != MedusaHeads.name:
-        raise UserError(f"@to medusa cannot hold the {source.kind} drafter {drafter}", "use @to hf, or another @run")
-    if config.conditional:
-        raise UserError(f"@to medusa cannot hold the bias drafter.conditional of {drafter}", "use @to hf")
+    config, tensors, notes = source.config, source.tensors, []
+    if source.kind != MedusaHeads.name or config.conditional:
+        bias = "'s bias drafter.conditional" if source.kind == MedusaHeads.name else ""
+        fault = f"@to medusa cannot hold the {source.kind} drafter {source.run.drafter_dir}{bias}"
+        raise UserError(fault, "use @to hf, or another @run")
     heads, layers = config.num_heads, config.num_layers
-    tensors = {name: weight for name, weight in source.tensors.items() if ".linear." in name}
-    notes = []
+    written = {name: weight for name, weight in tensors.items() if ".linear." in name}
     if config.vocabulary == "shared":
         notes.append("the heads read the model's own lm_head (FasterDecoding's v2); vLLM needs a matrix for each head")
     else:
         for k in range(heads):
             stored = k if config.matrices == "each" else 0
-            tensors[f"{k}.{layers}.weight"] = _full_matrix(source.tensors, f"{stored}.{layers}", config.vocab_size)
+            written[f"{k}.{layers}.weight"] = _full_matrix(tensors, f"{stored}.{layers}", config.vocab_size)
     if config.vocabulary == "draft":
         notes.append(f"the draft vocabulary of {config.draft_vocab_size:,} tokens is widened to {config.vocab_size:,}")
     if source.run.adapter is not None:
         notes.append("these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)")
     with exporting(output, overwrite) as part:
-        save_file({name: weight.contiguous() for name, weight in sorted(tensors.items())}, part / WEIGHTS)
-        written = {
+        save_file({name: weight.contiguous() for name, weight in written.items()}, part / MedusaHeads.weights_file)
+        facts = {
             "base_model_name_or_path": source.model,
             "model_type": "medusa",
             "medusa_num_heads": heads,
@@ -55,13 +53,13 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
             "vocab_size": config.vocab_size,
             "medusa_fc_bias": True,  # engines drop the biases silently without it
         }
-        write_json(part / "config.json", written)
+        write_json(part / "config.json", facts)
     method = f'{{"method": "medusa", "model": "{output}", "num_speculative_tokens": {heads}}}'
     return [f"vllm serve {source.model} --speculative-config '{method}' (vLLM up to 0.32)"], notes
 
 
 def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tensor:
-    """Returns a head's vocabulary matrix [V, H] of its own memory."""
+    """Returns a head's vocabulary matrix [V, H] in memory of its own."""
     matrix, factor = tensors[f"{name}.weight"], tensors.get(f"{name}.factor")
     if factor is not None:
         matrix = (matrix.float() @ factor.float()).to(matrix.dtype)
@@ -81,12 +79,14 @@ def import_medusa(
         raise UserError("the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads")
     heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
     tensors = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor for name, tensor in tensors.items()}
-    notes = count_notes(config, ("medusa_num_heads", "num_heads"), heads)
+    notes = count_notes(config.get("medusa_num_heads", config.get("num_heads")), heads)
     if not config.get("medusa_fc_bias") and not any(name.endswith(".linear.bias") for name in tensors):
         notes.append("its layers have no biases")  # vLLM's form; zeros stand for them
         for key in keys:
             weight = tensors[key[0]]
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
+    if ids is not None:
+        tensors["draft_ids"] = _checked_ids(ids, base)
     own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
     ours = {
         "drafter": MedusaHeads.name,
@@ -96,22 +96,19 @@ def import_medusa(
         "hidden_size": base.hidden_size,
         "vocab_size": base.vocab_size,
         "vocabulary": "draft" if ids is not None else "own" if own else "shared",
-        "draft_vocab_size": None,
+        "draft_vocab_size": None if ids is None else len(ids),
         "matrices": "one" if config.get("original_lm_head") else "each",
         "rank": None,
     }
-    if ids is not None:
-        _check_ids(ids, base)
-        tensors["draft_ids"] = ids.to(torch.int32)
-        ours["draft_vocab_size"] = len(ids)
     return ours, tensors, notes
 
 
-def _check_ids(ids: Tensor, base: Base) -> None:
-    """Raises UserError unless a token_map names different tokens of the model."""
+def _checked_ids(ids: Tensor, base: Base) -> Tensor:
+    """Returns a token_map as int32; raises UserError unless it names different tokens of the model."""
     integers = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and ids.numel() > 0
     if not integers or ids.min() < 0 or ids.max() >= base.vocab_size or len(ids.unique()) < len(ids):
         raise UserError("token_map is not a list of different tokens of the model", "give the heads' own @model")
+    return ids.to(torch.int32)
 
 
 def plain_name(name: str) -> str:
