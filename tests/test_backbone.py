@@ -11,7 +11,7 @@ from medusa_cli.engine import Cache, Plan, load_backbone
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.checks import refuse_unsupported
+from medusa_cli.model.backbone import refuse_unsupported
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree
 from medusa_cli.tree.tree import batch_trees

@@ -24,7 +24,7 @@ from medusa_cli.engine.kernels import (
     kernels_for,
     pack_linears,
 )
-from medusa_cli.model.layers import Unsupported
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.load import has_bf16
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from typer.testing import Result
 from medusa_cli.bench.steps import ROWS, copy_bandwidth, multiplied_weights, time_rows
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.engine.kernels import PackedKernel
-from medusa_cli.model import Backbone
-from medusa_cli.model import random_model as blank
+from medusa_cli.model import Backbone, random_model
 from medusa_cli.model.load import peak_memory, reset_peak
 from medusa_cli.runs.resolve import LoadOptions
 from tests.helpers import medusa, save_model, save_run, tiny_backbone, tiny_model
@@ -60,9 +59,7 @@ def test_the_peak_is_what_was_held_since_the_last_reset() -> None:
 
 
 def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    small = {**shape, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    monkeypatch.setitem(blank.SHAPES, "small", small)
+    monkeypatch.setitem(random_model.SHAPES, "small", (64, 32, 64, 2, 4, 2, 128))
     document = json.loads(steps("random:small", "--context", "20", "--json").stdout)
     assert document["model"] == "random:small" and document["dtype"] == "float32"
     refused = steps("random:huge")

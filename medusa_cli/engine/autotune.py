@@ -18,7 +18,7 @@ from medusa_cli.engine.kernels import BITS, Kernel, kernel_named
 from medusa_cli.engine.plan import Plan
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.layers import Unsupported
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.load import limited
 from medusa_cli.runs.io import read_object, write_json
 

@@ -11,8 +11,7 @@ from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import lower, tapped
-from medusa_cli.model.layers import Layers, Unsupported
+from medusa_cli.model.backbone import Layers, Unsupported, tapped
 
 
 class EagerEngine(Engine):
@@ -53,7 +52,7 @@ class EagerEngine(Engine):
             position_ids=layout.positions,
             past_key_values=_View(cache, layout),
             use_cache=True,
-            output_hidden_states=lower(taps),
+            output_hidden_states=taps != (-1,),
         )
         return tapped(out, taps), out.last_hidden_state
 

@@ -11,8 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from medusa_cli.engine.kernels import Product
 from medusa_cli.errors import UserError
-from medusa_cli.model.backbone import Backbone, padded_pass
-from medusa_cli.model.layers import Layers
+from medusa_cli.model.backbone import Backbone, Layers, padded_pass
 
 
 @dataclass(frozen=True)

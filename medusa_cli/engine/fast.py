@@ -15,7 +15,7 @@ from medusa_cli.engine.layers import FastLayer, attend_fused, attend_many, atten
 from medusa_cli.engine.plan import Layout
 from medusa_cli.errors import first_line
 from medusa_cli.model import Backbone
-from medusa_cli.model.layers import Layers, Unsupported
+from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.model.masks import Masks
 
 # Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.

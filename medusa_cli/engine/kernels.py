@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.model.layers import Unsupported
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.load import has_bf16
 
 

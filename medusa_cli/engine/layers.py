@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.engine.kernels import Kernel
-from medusa_cli.model.layers import Unsupported
+from medusa_cli.model.backbone import Unsupported
 
 
 class Norm(nn.Module):

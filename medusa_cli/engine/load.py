@@ -15,8 +15,8 @@ from medusa_cli.engine.kernels import BITS, IntKernel, Kernel, PlainKernel, kern
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapters
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.identity import weights_of
-from medusa_cli.model.layers import Unsupported
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,

@@ -1,4 +1,4 @@
-"""The frozen language model: loading, what it is called by, how its conversations are laid out."""
+"""The frozen language model: loading, identity, chat template, adapters, masks."""
 
 from medusa_cli.model.backbone import Backbone
 

@@ -1,6 +1,6 @@
-"""A Hugging Face causal LM as a backbone: the frozen network, its lm_head, and what names it."""
+"""A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,20 +10,28 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError
 from medusa_cli.model import masks as attention
 from medusa_cli.model.chat_template import render, token_ids
-from medusa_cli.model.checks import refuse_unsupported, usable_positions
 from medusa_cli.model.identity import identity_of
 from medusa_cli.runs.io import Malformed
+
+# Factors and caps that some architectures apply to the lm_head's scores.
+SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
+CHANGING_ROPE = ("longrope", "dynamic")
+
+
+class Unsupported(Exception):
+    """Says why an engine cannot run a model."""
 
 
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights: the digest of the files that the network is from, for its identity; None: it is read from the weights.
-    Raises UserError for models whose attention a tree mask cannot express.
+    weights: the digest of the network's files; None computes it from the weights in memory. Raises UserError for models
+    that cannot be verified over a tree.
     """
 
-    # Any: drafters and loops use what their engine offers beyond a pass, and this layer knows none of it.
-    engine: Any
+    engine: Any  # an engine.Engine, which this package must not import
 
     def __init__(
         self,
@@ -47,58 +55,54 @@ class Backbone:
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
-        # Kept apart from the layer, whose weights an engine may pack and give up.
+        # Kept apart from the layer: an engine may pack its weight and free it.
         head = model.get_output_embeddings()
         self.lm_head_weight: Tensor = head.weight.detach()
         self.lm_head_bias: Tensor | None = None if head.bias is None else head.bias.detach()
-        # Read before weights are packed, or learn.
+        # Computed before weights are packed or trained.
         self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the states: the engine's, which may compute in fp32 over weights kept in 16 bits."""
+        """The type of the states: the engine may compute in fp32 over 16-bit weights."""
         engine = getattr(self, "engine", None)
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
     @cached_property
     def masks(self) -> attention.Masks:
-        """Additive masks of the type of the network's weights, for passes through the network itself."""
+        """Additive masks of the weights' type, for passes through the network itself."""
         return attention.Masks(self.config, self.embedding.weight.dtype)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end an answer."""
-        ids: set[int] = set()
-        for owner in (self.model.generation_config, self.config, self.tokenizer):
-            found = getattr(owner, "eos_token_id", None)
-            ids.update(found if isinstance(found, list) else [] if found is None else [found])
-        return frozenset(ids)
+        return frozenset(eos_ids_of((self.model.generation_config, self.config, self.tokenizer)))
 
     def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
-        """Tapped states [B, L, H * taps] of rows of tokens [B, L], padded at their ends, for training.
+        """Returns tapped states [B, L, H * taps] of right-padded rows of tokens [B, L], for training.
 
-        Each row alone, and no cache; gradients reach whatever weights of the network learn.
+        There is no cache; gradients reach the network's trainable weights.
         """
-        return tapped(padded_pass(self, tokens, output_hidden_states=lower(taps)), taps)
+        return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
 
     def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation under the model's chat template; UserError where it has none or refuses."""
+        """Returns the token ids of a conversation; UserError where the model's chat template fails or is missing."""
         try:
             text = render(self, messages, prompt=add_generation_prompt)
         except Malformed as reason:
             raise UserError(
-                f"the model {self.id!r} cannot be told this conversation: {reason}",
+                f"the model {self.id!r} cannot take this conversation: {reason}",
                 "leave the system prompt out, or what the template names",
             ) from reason
         return token_ids(self, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
-    """Run rows of tokens [B, L], padded at their ends, through the network; no token sees what comes after it."""
+    """Runs right-padded rows of tokens [B, L] through the network under a causal mask."""
     device = backbone.device
     size, length = tokens.shape
     return backbone.model.base_model(
@@ -109,15 +113,84 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     )
 
 
-def lower(taps: Sequence[int]) -> bool:
-    """Whether states below the final ones are asked for."""
-    return any(tap != -1 for tap in taps)
-
-
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:
-    """The tapped states [.., H * taps] of a network's output."""
+    """Returns the tapped states [.., H * taps] of a network's output."""
     if tuple(taps) == (-1,):
         final: Tensor = out.last_hidden_state
         return final
     # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
     return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)
+
+
+def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
+    """Returns the end-of-answer token ids that configs and tokenizers name."""
+    named = [getattr(owner, "eos_token_id", None) for owner in owners]
+    return [id for ids in named for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
+
+
+class Layers:
+    """The parts most decoders are made of: embedding, rotary tables, layers, last norm; Unsupported if one lacks."""
+
+    def __init__(self, model: Any) -> None:
+        base, config = model.base_model, model.config.get_text_config()
+        if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
+            raise Unsupported("its parts are not named as in Llama")
+        self.base = base
+        self.layers = base.layers
+        self.kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
+        self._by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
+
+    def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's type."""
+        rotary = self.base.rotary_emb
+        cos, sin = rotary(x, positions, kind) if self._by_kind else rotary(x, positions)
+        return cos, sin
+
+
+def decoder_layers(network: Any, setting: str) -> list[nn.Module]:
+    """Returns the decoder layers of any network; UserError, naming the setting that needs them, if there is no list."""
+    depth = network.config.get_text_config().num_hidden_layers
+    for module in network.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return list(module)
+    kind = network.config.model_type
+    raise UserError(f"{setting}: the model type {kind!r} has no list of layers", "leave it out")
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raises UserError for attention that a tree mask cannot express, and for logits that are not the lm_head's own."""
+    text = config.get_text_config()
+    why = ""
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it is an encoder-decoder, not a causal LM"
+    elif getattr(text, "attn_logit_softcapping", None):
+        why = "its attention logits are soft-capped"
+    elif not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
+        why = "it has no position-indexed softmax attention"
+    else:
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            why = f"it has layers of kind {', '.join(sorted(kinds))}"
+    if why:
+        raise UserError(
+            f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
+            "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
+        )
+    values = {key: getattr(text, key, None) for key in (*SCALES, *CAPS)}
+    changed = [f"{key}={x}" for key, x in values.items() if x is not None and not (key in SCALES and x == 1)]
+    if changed:
+        raise UserError(
+            f"the model type {text.model_type!r} changes its logits after the lm_head ({', '.join(changed)}); "
+            "sampling and training would not be the model's own",
+            "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
+        )
+
+
+def usable_positions(config: Any) -> int:
+    """Returns the positions a model is run for: its context, or the original one if its rotary tables change there."""
+    context = int(config.max_position_embeddings)
+    scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) not in CHANGING_ROPE:
+        return context
+    key = "original_max_position_embeddings"
+    return min(context, int(scaling.get(key) or getattr(config, key, None) or context))

@@ -1,61 +1,54 @@
-"""What names a backbone: digests of its weights that agree however it is loaded, and tell a fine-tune from it."""
+"""A backbone's identity: digests of its weights that agree however it is loaded, and differ for a fine-tune."""
 
 import hashlib
 import json
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from medusa_cli import assets
-from medusa_cli.model import random_model as blank
+from medusa_cli.model.random_model import PREFIX
 
-# What of each tensor is looked at: so many windows of so many numbers, from its beginning to its end.
+# A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
 WINDOWS, WIDTH = 4, 64
-# Of the many thousands of tensors that experts may be, as many as this are enough, and take no seconds.
-MOST = 2000
-# In the order in which transformers looks for them.
-FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Tensors sampled of a checkpoint: experts may be many thousands.
+MAX_TENSORS = 2000
+FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | None) -> dict[str, Any]:
-    """What names a network in a run: id, architecture, widths, digests of its weights, rounding, adapter.
+    """Returns a network's identity: id, architecture, sizes, digests of its weights, rounding, adapter.
 
-    weights: the digest of the files it was loaded from; None: it is read from the weights in memory. The fingerprint
-    is what runs from before there was such a digest know: that of some norms and embeddings, which a fine-tune may
-    share. rounding: how bitsandbytes rounds the weights, where it does.
+    weights: the digest of its files; None computes it from the weights in memory. The fingerprint covers some norms and
+    embeddings alone, which a fine-tune may share.
     """
     text = network.config.get_text_config()
-    found = {
+    identity = {
         "id": id,
         "architecture": text.model_type,
         "hidden_size": text.hidden_size,
         "vocab_size": network.get_input_embeddings().weight.shape[0],
         "layers": text.num_hidden_layers,
         "fingerprint": _fingerprint(network),
-        "weights": weights or _of_network(network),
+        "weights": weights or _digest_in_memory(network),
         "rounding": rounding_of(network),
         "adapter": adapter,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in identity.items() if value is not None}
 
 
 def weights_of(model: str) -> str | None:
-    """The digest of a model by the name it is loaded under, from samples of every tensor in its checkpoint's files.
+    """Returns the digest of the weights in a model's files, from samples of its tensors; None without files.
 
-    A random model is what its name says: its weights are others at every load. None where there are no files to read.
+    A random model's digest is that of its name: its weights differ at every load.
     """
-    if model.startswith(blank.PREFIX):
+    if model.startswith(PREFIX):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
-    files = _files(assets.model_dir(model))
-    try:
-        return _digest(_samples(files)) if files else None
-    except (pickle.UnpicklingError, RuntimeError, ValueError):  # an old kind of file, which cannot be read in parts
-        return None
+    files = checkpoint_files(assets.model_dir(model))
+    return _digest(_samples(files)) if files else None
 
 
 def rounding_of(network: Any) -> str | None:
@@ -74,27 +67,28 @@ def _fingerprint(network: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _of_network(network: Any) -> str | None:
-    """The digest from the weights in memory, without an adapter's; None for quantised ones, which are not its own."""
+def _digest_in_memory(network: Any) -> str | None:
+    """Returns the digest of the weights in memory without an adapter's; None if they are quantised."""
     if getattr(network.config, "quantization_config", None) is not None:
         return None
     weights = (weight.detach() for name, weight in network.named_parameters() if "lora_" not in name)
-    # Of layers split over processes all take part in making each tensor whole.
+    # All processes take part in gathering the tensors of split layers.
     whole = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights)
     return _digest(_sample(weight, weight.shape) for weight in whole if weight.dim())
 
 
-def _files(source: str) -> list[Path]:
-    """The files of a checkpoint in a folder, or of a hub id in the cache; none where some are missing."""
+def checkpoint_files(source: str) -> list[Path]:
+    """Returns the safetensors files of a checkpoint in a folder or the hub's cache; none if some are missing."""
     for name in FILES:
         path = _file(source, name)
         if path is None:
             continue
         if path.suffix != ".json":
             return [path]
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        found = [one for one in (_file(source, part) for part in names) if one is not None]
-        return found if len(found) == len(names) else []
+        parts = [
+            _file(source, part) for part in sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
+        ]
+        return [] if None in parts else [part for part in parts if part is not None]
     return []
 
 
@@ -104,37 +98,25 @@ def _file(source: str, name: str) -> Path | None:
         return path if path.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source, name)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(source, name)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _samples(files: Sequence[Path]) -> Iterator[bytes]:
-    """Samples of the tensors in a checkpoint's files, of which no more is read."""
+    """Yields samples of the tensors in a checkpoint's files, reading nothing else."""
+    from safetensors import safe_open
+
     with ExitStack() as stack:
-        tensors = {name: one for path in files for name, one in _tensors(path, stack).items()}
-        names = sorted(name for name in tensors if not name.endswith("inv_freq"))  # old rotary tables: no weights
-        for name in names[:: -(-len(names) // MOST)]:
-            one = tensors[name]
-            shape = one.shape if isinstance(one, Tensor) else one.get_shape()
-            if len(shape):
-                yield _sample(one, shape)
-
-
-def _tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """The tensors of a file by name, or the slices of it that they are; open as long as the stack."""
-    if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-    return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
+        for name in names[:: -(-len(names) // MAX_TENSORS)]:
+            if shape := slices[name].get_shape():
+                yield _sample(slices[name], shape)
 
 
 def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
-    """Windows along the last axis of a tensor, or of the slice of a file that is one, with its shape; floats in bf16.
-
-    A tensor and its copy in another float type, or in another file, give the same.
-    """
+    """Returns windows along a tensor's last axis, floats in bf16, with its shape: equal for every float type."""
     *leading, last = shape
     windows = []
     for number in range(WINDOWS):
@@ -143,12 +125,12 @@ def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
         starts = [int((size - 1) * along) for size in leading]
         place = (*(slice(start, start + 1) for start in starts), slice(first, first + WIDTH))
         windows.append(tensor[place].reshape(-1))
-    found = torch.cat(windows).cpu()
-    found = found.to(torch.bfloat16) if found.is_floating_point() else found
-    return f"{[*leading, last]}".encode() + found.contiguous().view(torch.uint8).numpy().tobytes()
+    sample = torch.cat(windows).cpu()
+    sample = sample.to(torch.bfloat16) if sample.is_floating_point() else sample
+    return f"{[*leading, last]}".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _digest(samples: Iterable[bytes]) -> str:
-    """One digest of all samples, whatever the tensors are called, in which order they come, and which are tied."""
-    each = {hashlib.sha256(one).digest() for one in samples}
+    """Returns one digest of all samples, whatever the tensors' names, order and ties are."""
+    each = {hashlib.sha256(sample).digest() for sample in samples}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

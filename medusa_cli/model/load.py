@@ -1,40 +1,133 @@
-"""What this CPU can do, as far as the choice of kernels needs to know; MEDUSA_CPU=avx2 makes it look smaller."""
+"""Loads networks and tokenizers, checks them, splits them over processes; reads what CPU and memory allow."""
 
-import json
 import logging
 import os
 import resource
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
 from medusa_cli import assets, extras
-from medusa_cli.errors import UsageError, UserError, first_line
-from medusa_cli.model import random_model as blank
-from medusa_cli.model.checks import check_complete, check_config, check_ends, check_finite
-from medusa_cli.model.layers import decoder_layers
+from medusa_cli.errors import UsageError, UserError, first_line, shown
+from medusa_cli.model.backbone import decoder_layers, eos_ids_of, refuse_unsupported
+from medusa_cli.model.identity import checkpoint_files
+from medusa_cli.model.random_model import PREFIX, random_config, random_network
+from medusa_cli.runs.io import read_as
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+PROBE = 4  # tokens of the pass that checks a network
+AGAIN = "get the model again"
 
 
 def limited() -> bool:
-    """Whether the environment asks for a CPU without AVX-512 and bf16, as most desktops are."""
+    """Returns True if MEDUSA_CPU=avx2 asks to do without AVX-512 and bf16 instructions."""
     return os.environ.get("MEDUSA_CPU", "").lower() == "avx2"
 
 
 def has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 numbers: without such instructions bf16 is many times slower than fp32."""
+    """Returns True if the CPU has bf16 instructions: without them bf16 is many times slower than fp32."""
     return not limited() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def split_layers(network: Any, device: str) -> None:
-    """Freeze a network and split the matrices of its decoder layers over all processes, layer by layer.
+def load_network(
+    model: str, options: LoadOptions = DEFAULT_LOADING, *, shard: bool = False, chat_template: str | None = None
+) -> tuple[Any, Any]:
+    """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    It may lie on the CPU: no more than one whole layer at a time goes to the device. What is outside the layers, and
-    every vector, is whole on each process. From then on all processes must make the same passes, forward and backward.
-    UserError for a network without a list of layers.
+    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU without instructions for
+    it. "random:SHAPE" has random weights and no tokenizer. shard: see split_layers. chat_template replaces the
+    tokenizer's own. Raises UserError for a model that is missing, damaged or unusable.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    # It hints at kernels that a CPU can do without, whenever one of the libraries imports it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
+    if options.quantised:
+        extras.need("quant", f"@quantize {options.quantize}")
+    if model.startswith(PREFIX):
+        if options.quantised:
+            raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
+        return _placed(random_network(model, "cpu" if shard else device, dtype), device, shard), None
+    # Weights are read from safetensors alone: a pickle may hold any code.
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+    if options.quantised:
+        from transformers import BitsAndBytesConfig
+
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=options.quantize == "bnb.nf4",
+            load_in_8bit=options.quantize == "bnb.int8",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+        )
+        settings["device_map"] = {"": device}
+    source, trusted = assets.model_dir(model), options.trust_remote_code
+    check_config(source)
+    try:  # damaged files raise any exception
+        beside = find_adapter_config_file(source)
+        if beside is None:
+            network, info = AutoModelForCausalLM.from_pretrained(
+                source, trust_remote_code=trusted, output_loading_info=True, **settings
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
+            tokenizer.encode("a")  # some settings are read at the first text
+    except MemoryError:
+        raise
+    except Exception as reason:
+        raise unloadable(model, reason) from reason
+    if beside is not None:  # transformers would load it, and the model that it names, unchecked
+        raise UserError(
+            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
+            "merge it into the model, or put it into the adapter/ of a run",
+        )
+    check_complete(info, model)
+    check_eos((network.generation_config, network.config, tokenizer), model)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if options.quantised:
+        _keep_gradients(network)
+    else:
+        network = _placed(network, device, shard)
+    if not shard:  # all processes must run a split network at once
+        check_finite(network, model)
+    return network, tokenizer
+
+
+def _placed(network: Any, device: str, shard: bool) -> Any:
+    """Returns the network on its device; with shard, this process's part of it."""
+    if not shard:
+        return network.to(device)
+    split_layers(network, device)
+    return network
+
+
+def _keep_gradients(network: torch.nn.Module) -> None:
+    """Stops bitsandbytes from repacking 4-bit weights on AVX512-BF16 hosts at the first inference.
+
+    The repacked layers silently lose the gradients of adapters in later training passes.
+    """
+    for module in network.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def split_layers(network: Any, device: str) -> None:
+    """Freezes a network and splits the matrices of its decoder layers over all processes.
+
+    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside the layers, stay
+    whole. All processes must then make the same passes. Raises UserError for a network without a list of layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -46,9 +139,9 @@ def split_layers(network: Any, device: str) -> None:
     network.requires_grad_(False)
     for layer in layers:
         layer.to(device)
-        # Vectors weigh next to nothing, and the identity of a backbone reads its norms.
-        fully_shard(layer, mesh=mesh, ignored_params={one for one in layer.parameters() if one.dim() < 2})
-    # It splits nothing more, but makes one pass of the layers' own: the next layer is gathered while one runs.
+        # Vectors are small, and a backbone's identity reads its norms.
+        fully_shard(layer, mesh=mesh, ignored_params={weight for weight in layer.parameters() if weight.dim() < 2})
+    # This splits nothing more, but lets a layer be gathered while the one before it runs.
     kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
     base.__class__ = kind  # transformers knows by its name which states a model can return
@@ -57,139 +150,8 @@ def split_layers(network: Any, device: str) -> None:
             tensor.data = tensor.data.to(device)
 
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_SYSTEM, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken: of the device under CUDA, else of this machine or its container's allowance."""
-    if device.type == "cuda":
-        # What torch holds for later is free as well.
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + held
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = 1024 * _numbers(_SYSTEM)["MemAvailable"] if "MemAvailable" in _numbers(_SYSTEM) else whole // 2
-    try:
-        allowed = int((_CONTAINER / "memory.max").read_text())
-        taken = int((_CONTAINER / "memory.current").read_text())
-    except (OSError, ValueError):  # there is no container, or none with a limit
-        return free
-    # Files that were read count as taken until others need the room.
-    return max(0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0)))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines "name number ..."; none where there is no such file."""
-    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()] if path.is_file() else []
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
-
-
-def reset_peak(device: torch.device) -> None:
-    """Count from what is held now; where the system cannot, peaks stay those since the start."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        _CLEAR.write_text("5")  # Linux: resets the high-water mark of the resident set
-    except OSError:
-        return
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak since reset_peak, or since the start."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if _STATUS.is_file():
-        marks = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
-        if marks:
-            return 1024 * int(marks[0][1])
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-
-
-def load_network(
-    model: str, options: LoadOptions = DEFAULT_LOADING, *, shard: bool = False, chat_template: str | None = None
-) -> tuple[Any, Any]:
-    """The unmodified transformers model and its tokenizer, on the device.
-
-    device "auto" takes CUDA where there is one; dtype "auto" is the checkpoint's own, but fp32 on a CPU that has no
-    instructions for it. "random:SHAPE" is a model of random weights, for timing. shard: with the layers split over all
-    processes (see split_layers). chat_template takes the place of the tokenizer's own. trust_remote_code lets Python
-    files of the model's run. Raises UserError for what cannot be found or used.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import find_adapter_config_file
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a second of loading needs no bar, and a quiet command must print none
-    # It hints at kernels that a CPU can do without, whenever one of the libraries imports it.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    place = resolve_device(options.device)
-    kind = resolve_dtype(options.dtype, model, place, options.trust_remote_code)
-    if options.quantised:
-        extras.need("quant", f"@quantize {options.quantize}")
-    settings: dict[str, Any] = {"dtype": kind, "attn_implementation": "sdpa", "output_loading_info": True}
-    settings["use_safetensors"] = True  # a pickle may hold any code
-    if options.quantised:
-        from transformers import BitsAndBytesConfig
-
-        settings["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=options.quantize == "bnb.nf4",
-            load_in_8bit=options.quantize == "bnb.int8",
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=kind,
-        )
-        settings["device_map"] = {"": place}
-    if model.startswith(blank.PREFIX):
-        if "quantization_config" in settings:
-            raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
-        return _placed(blank.blank_network(model, "cpu" if shard else place, kind), place, shard), None
-    source = assets.model_dir(model)
-    check_config(source)
-    try:
-        beside = find_adapter_config_file(source)
-    except Exception as reason:  # damaged files raise whatever the code that meets them does
-        raise unloadable(model, reason) from reason
-    if beside is not None:  # transformers would load it, and the model that it names, by settings that nobody checked
-        raise UserError(
-            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
-            "merge it into the model, or put it into the adapter/ of a run",
-        )
-    trust_remote_code = options.trust_remote_code
-    try:
-        network, info = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        tokenizer.encode("a")  # some settings are read at the first text alone
-    except MemoryError:
-        raise
-    except Exception as reason:  # as above
-        raise unloadable(model, reason) from reason
-    check_complete(info, model)
-    check_ends((network.generation_config, network.config, tokenizer), model)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    if options.quantised:
-        _keep_gradients(network)
-    else:
-        network = _placed(network, place, shard)
-    if not shard:  # what is split must be run by all processes at once
-        check_finite(network, model)
-    return network, tokenizer
-
-
-def _placed(network: Any, place: str, shard: bool) -> Any:
-    """The network on its device, or with shard this process's part of it."""
-    if not shard:
-        return network.to(place)
-    split_layers(network, place)
-    return network
-
-
 def resolve_device(device: str) -> str:
-    """The torch device a value of device stands for; UsageError where it is unknown or absent."""
+    """Returns the torch device of a setting; UsageError if it is unknown or absent."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -201,16 +163,16 @@ def resolve_device(device: str) -> str:
         name = place.type.upper()
         raise UsageError(f"@device {device!r}: this machine has no usable {name} device", "use @device cpu or auto")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        most = torch.cuda.device_count() - 1
-        raise UsageError(f"@device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{most}")
+        last = torch.cuda.device_count() - 1
+        raise UsageError(f"@device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{last}")
     return device
 
 
-def resolve_dtype(dtype: str, model: str, place: str, trust_remote_code: bool = False) -> torch.dtype:
-    """The torch dtype a value of dtype stands for; UsageError where it is unknown."""
+def resolve_dtype(dtype: str, model: str, device: str, trust_remote_code: bool = False) -> torch.dtype:
+    """Returns the torch dtype of a setting; UsageError if it is unknown."""
     if dtype == "auto":
         own = checkpoint_dtype(model, trust_remote_code)
-        slow = torch.device(place).type == "cpu" and (own == torch.float16 or not has_bf16())
+        slow = torch.device(device).type == "cpu" and (own == torch.float16 or not has_bf16())
         return torch.float32 if slow else own
     if dtype not in DTYPES:
         raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
@@ -218,67 +180,56 @@ def resolve_dtype(dtype: str, model: str, place: str, trust_remote_code: bool = 
 
 
 def has_own_code(model: str) -> bool:
-    """Whether a model's config names Python files beside it."""
+    """Returns True if a model's config names Python files beside it."""
     from transformers import PretrainedConfig
 
-    if model.startswith(blank.PREFIX):
-        return False
-    return "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
+    return not model.startswith(PREFIX) and ("auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0])
 
 
 def read_config(model: str, trust_remote_code: bool = False) -> Any:
-    """A model's text config, without its weights; UserError where there is none."""
+    """Returns a model's text config without its weights; UserError if there is none."""
     from transformers import AutoConfig
 
-    if model.startswith(blank.PREFIX):
-        return blank.blank_config(model)
+    if model.startswith(PREFIX):
+        return random_config(model)
     source = assets.model_dir(model)
     check_config(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
-    except Exception as reason:  # as above
+    except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
 
 
 def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
-    """The type that a model's weights were saved in; bf16 where that is none of DTYPES, or nothing tells."""
-    found = stored_dtype(model, trust_remote_code)
-    return next((kind for kind in DTYPES.values() if kind == found), torch.bfloat16)
+    """Returns the type of a model's saved weights; bf16 if it is unknown or none of DTYPES."""
+    stored = stored_dtype(model, trust_remote_code)
+    return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 
 def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
-    """The type that a model's config names, else that of its safetensors files; None where neither tells."""
-    found = getattr(read_config(model, trust_remote_code), "dtype", None)
-    if found is None and not model.startswith(blank.PREFIX):
-        found = _dtype_in_files(assets.model_dir(model))
-    return getattr(torch, found, None) if isinstance(found, str) else found
+    """Returns the type that a model's config names, else that of its safetensors files, else None."""
+    dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
+    if dtype is None and not model.startswith(PREFIX):
+        dtype = _dtype_in_files(assets.model_dir(model))
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _dtype_in_files(source: str) -> torch.dtype | None:
-    """The type of the first tensor of floats in a model's safetensors files, which transformers goes by; None without
-    such files at hand."""
+    """Returns the type of the first float tensor in a checkpoint's safetensors files."""
     from safetensors import SafetensorError, safe_open
-    from transformers.utils import cached_file
 
-    def at_hand(name: str) -> str | None:
-        return cached_file(source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-
-    path, index = at_hand("model.safetensors"), at_hand("model.safetensors.index.json")
-    try:
-        if path is None and index is not None:
-            path = at_hand(next(iter(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())))
-        if path is None:
-            return None
-        with safe_open(path, framework="pt") as file:
-            slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (it is no mapping)
-            kinds = (one[:0].dtype for one in slices if one.get_shape())
-            return next((kind for kind in kinds if kind.is_floating_point), None)
-    except (SafetensorError, ValueError, KeyError, AttributeError, StopIteration):  # damage is named by who loads them
-        return None
+    with suppress(SafetensorError, ValueError, KeyError, AttributeError):  # loading will name the damage
+        for path in checkpoint_files(source):
+            with safe_open(path, framework="pt") as file:
+                slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (it is no mapping)
+                kinds = [tensor[:0].dtype for tensor in slices if tensor.get_shape()]
+            if floats := [kind for kind in kinds if kind.is_floating_point]:
+                return floats[0]
+    return None
 
 
 def unloadable(model: str, reason: Exception) -> UserError:
-    """What to tell of a model that transformers could not load."""
+    """Returns the error for a model that transformers could not load."""
     if "trust_remote_code" in str(reason):
         return assets.untrusted(model)
     return UserError(
@@ -287,11 +238,107 @@ def unloadable(model: str, reason: Exception) -> UserError:
     )
 
 
-def _keep_gradients(network: torch.nn.Module) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights on AVX512-BF16 hosts at the first inference.
+@dataclass(frozen=True)
+class Sizes:
+    """The bounds of the sizes in a model's config.json, far above those of any model."""
 
-    The repacked layers silently lose the gradients of adapters in later training forwards.
-    """
-    for module in network.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    hidden_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | list[int] | None = None
+    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    num_key_value_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    head_dim: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
+    max_position_embeddings: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    text_config: "Sizes | None" = None
+
+
+def check_config(folder: str) -> None:
+    """Raises UserError for impossible sizes in a model's config, before layers are made of them."""
+    path = Path(folder) / "config.json"
+    if path.exists():
+        read_as(path, Sizes, "the model's config", AGAIN)
+
+
+def check_complete(info: dict[str, Any], model: str) -> None:
+    """Raises UserError if tensors are missing from a network's files: they would be random numbers."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
+        raise UserError(f"@model {model!r}: {lack}", AGAIN)
+
+
+def check_eos(owners: Sequence[Any], model: str) -> None:
+    """Raises UserError if a config or tokenizer names anything but token ids as the end of an answer."""
+    for id in eos_ids_of(owners):
+        if type(id) is not int:
+            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is no token id", AGAIN)
+
+
+@torch.no_grad()
+def check_finite(network: Any, model: str) -> None:
+    """Raises UserError for a network that a tree cannot verify, or whose logits of a few tokens are not finite."""
+    refuse_unsupported(network.config)
+    table = network.get_input_embeddings().weight
+    ids = torch.arange(PROBE, device=table.device)[None] % len(table)
+    try:
+        finite = bool(torch.isfinite(network(input_ids=ids).logits).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
+        remedy = "check its config.json, or get it again"
+        raise UserError(f"@model {model!r} cannot be run: {first_line(reason)}", remedy) from reason
+    if not finite:
+        kind = str(table.dtype).removeprefix("torch.")
+        raise UserError(
+            f"@model {model!r} computes numbers that are not finite in {kind}: its weights are damaged, or too large",
+            f"{AGAIN}, or try @dtype fp32",
+        )
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_SYSTEM, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the free bytes of a CUDA device, else of this machine or its container."""
+    if device.type == "cuda":
+        # What torch keeps for later is free as well.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = _numbers(_SYSTEM)
+    free = 1024 * system["MemAvailable"] if "MemAvailable" in system else whole // 2
+    try:
+        allowed = int((_CONTAINER / "memory.max").read_text())
+        taken = int((_CONTAINER / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or no limit
+        return free
+    # The page cache counts as taken, but is given up when needed.
+    return max(0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0)))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Returns the numbers of a file of lines "name number ..."; none if there is no file."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()] if path.is_file() else []
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts a new measurement of the peak memory, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        _CLEAR.write_text("5")  # Linux: resets the high-water mark of the resident set
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak bytes since reset_peak, or since the start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    marks = _numbers(_STATUS)
+    if "VmHWM" in marks:
+        return 1024 * marks["VmHWM"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

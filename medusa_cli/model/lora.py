@@ -1,4 +1,4 @@
-"""LoRA on a backbone: attached for joint training, switched off to be the original, saved, merged at load."""
+"""LoRA on a backbone: attached for stage 2, switched off for the original model, saved, merged at load."""
 
 import hashlib
 import warnings
@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model.layers import decoder_layers
+from medusa_cli.model.backbone import decoder_layers
 from medusa_cli.runs.io import read_as, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -22,7 +22,7 @@ WHAT = "the adapter's weights"
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What counts of a saved adapter's config, in peft's names: plain LoRA of one rank over the modules named."""
+    """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Meta(ge=1, le=65_536)]
@@ -31,10 +31,10 @@ class AdapterConfig:
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int | None = None) -> None:
-    """Add fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
+    """Adds fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
 
-    layers: of its decoder layers, only so many of the last ones have it; None: all. Attach before the network becomes a
-    Backbone, and `unfreeze` after: a Backbone freezes whatever it finds.
+    layers: the number of last decoder layers that get it; None: all. Attach before the network becomes a Backbone,
+    which freezes its weights, and `unfreeze` after.
     """
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
@@ -42,9 +42,9 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int
     depth = network.config.get_text_config().num_hidden_layers
     below = [] if layers is None else decoder_layers(network, "train.lora_layers")[: depth - layers]
     left_out = {id(module) for layer in below for module in layer.modules()}
-    found = [name for name, module in network.named_modules()
-             if isinstance(module, nn.Linear) and id(module) not in left_out]  # fmt: skip
-    names = {name if left_out else name.rpartition(".")[2] for name in found}
+    linears = [name for name, module in network.named_modules()
+               if isinstance(module, nn.Linear) and id(module) not in left_out]  # fmt: skip
+    names = {name if left_out else name.rpartition(".")[2] for name in linears}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
     with _quiet():
         inject_adapter_in_model(config, network)
@@ -52,21 +52,21 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int
 
 
 def unfreeze(network: Any, *, everything: bool = False) -> None:
-    """Let the adapter learn, in fp32, or with `everything` each weight of the network."""
+    """Makes the adapter trainable, in fp32, or with `everything` each weight of the network."""
     for name, weight in network.named_parameters():
-        if everything or "lora_" in name:
-            weight.data = weight.data.float() if not everything else weight.data
-            weight.requires_grad_(True)
+        if "lora_" in name and not everything:
+            weight.data = weight.data.float()
+        weight.requires_grad_(everything or "lora_" in name)
 
 
 def trained_weights(network: Any) -> dict[str, nn.Parameter]:
-    """The weights of a network that learn, by name."""
+    """Returns the trainable weights of a network by name."""
     return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
 
 
 @contextmanager
 def adapter_off(network: Any) -> Iterator[None]:
-    """The original network: the same weights, with no second copy, while the adapter is switched off."""
+    """Switches the adapter off: the network computes as the original, with no second copy of the weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
@@ -80,13 +80,13 @@ def adapter_off(network: Any) -> Iterator[None]:
 
 
 def take_up(network: Any, folder: Path) -> None:
-    """Copy a saved adapter into the attached one, to train it on; UserError where it is not of the same shape."""
+    """Copies a saved adapter into the attached one, to train it on; UserError if its shape differs."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
     saved = read_weights(folder / WEIGHTS, WHAT)
-    if {name: one.shape for name, one in saved.items()} != {keys[name]: one.shape for name, one in weights.items()}:
+    if {name: saved[name].shape for name in saved} != {keys[name]: weights[name].shape for name in weights}:
         raise UserError(
-            f"{WHAT} {folder / WEIGHTS} are not of the shape that is to be trained",
+            f"{WHAT} {folder / WEIGHTS} do not have the shape to be trained",
             "keep train.lora_rank and train.lora_layers as they were",
         )
     with torch.no_grad():
@@ -95,33 +95,35 @@ def take_up(network: Any, folder: Path) -> None:
 
 
 def original(layer: Any) -> Any:
-    """A linear layer as it was before an adapter was attached to it."""
+    """Returns the linear layer below an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def weight_change(layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor | None:
-    """What the adapter on a linear layer adds to the rows [n, H] of its weight that `rows` picks of all [V, ..].
+    """Returns the change that a layer's adapter makes to the rows [n, H] that `rows` picks of its weight [V, H].
 
-    None where there is none, or it is switched off.
+    None if there is no adapter or it is off.
     """
     from peft.tuners.lora import LoraLayer
 
     if not isinstance(layer, LoraLayer) or layer.disable_adapters:
         return None
-    parts = [(rows(layer.lora_B[one].weight), layer.lora_A[one].weight, layer.scaling[one])
-             for one in layer.active_adapters]  # fmt: skip
-    return torch.stack([scale * (up @ down) for up, down, scale in parts]).sum(0)
+    changes = [
+        layer.scaling[name] * (rows(layer.lora_B[name].weight) @ layer.lora_A[name].weight)
+        for name in layer.active_adapters
+    ]
+    return torch.stack(changes).sum(0)
 
 
 def save(network: Any, folder: Path, backbone: str) -> None:
-    """Write the adapter in peft's layout into a folder that replaces an earlier one only when it is complete."""
+    """Writes the adapter in peft's layout into a folder, which replaces an earlier one once it is complete."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     config = network.medusa_lora
     config.base_model_name_or_path = backbone
     config.inference_mode = True
-    # The weights of the lm_head that an adapter is for are the model's own: it would save them as well.
+    # Otherwise peft saves the lm_head's own weights as well.
     state = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
     with replacing_folder(folder) as part:
         save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
@@ -130,9 +132,9 @@ def save(network: Any, folder: Path, backbone: str) -> None:
 
 
 def merge(network: Any, folder: Path, beside: bool = False) -> Any:
-    """The network with a saved adapter added to its weights, or kept `beside` them, which quantised ones need.
+    """Returns the network with a saved adapter added to its weights, or `beside` them, as quantised weights need.
 
-    UserError where the adapter is not for this network.
+    Raises UserError if the adapter does not fit the network.
     """
     _weights_in(folder)
     if not beside:
@@ -143,18 +145,15 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
         with _quiet():
             from peft import LoraConfig, PeftModel
 
-            # Of the file nothing counts but what was checked: other keys of it load models and import modules.
+            # Only checked keys are used: other keys of the file load models and import modules.
             config = LoraConfig(
                 r=known.r, lora_alpha=known.lora_alpha, target_modules=known.target_modules, bias="none"
             )
             config.inference_mode = True
             adapted = PeftModel.from_pretrained(network, str(folder), config=config)
-            lost = [
-                name
-                for name, _ in adapted.named_parameters()
-                if "lora_" in name and name.replace(".default.", ".") not in saved
-            ]
-            if lost:  # such a part would be as if it had learnt nothing
+            names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+            lost = [name for name in names if name.replace(".default.", ".") not in saved]
+            if lost:  # they would be as fresh ones
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
             return network if beside else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
@@ -165,7 +164,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
 
 
 def untie(network: Any) -> None:
-    """Give the lm_head a weight of its own: merged into a shared one, its adapter would change the embeddings too."""
+    """Gives the lm_head its own weight: an adapter merged into a tied one would change the embeddings too."""
     head = network.get_output_embeddings()
     if head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -175,10 +174,7 @@ def untie(network: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' hints.
-
-    They are on tied weights, which `untie` parts, and on names that peft uses.
-    """
+    """Silences hints on tied weights, which `untie` parts, and on names that peft uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
@@ -187,7 +183,7 @@ def _quiet() -> Iterator[None]:
 
 
 def digest(folder: Path) -> str:
-    """What tells one adapter from another; UserError where a folder holds none."""
+    """Returns the digest of an adapter's weights; UserError if a folder holds none."""
     return hashlib.sha256(_weights_in(folder).read_bytes()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Attention for few query rows over a long cache, where grouped queries stay grouped, and for whole sequences."""
+"""Attention of few query rows over a long cache with grouped heads, and the masks by kind of layer."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError
 
 NAME = "medusa_grouped"
-# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D] in its own way: given as a mask.
+# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place of a mask.
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
@@ -24,11 +24,10 @@ def grouped_attention(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
+    """Attends query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
 
-    The G query heads that share a key head become G*n rows of one attention call, so a cache of L positions is
-    read once instead of being copied G times. Under a mask without entries every row sees itself and those before it,
-    n being L: the kernels for that skip what no row sees, and are given no mask to read.
+    The G query heads of a key head become G*n rows of one call: a cache of L positions is read once, not copied G
+    times. An empty mask is causal, for which n is L.
     """
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:
@@ -54,12 +53,12 @@ def grouped_attention(
 
 
 def _no_mask(*_: object, **__: object) -> None:
-    """The backbone always hands over a finished mask; transformers must not build another."""
+    """Fails: the backbone always passes a finished mask, so transformers must not build one."""
     raise UserError("internal: a forward pass came without its attention mask")
 
 
 def register() -> None:
-    """Make this attention known to transformers under NAME; safe to call again."""
+    """Registers this attention in transformers under NAME; safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, grouped_attention)
@@ -67,7 +66,7 @@ def register() -> None:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask (True = may attend) of any shape into 0 / lowest of dtype.
+    """Returns 0 where a bool mask is True, the lowest number of dtype elsewhere.
 
     A bool mask given straight to a model is silently wrong under eager attention.
     """
@@ -75,7 +74,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Masks:
-    """Additive masks for a model's kinds of attention; a sliding window counts positions, not rows."""
+    """Additive masks by kind of layer; a sliding window counts positions, not rows."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -88,27 +87,27 @@ class Masks:
         self.kinds = sorted(set(kinds))
 
     def kind_of(self, layer: int) -> str:
-        """The kind of the layer of this index."""
+        """Returns the kind of a layer."""
         return self._by_layer[layer] if len(self.kinds) > 1 else self.kinds[0]
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """What of `visible` [(B,) n, L] rows at `positions` see of `columns` [L] in layers of a kind."""
+        """Returns what rows at `positions` see in layers of a kind: `visible` [(B,) n, L] of `columns` [L] in range."""
         if kind == "full_attention":
             return visible
         return visible & (positions[..., None] - columns < self.window)
 
+    def additive(self, visible: Tensor, positions: Tensor, columns: Tensor) -> dict[str, Tensor]:
+        """Returns the additive masks [(B,) n, L] by kind; arguments as of `visible`."""
+        return {kind: additive(self.visible(kind, visible, positions, columns), self.dtype) for kind in self.kinds}
+
     def causal(self, rows: int, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """Masks under which each of n rows sees itself and those before it: without entries, but for a window's."""
+        """Returns causal masks of n rows for transformers; an empty one stands for all earlier rows."""
         positions = torch.arange(rows, device=device)
-
-        def of(kind: str) -> Tensor:
+        masks = {}
+        for kind in self.kinds:
             if kind == "full_attention" or rows <= self.window:
-                return torch.empty(1, 1, 0, 0, dtype=self.dtype, device=device)
-            mask = self.visible(kind, positions <= positions[:, None], positions, positions)
-            return additive(mask, self.dtype)[None, None]
-
-        return self._by_kind(of)
-
-    def _by_kind(self, mask: Callable[[str], Tensor]) -> Tensor | dict[str, Tensor]:
-        masks = {kind: mask(kind) for kind in self.kinds}
+                masks[kind] = torch.empty(1, 1, 0, 0, dtype=self.dtype, device=device)
+            else:
+                mask = self.visible(kind, positions <= positions[:, None], positions, positions)
+                masks[kind] = additive(mask, self.dtype)[None, None]
         return masks if len(masks) > 1 else masks[self.kinds[0]]

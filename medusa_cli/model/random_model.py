@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights, made on the device: for timing what cannot be downloaded."""
+"""Models of a known shape with random weights, made on the device: for timing models that cannot be downloaded."""
 
 from typing import Any
 
@@ -7,60 +7,36 @@ import torch
 from medusa_cli.errors import UsageError
 
 PREFIX = "random:"
-# The shapes of Qwen2.5-0.5B, Llama-3.2-1B and 3B, and Llama-2-7B.
-SHAPES: dict[str, dict[str, int]] = {
-    "0.5b": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-    },
-    "1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    },
-    "3b": {
-        "vocab_size": 128256,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    },
-    "llama-2-7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-    },
+FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+SHAPES = {
+    "0.5b": (151936, 896, 4864, 24, 14, 2, 4096),  # Qwen2.5-0.5B
+    "1b": (128256, 2048, 8192, 16, 32, 8, 4096),  # Llama-3.2-1B
+    "3b": (128256, 3072, 8192, 28, 24, 8, 4096),  # Llama-3.2-3B
+    "llama-2-7b": (32000, 4096, 11008, 32, 32, 32, 4096),
 }
 
 
-def blank_config(name: str) -> Any:
-    """The Llama config of the shape that "random:SHAPE" names; UsageError for an unknown one."""
+def random_config(name: str) -> Any:
+    """Returns the Llama config of "random:SHAPE"; UsageError for an unknown shape."""
     from transformers import LlamaConfig
 
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
-        raise UsageError(f"@model {name!r}: there is no shape of the name {shape!r}", f"use {', '.join(SHAPES)}")
-    return LlamaConfig(**SHAPES[shape], dtype="bfloat16")
+        raise UsageError(f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}")
+    return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")
 
 
-def blank_network(name: str, place: str, kind: torch.dtype) -> Any:
-    """A Llama of the shape that "random:SHAPE" names, its weights drawn in the type asked for."""
+def random_network(name: str, device: str, dtype: torch.dtype) -> Any:
+    """Returns a Llama of the shape that "random:SHAPE" names, with weights of this type."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device(place):
-        return AutoModelForCausalLM.from_config(blank_config(name), dtype=kind, trust_remote_code=False)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(random_config(name), dtype=dtype, trust_remote_code=False)
