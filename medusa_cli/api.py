@@ -13,12 +13,12 @@ from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import allows_ngrams, policy_of, uses_cuda_graphs
 from medusa_cli.decode.policy import UNCALIBRATED, AdaptivePolicy, NgramPolicy, SizedTree, StaticTreePolicy
-from medusa_cli.decode.sampling import sampling_of
+from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.chat_template import token_ids
+from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.accuracies import UNKNOWN, Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, choose, find_drafter
 from medusa_cli.tree import DynamicTree, Tree
@@ -409,6 +409,45 @@ class Stream:
     def __del__(self) -> None:
         if getattr(self, "_decoder", None) is not None:
             self.close()
+
+
+class Chat:
+    """A conversation with a model; the oldest turns are left out when the context is full."""
+
+    last: Answer
+
+    def __init__(
+        self,
+        medusa: Medusa,
+        sampling: Sampling,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        stop_strings: Sequence[str] = (),
+        system: str | None = None,
+    ) -> None:
+        self.medusa, self.sampling = medusa, sampling
+        self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings
+        self.total = Stats()
+        self.clear(system)
+
+    def clear(self, system: str | None = None) -> None:
+        """Begins anew; raises UserError for a system prompt that fills the context."""
+        if system:
+            check_system(self.medusa.backbone, system)
+        self.system, self.forgotten = system, 0
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    @contextmanager
+    def stream(self, text: str) -> Iterator[Stream]:
+        """Yields the answer to a message as it comes, and keeps both when the block ends."""
+        question, backbone = {"role": "user", "content": text}, self.medusa.backbone
+        limits = {"context": backbone.max_positions, "answer": self.max_new_tokens, "forgotten": self.forgotten}
+        prompt, self.forgotten = fit(backbone.encode_chat, self.messages, question, **limits)
+        request = Request(tuple(prompt), self.max_new_tokens, self.sampling, stop_strings=self.stop_strings)
+        with self.medusa.stream(request) as stream:
+            yield stream
+        self.last = stream.answer
+        self.messages += [question, {"role": "assistant", "content": self.last.text}]
+        self.total += self.last.stats
 
 
 def _answer(reply: Reply, request: Request) -> Answer:

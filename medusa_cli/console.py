@@ -1,4 +1,4 @@
-"""A terminal as other people's texts may use it: their control characters are shown, not sent."""
+"""Prints results, messages and progress; control characters of other people's texts are shown, not sent."""
 
 import io
 import json as jsonlib
@@ -10,9 +10,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
@@ -22,40 +21,56 @@ from rich.text import Text
 
 from medusa_cli.errors import TERMINATED, cut, in_flags
 
-# The controls of ASCII and of Latin-1, but newline and tab; what turns the direction of writing, and so disguises a
-# name; halves of characters, as names that are no UTF-8 have them.
+# The controls of ASCII and Latin-1 except newline and tab, marks that turn the direction of writing, and so disguise a
+# name, and halves of characters, which file names may have.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
 _CONTROLS |= {*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)}
 _VISIBLE = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+LINES = 5  # of a library's message
 
 
 def visible(text: str) -> str:
-    """The text with its control characters spelled out, as \\x1b: a terminal would obey them."""
+    """Returns a text with its control characters spelled out, such as \\x1b."""
     return text if text.isprintable() else text.translate(_VISIBLE)
 
 
 class Screen(Console):
-    """A rich console on which strings are neither markup nor commands to the terminal; it guesses at no colours."""
+    """A rich console that takes strings neither as markup nor as commands to the terminal."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The string as rich's text, made visible before it is measured."""
-        return super().render_str(visible(text), **options)
+        return super().render_str(visible(text), **options)  # before it is measured
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The renderable's segments, what they say made visible; rich's own controls are apart from that."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
 
 
-_formatwarning = warnings.formatwarning
-LINES = 5
+out, err = Screen(), Screen(stderr=True)
+
+
+_mode = SimpleNamespace(quiet=False, json=False)
+
+
+def configure(quiet: bool = False, json: bool = False) -> None:
+    """Sets what is printed: quiet drops info and progress, json replaces results by `emit_json`'s document."""
+    _mode.quiet, _mode.json = quiet, json
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for letters that its encoding lacks, as stderr does
+    # Libraries quote the files of a model in logs and warnings.
+    logging.setLogRecordFactory(_Record)
+    warnings.formatwarning = _format_warning
+    logger = logging.getLogger("medusa_cli")
+    if not any(isinstance(handler, _LogHandler) for handler in logger.handlers):
+        logger.addHandler(_LogHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def _brief(text: str) -> str:
-    """What a library says, made visible: of more than a few lines, such as a table of all tensors, the first."""
+    """Returns the first lines of a library's message, such as a table of all tensors, made visible."""
     lines = visible(text).splitlines()
     return cut("\n".join(lines if len(lines) <= LINES else [*lines[: LINES - 1], "..."]))
 
@@ -65,73 +80,43 @@ class _Record(logging.LogRecord):
         return _brief(super().getMessage())
 
 
-def _warning(*words: Any, **rest: Any) -> str:
+_formatwarning = warnings.formatwarning
+
+
+def _format_warning(*words: Any, **rest: Any) -> str:
     return _brief(_formatwarning(*words, **rest)) + "\n"
 
 
-def guard_libraries() -> None:
-    """Make visible and brief what libraries log and warn of from now on: some quote the files of a model."""
-    logging.setLogRecordFactory(_Record)
-    warnings.formatwarning = _warning
-
-
-# soft_wrap in print keeps one message one line in a pipe.
-out = Screen()
-err = Screen(stderr=True)
-
-
-@dataclass
-class _Mode:
-    quiet: bool = False
-    json: bool = False
-
-
-_mode = _Mode()
-
-
-def configure(quiet: bool = False, json: bool = False) -> None:
-    """Set what is shown: quiet drops info and progress, json replaces results by `emit_json`'s document."""
-    _mode.quiet, _mode.json = quiet, json
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding has no letter for, as stderr does
-    guard_libraries()
-    logger = logging.getLogger("medusa_cli")
-    if not any(isinstance(one, _Spoken) for one in logger.handlers):
-        logger.addHandler(_Spoken())
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-
-
-class _Spoken(logging.Handler):
-    """What the core has to say, said as the commands say it."""
+class _LogHandler(logging.Handler):
+    """Prints the core's messages with settings as flags."""
 
     def emit(self, record: logging.LogRecord) -> None:
         (warn if record.levelno >= logging.WARNING else info)(in_flags(record.getMessage()))
 
 
 def info(message: str) -> None:
-    """Say on stderr what is going on; silent when quiet."""
+    """Prints what is going on to stderr, unless quiet."""
     if not _mode.quiet:
         err.print(Text(cut(visible(message))), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    """Say on stderr, in yellow and in one line, what may surprise."""
-    err.print(Text(_line("warning", message), style="yellow"), soft_wrap=True)
+    """Prints a warning to stderr, in one line."""
+    _print_line("warning", message, "yellow")
 
 
 def error(message: str) -> None:
-    """Say on stderr, in red and in one line, what went wrong."""
-    err.print(Text(_line("error", message), style="red"), soft_wrap=True)
+    """Prints an error to stderr, in one line."""
+    _print_line("error", message, "red")
 
 
-def _line(kind: str, message: str) -> str:
-    """A message in one line, cut once its control characters are spelled out, which makes it longer."""
-    return cut(visible(f"{kind}: {' '.join(message.split())}"))
+def _print_line(kind: str, message: str, style: str) -> None:
+    # Cut after control characters are spelled out, which makes the message longer.
+    err.print(Text(cut(visible(f"{kind}: {' '.join(message.split())}")), style=style), soft_wrap=True)
 
 
 def result(renderable: RenderableType) -> None:
-    """Print a result, plain text or any rich renderable, on stdout; nothing under --json."""
+    """Prints a text or any rich renderable to stdout; nothing under --json."""
     if _mode.json:
         return
     if not isinstance(renderable, str):
@@ -142,8 +127,14 @@ def result(renderable: RenderableType) -> None:
         stream([(renderable + "\n", "")])
 
 
+def emit_json(obj: Any) -> None:
+    """Prints one JSON document to stdout."""
+    sys.stdout.write(jsonlib.dumps(obj, indent=1, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
-    """A table of cells, its columns set right but those that are named in `left`."""
+    """Returns a table of cells, right-justified except the columns in `left`."""
     table = Table(title=title)
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
@@ -153,7 +144,7 @@ def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left
 
 
 def stream(pieces: Iterable[tuple[str, str]]) -> None:
-    """Write pieces of a text with a style each ("" for none) on stdout at once; a line ends only where they say."""
+    """Writes pieces of a text with their styles to stdout at once, without a line break of its own."""
     pieces = list(pieces)
     plain = "".join(piece for piece, _ in pieces)
     if not out.is_terminal:
@@ -166,51 +157,61 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
 
 
 def trace() -> None:
-    """Write the traceback of the exception that is being handled on stderr."""
+    """Writes the traceback of the current exception to stderr."""
     import traceback
 
     err.file.write(visible(traceback.format_exc()))
 
 
-def emit_json(obj: Any) -> None:
-    """Write one JSON document on stdout."""
-    sys.stdout.write(jsonlib.dumps(obj, indent=1, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+class _Progress(Progress):
+    """Progress below a table of one row, if there is one."""
+
+    cells: Mapping[str, str] | None = None
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.cells:
+            table = Table(*self.cells, box=None, pad_edge=False, header_style="dim")
+            table.add_row(*self.cells.values())
+            yield table
+        yield from super().get_renderables()
 
 
-class Bar(Protocol):
-    """What `progress` yields."""
+class _Rate(ProgressColumn):
+    """Done of total, and units a second."""
+
+    def render(self, task: Task) -> Text:
+        done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
+        speed = task.finished_speed or task.speed
+        rate = "" if speed is None else f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
+        return Text(f"{done} {task.fields['unit']}{rate}")
+
+
+class Bar:
+    """A progress bar on stderr with count, rate and time left."""
+
+    def __init__(self, progress: _Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
 
     def advance(self, count: float = 1) -> None:
-        """Count that many more units as done."""
+        """Counts that many more units as done."""
+        self._progress.advance(self._task, count)
 
     def describe(self, text: str) -> None:
-        """Replace the text before the bar."""
+        """Replaces the text before the bar."""
+        self._progress.update(self._task, description=visible(text))
 
     def show(self, cells: Mapping[str, str]) -> None:
-        """Replace the table above the bar: column names and the cells of its one row."""
-
-
-class _Silent:
-    def advance(self, count: float = 1) -> None:
-        """Nothing to show."""
-
-    def describe(self, text: str) -> None:
-        """Nothing to show."""
-
-    def show(self, cells: Mapping[str, str]) -> None:
-        """Nothing to show."""
+        """Replaces the table above the bar: column names and the cells of its row."""
+        self._progress.cells = cells
 
 
 @contextmanager
 def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Bar]:
-    """A bar on stderr: count, units a second, time left; silent when quiet or where stderr is no terminal."""
-    if _mode.quiet or not err.is_terminal:
-        yield _Silent()
-        return
-
-    with terminated(), show_bar(err, description, total, unit) as bar:
-        yield bar
+    """Shows a bar until the block ends, unless quiet or without a terminal."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
+    shown = _Progress(*columns, console=err, disable=_mode.quiet or not err.is_terminal)
+    with terminated(), shown:
+        yield Bar(shown, shown.add_task(visible(description), total=total, unit=unit))
 
 
 @contextmanager
@@ -237,7 +238,7 @@ def bars() -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Let SIGTERM end the program through every `finally`, which puts the terminal right, with the shell's code."""
+    """Lets SIGTERM end the program through every `finally`, which restores the terminal."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(TERMINATED)
@@ -252,92 +253,25 @@ def terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Footer:
-    """One line at the bottom of the terminal that stays while text streams above it."""
-
-    def __init__(self, live: bool) -> None:
-        self._live = live
-
-    def show(self, text: str) -> None:
-        """Replace the footer's text."""
-        if self._live:
-            rows, columns = err.height, err.width
-            # Save the cursor, go to the last row, clear it, write dimmed, and come back.
-            err.file.write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{visible(text)[: columns - 1]}\x1b[0m\x1b8")
-            err.file.flush()
-
-
 @contextmanager
-def footer() -> Iterator[Footer]:
-    """Hold the terminal's last row for a Footer; does nothing when quiet, under --json, or without a terminal."""
+def footer() -> Iterator[Callable[[str], None]]:
+    """Yields what prints to the terminal's last row, below streamed text; silent when quiet or without a terminal."""
     if not (err.is_terminal and out.is_terminal) or _mode.quiet or _mode.json:
-        yield Footer(live=False)
+        yield lambda text: None
         return
+
+    def write(codes: str) -> None:
+        err.file.write(codes)
+        err.file.flush()
+
+    def show(text: str) -> None:
+        # Save the cursor, go to the last row, clear it, write dimmed, and come back.
+        write(f"\x1b7\x1b[{err.height};1H\x1b[2K\x1b[2m{visible(text)[: err.width - 1]}\x1b[0m\x1b8")
+
     with terminated():
         try:
             # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).
-            err.file.write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
-            err.file.flush()
-            yield Footer(live=True)
+            write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
+            yield show
         finally:
-            err.file.write(f"\x1b7\x1b[r\x1b[{err.height};1H\x1b[2K\x1b8")
-            err.file.flush()
-
-
-class _Rate(ProgressColumn):
-    """Done of total, and units a second."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
-        speed = task.finished_speed or task.speed
-        if speed is None:
-            return Text(f"{done} {self._unit}")
-        shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
-        return Text(f"{done} {self._unit}, {shown}/s")
-
-
-class _Shown(Progress):
-    """Bars below a table of one row, once there is one."""
-
-    cells: Mapping[str, str] = MappingProxyType({})
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        if self.cells:
-            table = Table(*self.cells, box=None, pad_edge=False, header_style="dim")
-            table.add_row(*self.cells.values())
-            yield table
-        yield from super().get_renderables()
-
-
-class _Bar:
-    def __init__(self, shown: _Shown, task: TaskID) -> None:
-        self._shown, self._task = shown, task
-
-    def advance(self, count: float = 1) -> None:
-        """Count that many more units as done."""
-        self._shown.advance(self._task, count)
-
-    def describe(self, text: str) -> None:
-        """Replace the text before the bar."""
-        self._shown.update(self._task, description=visible(text))
-
-    def show(self, cells: Mapping[str, str]) -> None:
-        """Replace the table above the bar: column names and the cells of its row."""
-        self._shown.cells = cells
-
-
-@contextmanager
-def show_bar(console: Console, description: str, total: float | None, unit: str) -> Iterator[_Bar]:
-    """A live bar on the console until the block ends."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _Rate(unit),
-        TimeRemainingColumn(),
-    )
-    with _Shown(*columns, console=console) as shown:
-        yield _Bar(shown, shown.add_task(visible(description), total=total))
+            write(f"\x1b7\x1b[r\x1b[{err.height};1H\x1b[2K\x1b8")

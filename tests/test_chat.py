@@ -1,71 +1,71 @@
-"""`medusa chat`: one shot, a piped session, its commands, interruption, streaming of split characters."""
+"""`medusa chat`: one prompt, a piped conversation and its commands, interruption, the end of the context."""
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
 
+from medusa_cli import console
 from medusa_cli.api import Stream
+from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
 from medusa_cli.decode.stream import TextStream
+from medusa_cli.errors import INTERRUPTED, UserError
+from medusa_cli.model.chat_template import fit
 from tests.helpers import medusa, save_model, save_run
+
+QUESTION = {"role": "user", "content": "q"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     save_run(folder / "mine", save_model(folder / "model"))
+    save_model(folder / "short", positions=64)
     return folder
 
 
 def chat(place: Path, *words: str, input: str | bytes | None = None) -> Result:
-    common = ["--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "15"]
+    common = ["--run", place / "mine", "--dtype", "fp32", "--max-new-tokens", "15"]
     return medusa("chat", *common, *words, input=input)
 
 
-def test_one_shot_prints_the_answer_alone_on_stdout(place: Path) -> None:
+def short(place: Path, *words: str, input: str) -> Result:
+    """Chats with a model whose context has 64 tokens."""
+    common = ["--model", place / "short", "--baseline", "--dtype", "fp32", "--max-new-tokens", "8"]
+    return medusa("chat", *common, *words, input=input)
+
+
+def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
     drafted, plain = chat(place, "--prompt", "w1 w2"), chat(place, "--prompt", "w1 w2", "--baseline")
     assert drafted.exit_code == plain.exit_code == 0, drafted.stderr
-    assert drafted.stdout == plain.stdout != ""
-    assert "tokens a step" in drafted.stderr
-
-
-def test_a_model_without_a_drafter_chats_by_lookups_or_says_what_to_do(place: Path) -> None:
-    words = [
-        "chat",
-        "--model",
-        str(place / "model"),
-        "--dtype",
-        "fp32",
-        "--prompt",
-        "w1 w2 w1 w2",
-        "--max-new-tokens",
-        "15",
-    ]
-    refused = medusa(*words)
-    assert refused.exit_code == 1 and "no drafter ships" in refused.stderr and "--lookup" in refused.stderr
-    shown, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
-    assert shown.exit_code == plain.exit_code == 0, shown.stderr
-    assert shown.stdout == plain.stdout != "" and "n-grams" in shown.stderr
-    neither = medusa(*words, "--lookup", "--baseline")
-    assert neither.exit_code == 2 and "--baseline and --lookup exclude each other" in neither.stderr
-
-
-def test_json_holds_answer_and_figures(place: Path) -> None:
+    assert drafted.stdout == plain.stdout != "" and "tokens a step" in drafted.stderr
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
-    assert document["answer"] and document["acceptance_rate"] >= 1 and document["tokens"] <= 15
+    assert document["answer"] + "\n" == plain.stdout
+    assert document["acceptance_rate"] >= 1 and document["tokens"] <= 15
 
 
-def test_a_piped_session_answers_line_by_line_with_history(place: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:
+    words = ["chat", "--model", place / "model", "--dtype", "fp32", "--prompt", "w1 w2 w1 w2", "--max-new-tokens", "15"]
+    assert "--lookup" in medusa(*words, exit_code=1).stderr
+    drafted, plain = medusa(*words, "--lookup", exit_code=0), medusa(*words, "--baseline", exit_code=0)
+    assert drafted.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
+    assert "--baseline and --lookup" in medusa(*words, "--lookup", "--baseline", exit_code=2).stderr
+
+
+def test_piped_lines_are_answered_with_history(place: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n/stats\n/help\n/exit\nw3\n")
     assert shown.exit_code == 0, shown.stderr
     messages = json.loads(saved.read_text())["messages"]
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
-    assert "tokens/s" in shown.stdout and "/system TEXT" in shown.stdout
-    assert messages[1]["content"] in shown.stdout
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert "tokens/s" in shown.stdout and "/system TEXT" in shown.stdout and messages[1]["content"] in shown.stdout
 
 
 def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
@@ -77,21 +77,20 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
     assert json.loads(saved.read_text())["messages"] == []
 
 
-def test_mistakes_cost_a_line_not_the_session(place: Path, tmp_path: Path) -> None:
+def test_a_bad_line_costs_that_line_and_the_exit_code(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\n/save {tmp_path}\nw1\n")
-    assert shown.exit_code == 1  # a script must know
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 4 and shown.stdout.strip()
-    assert errors[3] == f"error: {tmp_path}: is a directory; check the path"
+    assert shown.exit_code == 1 and len(errors) == 4 and shown.stdout.strip()
+    assert str(tmp_path) in errors[3] and ".medusa-part" not in errors[3]
 
 
-def test_bytes_that_are_no_utf8_cost_a_character_not_the_session(place: Path) -> None:
+def test_bytes_that_are_no_utf8_cost_a_character(place: Path) -> None:
     shown = chat(place, input=b"w1 \xff\xfe w2\nw3\n")
     assert shown.exit_code == 0 and shown.stderr.count("tokens a step") == 2, shown.output
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_session(
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = Stream.step, []
@@ -110,47 +109,112 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
     assert len(messages) == 4 and len(messages[1]["content"]) < len(messages[3]["content"])
 
 
-def test_a_prompt_longer_than_the_context_is_told(place: Path) -> None:
-    shown = chat(place, "--prompt", "w1 " * 600)
-    assert shown.exit_code == 1 and "has a context of 512" in shown.stderr
+def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", positions=20_000)
+    for path in tmp_path.glob("model/*config.json"):  # nothing but Ctrl-C may end it
+        path.write_text(re.sub(r'"eos_token(_id)?": [^,\n]+', r'"eos_token\1": null', path.read_text()))
+    words = ["chat", "--model", model, "--baseline", "--dtype", "fp32", "--max-new-tokens", "19000", "--prompt", "w1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.read(1)  # it answers
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED == 130, err.decode()
+    assert out and err.decode().endswith("interrupted\n") and "(stopped)" in err.decode()
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
-    [(["--json"], "--json needs --prompt"), (["--prompt", " "], "--prompt is empty"), (["--top-k", "-1"], "--top-k")],
+    ("words", "code", "named"),
+    [
+        (["--json"], 2, "--json"),
+        (["--prompt", " "], 2, "--prompt"),
+        (["--top-k", "-1"], 2, "--top-k"),
+        (["--prompt", "w1 " * 600], 1, "context of 512"),
+    ],
 )
-def test_usage_mistakes_exit_with_two(place: Path, words: list[str], part: str) -> None:
+def test_refusals(place: Path, words: list[str], code: int, named: str) -> None:
     shown = chat(place, *words)
-    assert shown.exit_code == 2 and part in shown.stderr
+    assert shown.exit_code == code and named in shown.stderr
 
 
-def test_accepted_runs_are_coloured_on_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    from medusa_cli import console
-
-    wide = Console(force_terminal=True, color_system="standard", width=200, highlight=False)
+def test_accepted_tokens_are_coloured_on_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Screen(force_terminal=True, color_system="standard", width=200)
     monkeypatch.setattr(console, "out", wide)
     steps = iter([[Piece("w2 ", False)], [Piece("w3 ", True), Piece("w4 ", True), Piece("w5", False)], None])
     monkeypatch.setattr(Stream, "step", lambda stream: next(steps))
     with wide.capture() as shown:
         chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
-    coloured = re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", shown.get())
-    assert "".join(coloured).split() == ["w3", "w4"]
-
-
-class Bytes:
-    """A backbone of which only decode is asked: ids are bytes."""
-
-    def decode(self, ids) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
+    assert "".join(re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", shown.get())).split() == ["w3", "w4"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_streamed_pieces_join_to_the_text_and_split_no_character(size: int) -> None:
+def test_streamed_pieces_split_no_character(size: int) -> None:
+    class Bytes:
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
     text = "Grüße, 世界!\nnext line 🙂 end\n\nlast 漢"
     data = list(text.encode())
     stream = TextStream(Bytes())  # type: ignore[arg-type]
     pieces = [stream.add(data[i : i + size]) for i in range(0, len(data), size)]
-    assert "".join(pieces) + stream.flush() == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.flush() == text and not any("\ufffd" in piece for piece in pieces)
+
+
+def encode(messages: list[dict[str, str]]) -> list[int]:
+    """Returns one token a message and one a character."""
+    return [0 for message in messages for _ in message["content"] + "|"]
+
+
+def turns(count: int, system: str = "") -> list[dict[str, str]]:
+    """Returns turns of eight tokens, question and answer, after a system prompt."""
+    head = [{"role": "system", "content": system}] if system else []
+    return head + [{"role": role, "content": "xxx"} for _ in range(count) for role in ("user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("context", "forgotten", "expected"),
+    [
+        (34, 0, (26, 0)),  # everything fits
+        (33, 0, (10, 4)),  # with room for two answers; 18 tokens would leave room for one
+        (1000, 2, (18, 2)),  # a forgotten turn stays so
+    ],
+)
+def test_the_oldest_turns_are_left_out(context: int, forgotten: int, expected: tuple[int, int]) -> None:
+    tokens, left_out = fit(encode, turns(3), QUESTION, context=context, answer=8, forgotten=forgotten)
+    assert (len(tokens), left_out) == expected
+
+
+def test_the_system_prompt_stays() -> None:
+    seen: list[Any] = []
+    keep = lambda messages: seen.append(messages) or encode(messages)  # noqa: E731
+    fit(keep, turns(5, system="be kind"), QUESTION, context=40, answer=8)
+    assert seen[-1][0]["role"] == "system" and len(seen[-1]) < 12 and seen[-1][-1] == QUESTION
+
+
+def test_a_question_that_fills_the_context_is_refused() -> None:
+    long = {"role": "user", "content": "x" * 40}
+    with pytest.raises(UserError, match="44 tokens.*context of 40"):
+        fit(encode, turns(2, system="ab"), long, context=40, answer=8)
+
+
+def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = [f"w{number} w9" for number in range(30)]
+    shown = short(place, input="\n".join([*lines, f"/save {saved}"]) + "\n")
+    assert shown.exit_code == 0 and "error" not in shown.stderr, shown.stderr
+    assert shown.stderr.count("tokens a step") == 30 and shown.stderr.count("context of 64 tokens is full") >= 2
+    assert [message["content"] for message in json.loads(saved.read_text())["messages"][::2]] == lines
+
+
+def test_a_line_too_long_costs_that_line(place: Path) -> None:
+    shown = short(place, input="w1\n" + "w2 " * 80 + "\nw3\n")
+    assert shown.exit_code == 1 and shown.stderr.count("error:") == 1
+    assert shown.stderr.count("tokens a step") == 2 and "is full" not in shown.stderr
+
+
+def test_a_system_prompt_that_fills_the_context_is_refused(place: Path) -> None:
+    shown = short(place, "--system", "w1 " * 80, input="w1\nw2\n")
+    assert shown.exit_code == 1 and shown.stderr.count("error:") == 1 and shown.stdout == ""
+    shown = short(place, "--system", "w5", input="/system " + "w1 " * 80 + "\nw2\n")
+    assert shown.exit_code == 1 and shown.stderr.count("tokens a step") == 1  # the earlier prompt is in force

@@ -1,41 +1,53 @@
-"""Results on stdout, everything else on stderr, one document under --json."""
+"""The console: results on stdout, the rest on stderr; no control characters, and a terminal left as it was."""
 
+import io
 import json
+import logging
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
 
 import pytest
-from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from medusa_cli import console
-from medusa_cli.console import show_bar
+from medusa_cli.console import Screen, visible
+from medusa_cli.errors import LONGEST, TERMINATED
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rname\x08\x7f\u202egnp\udcff"
+HARMLESS = "tab\there, Grüße, 世界 🙂 [bold]no markup[/bold] :smile:"
+CONTROLS = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0xDCFF) if chr(code) not in "\n\t"]
 
 
 def test_results_on_stdout_the_rest_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    console.result("42 tokens")
-    console.info("loading")
-    console.warn("slow")
-    console.error("broken")
+    for say in (console.result, console.info, console.warn, console.error):
+        say("first\n  second" if say is console.error else "a text")
     shown = capsys.readouterr()
-    assert shown.out == "42 tokens\n"
-    assert shown.err == "loading\nwarning: slow\nerror: broken\n"
+    assert shown.out == "a text\n" and shown.err == "a text\nwarning: a text\nerror: first second\n"
 
 
-def test_quiet_keeps_results_warnings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_keeps_results_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     console.configure(quiet=True)
-    console.info("loading")
-    console.warn("slow")
-    console.result("done")
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("done\n", "warning: slow\n")
+    for say in (console.info, console.warn, console.result):
+        say("a text")
+    assert capsys.readouterr() == ("a text\n", "warning: a text\n")
 
 
-def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     console.configure(json=True)
     console.result("a table")
     console.info("loading")
-    console.emit_json({"tokens": 3, "text": "é"})
+    console.emit_json({"tokens": 3, "text": "é\x1b"})
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"tokens": 3, "text": "é"}
+    assert json.loads(shown.out) == {"tokens": 3, "text": "é\x1b"} and "\x1b" not in shown.out
     assert shown.err == "loading\n"
 
 
@@ -44,53 +56,164 @@ def test_text_is_no_markup_and_is_never_wrapped(capsys: pytest.CaptureFixture[st
     console.info(long)
     console.result(long)
     shown = capsys.readouterr()
-    assert shown.err.count("\n") == shown.out.count("\n") == 1
-    assert "[default: 2]" in shown.out
+    assert shown.err.count("\n") == shown.out.count("\n") == 1 and "[default: 2]" in shown.out
 
 
-def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    console.error("first\n  second\n")
-    assert capsys.readouterr().err == "error: first second\n"
-
-
-def test_tables_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("head", "accuracy")
-    table.add_row("1", "0.40")
-    console.result(table)
-    assert "0.40" in capsys.readouterr().out
-
-
-def test_progress_is_silent_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_results_as_they_are_and_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    console.result("a\x1b[2J\r\tb")
+    console.stream([("c\x1b[2J", "bold green")])
     with console.progress("training", total=10) as bar:
         bar.advance(4)
         bar.describe("still training")
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("a\x1b[2J\r\tb\nc\x1b[2J", "")
 
 
-def test_the_bar_shows_count_and_unit() -> None:
-    terminal = Console(force_terminal=True, width=100, record=True, quiet=False)
-    with show_bar(terminal, "training [1/2]", 1000, "tokens") as bar:
-        bar.advance(1000)
-        bar.describe("done [2/2]")
-    text = terminal.export_text()
-    assert "1,000/1,000 tokens" in text and "done [2/2]" in text
+def test_text_that_stdout_cannot_encode_is_no_error() -> None:
+    code = "from medusa_cli import console; console.configure(); console.result('w\\udcff 🙂')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout == b"w\\udcff \\U0001f642\n", done.stderr
 
 
-def test_the_footer_holds_the_last_row_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
+@pytest.mark.parametrize("say", [console.warn, console.error])
+@pytest.mark.parametrize("value", ["x" * 100_000, "\x1b" * LONGEST, "x\n" * 200], ids=["long", "controls", "lines"])
+def test_a_message_keeps_its_ends(say: Callable[[str], None], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"the value {value} is not valid; give a shorter one")
+    text = capsys.readouterr().err
+    assert len(text) <= LONGEST + len("\n") and text.count("\n") == 1
+    assert "the value " in text and text.endswith("give a shorter one\n")
 
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Makes both streams a terminal without colours, on which no escape sequence is the console's own."""
     written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=20, height=10)
-    monkeypatch.setattr(console, "err", terminal)
-    monkeypatch.setattr(console, "out", terminal)
-    console.configure()
+    screen = Screen(file=written, force_terminal=True, color_system=None, width=200, height=10)
+    monkeypatch.setattr(console, "out", screen)
+    monkeypatch.setattr(console, "err", screen)
+    return written
+
+
+def harmless(terminal: io.StringIO) -> str:
+    """Returns the written text; fails if a control character was sent."""
+    text = terminal.getvalue()
+    assert not [control for control in CONTROLS if control in text], repr(text)
+    return text
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert visible(HOSTILE) == "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0dname\\x08\\x7f\\u202egnp\\udcff"
+    assert visible(HARMLESS + "\n") == HARMLESS + "\n"
+
+
+@pytest.mark.parametrize("say", [console.info, console.warn, console.error, console.result])
+def test_messages_and_results_are_made_visible(say: Callable[[str], None], terminal: io.StringIO) -> None:
+    say(HOSTILE)
+    say(HARMLESS.replace("\t", " "))
+    assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal) and HARMLESS.replace("\t", " ") in harmless(terminal)
+
+
+def test_streamed_text_is_made_visible_and_keeps_its_tabs(terminal: io.StringIO) -> None:
+    console.stream([("a\tb\x1b", ""), ("[2J\n", "")])
+    console.stream([("c\x1b[2J", "bold green")])
+    assert harmless(terminal) == "a\tb\\x1b[2J\nc\\x1b[2J"
+
+
+@pytest.mark.parametrize("cell", [HOSTILE, Text(HOSTILE)], ids=["str", "Text"])
+def test_tables_are_made_visible(cell: str | Text, terminal: io.StringIO) -> None:
+    table = Table(title=HOSTILE, caption=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(cell)
+    table.add_row(HARMLESS)
+    console.result(table)
+    console.result(Panel(cell))
+    assert "[bold]no markup[/bold] :smile:" in harmless(terminal)
+    assert harmless(terminal).count(visible(HOSTILE)) == (5 if isinstance(cell, str) else 3)
+
+
+def test_a_bar_shows_count_and_unit_and_is_made_visible(terminal: io.StringIO) -> None:
+    with console.progress("training \x1b]0;owned\x07", total=1000) as bar:
+        bar.describe("question \x1b]0;owned\x07")
+        bar.show({"loss\x1b]0;": "1\x1b]0;"})
+        bar.advance(1000)
+    text = terminal.getvalue()
+    assert "\x1b]0;" not in text and "\\x1b]0;owned\\x07" in text and "1,000/1,000 tokens" in text
+
+
+def test_the_footer_holds_the_last_row_and_gives_it_back(terminal: io.StringIO) -> None:
     with console.footer() as footer:
-        footer.show("x" * 50)
-    text = written.getvalue()
-    assert "\x1b[1;9r" in text and "\x1b[10;1H" in text and "x" * 19 in text and "x" * 20 not in text
+        footer("x" * 300)
+    text = terminal.getvalue()
+    assert "\x1b[1;9r" in text and "\x1b[10;1H" in text and "x" * 199 in text and "x" * 200 not in text
     assert text.rindex("\x1b[r") > text.rindex("x")
     console.configure(quiet=True)
-    before = len(text)
     with console.footer() as footer:
-        footer.show("hidden")
-    assert len(written.getvalue()) == before
+        footer("hidden")
+    assert terminal.getvalue() == text
+
+
+class Terminal:
+    """A program on a pseudo-terminal of its own, and its output."""
+
+    def __init__(self, code: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
+        )
+        os.close(slave)
+        self.text = ""
+
+    def until(self, part: str = "", seconds: float = 120) -> str:
+        """Reads until a part was seen, or to the end; returns all output."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (part and part in self.text):
+            if select.select([self.master], [], [], 0.2)[0]:
+                try:
+                    self.text += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:  # on Linux: the other side is closed
+                    return self.text
+        assert not part or part in self.text, self.text
+        return self.text
+
+
+START = "import logging, time, warnings\nfrom medusa_cli import console\nconsole.configure()\n"
+FOOTER = (
+    f"{START}with console.footer() as footer: footer('12 tokens'); console.stream([('ready\\n', '')]); time.sleep(99)"
+)
+BAR = f"{START}with console.progress('ready', total=2): time.sleep(99)"
+LIBRARIES = f"""{START}
+logging.getLogger("transformers").warning("the class %s", "\\x1b]0;owned\\x07")
+warnings.warn("the class \\x1b]0;owned\\x07")
+try:
+    raise ValueError("\\x1b]0;owned\\x07")
+except ValueError:
+    console.trace()
+"""
+
+
+def test_messages_of_libraries_are_made_visible_and_brief() -> None:
+    text = Terminal(LIBRARIES).until()
+    assert "\x1b]0;" not in text and text.count("\\x1b]0;owned\\x07") >= 3
+    console.configure()
+    report = "the tensor x is missing\n" * 45 + "x" * 100_000
+    logged = logging.getLogRecordFactory()("x", logging.WARNING, "x.py", 1, report, (), None).getMessage()
+    for text in (logged, warnings.formatwarning(report, UserWarning, "x.py", 1)):
+        assert "the tensor x is missing" in text and len(text.splitlines()) == 5 and len(text) <= LONGEST + 1
+
+
+@pytest.mark.parametrize(("code", "restored"), [(FOOTER, "\x1b7\x1b[r"), (BAR, "\x1b[?25h")], ids=["footer", "bar"])
+def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None:
+    seen = Terminal(code)
+    before = seen.until("ready")
+    seen.process.send_signal(signal.SIGTERM)
+    after = seen.until()[len(before) :]
+    assert seen.process.wait(30) == TERMINATED == 143
+    assert restored in after and "Traceback" not in after
+
+
+def test_sigterm_is_the_systems_again_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with console.terminated():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+from medusa_cli import console
 from medusa_cli.commands.train import cells
-from medusa_cli.console import show_bar
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Saved, Stepped, Validated
 from medusa_cli.train.checkpoint import checkpoint_path, load
@@ -123,9 +122,11 @@ def test_the_live_table_has_what_one_watches() -> None:
         "time left": "0:06:05",
     }
     screen = io.StringIO()
-    with show_bar(Console(file=screen, force_terminal=True, width=110), "training", 10, "tokens") as bar:
-        bar.show(shown)
-        bar.advance(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "err", console.Screen(file=screen, force_terminal=True, width=110))
+        with console.progress("training", 10) as bar:
+            bar.show(shown)
+            bar.advance(3)
     text = screen.getvalue()
     assert all(word in text for word in (*shown, *shown.values()))
     plain = cells(Stepped(1, 9, 1.5, [1.0], [0.4], 1e-3, 0.5, 200, 600, 0.5, {}), left=0, rate=0.0)
