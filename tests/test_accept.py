@@ -17,7 +17,7 @@ VOCAB = 7
 
 
 def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> tuple[list[int], int]:
-    """One draft alone, with the random numbers given."""
+    """Accepts one draft with these random numbers."""
     rule = Sampler(sampling)
     rule.generator = generator
     (path,) = accept_many(logits[None], [draft], [rule])
@@ -25,11 +25,11 @@ def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: to
 
 
 def target_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distributions [N, V] tokens are drawn from, the plain way: over the whole vocabulary, in its order."""
+    """Returns the distributions [N, V] to draw from, over the whole vocabulary in its order."""
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
+        lowest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
     probs = scores.softmax(-1)
     if sampling.top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
@@ -93,9 +93,9 @@ def test_typical_takes_the_longest_plausible_path(seed: int, temperature: float)
         path = draft.tree.path(node)
         chances = [float(probs[a, draft.tokens[b]]) for a, b in zip(path, path[1:], strict=False)]
         if all(chance > limit[a] for chance, a in zip(chances, path, strict=False)):
-            found = (len(path), sum(math.log(chance) for chance in chances))
-            if found > (key[0], key[1] + 1e-6):
-                best, key = path, found
+            own = (len(path), sum(math.log(chance) for chance in chances))
+            if own > (key[0], key[1] + 1e-6):
+                best, key = path, own
     accepted, bonus = accept(logits, draft, rule, GENERATOR)
     assert [int(draft.tokens[n]) for n in accepted] == [int(draft.tokens[n]) for n in best]
     assert bonus == int(logits[accepted[-1]].argmax())
@@ -103,7 +103,7 @@ def test_typical_takes_the_longest_plausible_path(seed: int, temperature: float)
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-39, 1e-50, 1e-320])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
-def test_temperature_zero_and_next_to_it_is_greedy_in_every_mode(mode: str, temperature: float) -> None:
+def test_temperature_near_zero_is_greedy_in_every_mode(mode: str, temperature: float) -> None:
     for seed in range(10):
         logits, draft = random_case(seed)
         cold = accept(logits, draft, Sampling(mode, temperature), GENERATOR)
@@ -154,17 +154,17 @@ CUTS = [(1.0, 0), (0.9, 0), (0.01, 0), (1.0, 5), (0.7, 40), (0.999, 3 * NUCLEUS)
 
 @pytest.mark.parametrize(("top_p", "top_k"), CUTS)
 @pytest.mark.parametrize("sharpness", [0.1, 3.0])  # a nucleus of nearly all tokens, and one of few
-def test_what_is_drawn_from_is_the_distribution_after_its_cuts(top_p: float, top_k: int, sharpness: float) -> None:
+def test_candidates_are_the_distribution_after_its_cuts(top_p: float, top_k: int, sharpness: float) -> None:
     logits = sharpness * torch.randn(3, 4 * NUCLEUS, generator=torch.Generator().manual_seed(1))
     rule = Sampling("exact", 0.8, top_p, top_k)
     weights, ids = candidates(logits, rule)
-    found = weights / weights.sum(-1, keepdim=True)
+    drawn = weights / weights.sum(-1, keepdim=True)
     if ids is not None:
-        found = torch.zeros_like(logits).scatter_(-1, ids, found)
-    assert torch.allclose(found, target_probs(logits, rule), atol=1e-6)
+        drawn = torch.zeros_like(logits).scatter_(-1, ids, drawn)
+    assert torch.allclose(drawn, target_probs(logits, rule), atol=1e-6)
 
 
-def test_a_draw_is_where_its_number_falls() -> None:
+def test_draw_inverts_the_distribution() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0])
     uniforms = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 1e-12], dtype=torch.double)
     assert draw(weights.expand(6, -1), uniforms).tolist() == [1, 1, 3, 3, 4, 4]

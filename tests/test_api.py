@@ -1,4 +1,4 @@
-"""The Python API answers what decoding answers, says what cannot be at the call, and its page runs as written."""
+"""The Python API gives what decoding gives, refuses wrong values at the call, and its page runs as written."""
 
 import gc
 import re
@@ -54,7 +54,7 @@ def test_the_page_runs_as_written(
     assert names["stream"].answer.finish_reason in ("stop", "length")
 
 
-def test_a_stream_is_what_plain_decoding_gives(medusa: Medusa) -> None:
+def test_stream_is_plain_decoding(medusa: Medusa) -> None:
     stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
     text = "".join(stream)
     assert stream.answer.tokens == alone(medusa, IDS, stop_ids=())
@@ -68,25 +68,25 @@ def test_streams_may_be_read_in_turn(medusa: Medusa) -> None:
     streams = [medusa.stream(prompt, max_new_tokens=16, stop_ids=()) for prompt in prompts]
     going = list(streams)
     while going:
-        going = [one for one in going if one.step() is not None]
+        going = [stream for stream in going if stream.step() is not None]
     for prompt, stream in zip(prompts, streams, strict=True):
         assert stream.answer.tokens == alone(medusa, prompt, 16, stop_ids=())
 
 
-def test_a_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
+def test_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
     prompts = [IDS, [8], [30, 31, 32], [6, 6, 50], [12, 50]]
     answers = medusa.batch(prompts, batch_size=2, max_new_tokens=16)
     assert [answer.tokens for answer in answers] == [alone(medusa, prompt, 16) for prompt in prompts]
     assert medusa.batch([]) == []
 
 
-def test_a_seed_gives_the_same_answer_again_and_another_seed_another(medusa: Medusa) -> None:
+def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     rules = {"max_new_tokens": 24, "temperature": 1.5, "stop_ids": ()}
     first, again, other = (medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_turn_of_a_conversation_reads_only_what_is_new(medusa: Medusa) -> None:
+def test_later_turn_runs_only_new_tokens(medusa: Medusa) -> None:
     messages = [{"role": "user", "content": "w1 w2 w3"}]
     first = medusa.chat(messages, max_new_tokens=8, stop_ids=())
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "w4"}]
@@ -94,13 +94,13 @@ def test_a_turn_of_a_conversation_reads_only_what_is_new(medusa: Medusa) -> None
         assert stream.reused >= first.prompt_tokens
 
 
-def test_a_text_is_a_users_message_unless_it_is_raw(medusa: Medusa) -> None:
+def test_text_is_a_users_message_unless_raw(medusa: Medusa) -> None:
     asked = medusa.encode("w1 w2")
     assert asked == medusa.encode([{"role": "user", "content": "w1 w2"}])
     assert medusa.encode("w1 w2", raw=True) == asked[2:4]
 
 
-def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(medusa: Medusa) -> None:
+def test_stop_string_is_not_part_of_the_answer(medusa: Medusa) -> None:
     words = medusa.generate(IDS, max_new_tokens=24, stop_ids=()).text.split()
     answer = medusa.generate(IDS, max_new_tokens=24, stop_ids=(), stop=words[5])
     assert answer.finish_reason == "stop"
@@ -108,7 +108,7 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(medusa: Medusa) -> Non
 
 
 @pytest.mark.parametrize("leave", ["close", "forget"])
-def test_a_stream_that_is_left_frees_its_place(medusa: Medusa, leave: str) -> None:
+def test_stream_that_is_left_frees_its_slot(medusa: Medusa, leave: str) -> None:
     stream = medusa.stream(IDS, max_new_tokens=400, stop_ids=())
     decoder = stream._decoder
     assert decoder is not None and next(stream) and not decoder.free_slots
@@ -122,7 +122,7 @@ def test_a_stream_that_is_left_frees_its_place(medusa: Medusa, leave: str) -> No
 
 def test_likelihoods_come_on_request(medusa: Medusa) -> None:
     answer = medusa.generate(IDS, max_new_tokens=8, stop_ids=(), logprobs=2)
-    assert [one.token for one in answer.likelihoods] == answer.tokens == [one.top[0][0] for one in answer.likelihoods]
+    assert [own.token for own in answer.likelihoods] == answer.tokens == [own.top[0][0] for own in answer.likelihoods]
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_refusals_name_the_argument(medusa: Medusa, rules: dict) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [5, -1], [5, 64], [{"role": "user"}], ["w1"]])
-def test_a_prompt_that_is_none_is_refused_at_the_call(medusa: Medusa, prompt: list) -> None:
+def test_invalid_prompt_is_refused(medusa: Medusa, prompt: list) -> None:
     with pytest.raises(UserError):
         medusa.stream(prompt)
-    assert medusa.generate(IDS, max_new_tokens=2).tokens  # and costs no place
+    assert medusa.generate(IDS, max_new_tokens=2).tokens  # the slot is free
 
 
-def test_what_does_not_fit_is_said_at_the_call(place: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_named(place: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no drafter"):
         Medusa.from_pretrained(place / "model", drafter=tmp_path)
     with pytest.raises(UserError, match="^drafter '/nowhere/at/all' is no hub id"):
@@ -154,37 +154,37 @@ def test_what_does_not_fit_is_said_at_the_call(place: Path, tmp_path: Path) -> N
         Medusa.from_pretrained(drafter=place / "runs" / "mine", run="other")
 
 
-def test_a_model_without_a_drafter_drafts_what_the_text_repeats(place: Path, medusa: Medusa) -> None:
-    made = Medusa.from_pretrained(place / "model", lookup=True, dtype="fp32")
-    assert made.loaded.drafter is None and "n-grams" in made.loaded.description
+def test_lookup_without_a_drafter(place: Path, medusa: Medusa) -> None:
+    loaded = Medusa.from_pretrained(place / "model", lookup=True, dtype="fp32")
+    assert loaded.loaded.drafter is None and "n-grams" in loaded.loaded.description
     prompt = IDS * 6
-    stream = made.stream(prompt, max_new_tokens=24, stop_ids=())
+    stream = loaded.stream(prompt, max_new_tokens=24, stop_ids=())
     assert "".join(stream) and stream.answer.tokens == alone(medusa, prompt, stop_ids=())
     assert stream.answer.stats.drafted > 0
 
 
-def test_lookups_go_with_trees_that_pay_unless_it_is_said(place: Path) -> None:
+def test_lookup_goes_with_the_auto_tree_by_default(place: Path) -> None:
     run = place / "runs" / "mine"
-    for words, found in (
+    for words, ngrams in (
         ({}, True),
         ({"lookup": False}, False),
         ({"tree": "static"}, False),
         ({"tree": "static", "lookup": True}, True),
         ({"tree": "dynamic", "lookup": True}, True),
     ):
-        made = Medusa.from_pretrained(drafter=run, dtype="fp32", **words)
-        assert ("n-grams" in made.loaded.description) is found, words
+        loaded = Medusa.from_pretrained(drafter=run, dtype="fp32", **words)
+        assert ("n-grams" in loaded.loaded.description) is ngrams, words
 
 
-def test_a_drafters_folder_needs_its_own_tree_and_a_run_brings_it(place: Path) -> None:
+def test_drafters_folder_needs_a_tree(place: Path) -> None:
     run = place / "runs" / "mine"
     with pytest.raises(UserError, match="there is no tree"):
         Medusa.from_pretrained(place / "model", drafter=run / "drafter")
-    made = Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32")
-    assert "tree of 6 nodes" in made.loaded.description
+    loaded = Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32")
+    assert "tree of 6 nodes" in loaded.loaded.description
 
 
-def test_naming_the_package_brings_no_torch() -> None:
+def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, medusa_cli; assert 'torch' not in sys.modules; medusa_cli.Medusa; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(ImportError):

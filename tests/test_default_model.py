@@ -24,12 +24,12 @@ def shipped() -> Run:
     return run
 
 
-def test_what_ships_is_small_whole_and_says_what_made_it() -> None:
+def test_shipped_drafter_is_small_whole_and_has_provenance() -> None:
     run = shipped()
     assert sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) <= 60_000_000
     config = read_json(run.drafter_dir / "config.json")
-    made = config["provenance"]
-    assert made["backbone"]["id"] == DEFAULT_MODEL and made["recipe"]["train"]["stage"] == 1
+    provenance = config["provenance"]
+    assert provenance["backbone"]["id"] == DEFAULT_MODEL and provenance["recipe"]["train"]["stage"] == 1
     calibration = read_json(run.calibration_path)
     tree = load_tree(run.tree_path)
     assert tree.max_depth <= config["num_heads"] == calibration["heads"] == len(calibration["temperatures"])
@@ -48,7 +48,7 @@ def test_bf16_runs_on_real_questions() -> None:
     document = medusa_json("bench", "--mt-bench", *words)
     methods = document["methods"]
     assert methods["medusa"]["acceptance_length"] > 1.3 and methods["medusa"]["overhead"] > 0
-    assert {len(one["per_category"]) for one in methods.values()} == {2}
+    assert {len(method["per_category"]) for method in methods.values()} == {2}
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from tests.helpers import (
 )
 from tests.test_firp import firp
 from tests.test_hydra import hydra
-from tests.test_reuse import MAKE
+from tests.test_prefix_cache import MAKE
 
 # Random tiny models rarely repeat themselves.
 ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4

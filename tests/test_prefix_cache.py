@@ -1,4 +1,4 @@
-"""A slot keeps its text: what a prompt shares with it is not run again, and the answer is the one without it."""
+"""A slot keeps its text: the prefix that a prompt shares with it is not run again, and changes no answer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,7 +54,7 @@ def backbone_of(engine: str, family: str = "llama") -> Backbone:
 
 
 def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each pass from now on, pseudo rows apart."""
+    """Returns a list to which each pass adds its number of tokens."""
     rows: list[int] = []
     inner = backbone.engine.forward
 
@@ -67,18 +67,18 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def turns(decoder: Decoder, rows: list[int], **rules: Any) -> Iterator[tuple[list[int], list[Step], int]]:
-    """Three turns of a conversation, each prompt the text so far and something new: prompt, steps, prefilled rows."""
+    """Yields prompt, steps and prefilled rows of three turns; each prompt is the text so far and new tokens."""
     prompt = list(OPENING)
-    for said in ([21, 22, 23], [40, 41], []):
+    for new in ([21, 22, 23], [40, 41], []):
         rows.clear()
         steps = list(answer(decoder, prompt, **{**RULES, **rules}))
         yield prompt, steps, rows[0]
-        prompt = [*prompt, *(t for step in steps for t in step.tokens), *said]
+        prompt = [*prompt, *(t for step in steps for t in step.tokens), *new]
 
 
 @pytest.mark.parametrize(("engine", "shape"), [("fast", SPARSE), ("eager", DynamicTree(9, 3))], ids=["fast", "eager"])
 @pytest.mark.parametrize("name", MAKE)
-def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
+def test_later_turn_runs_only_new_tokens(
     name: str, shape: Tree | DynamicTree, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = backbone_of(engine)
@@ -98,7 +98,7 @@ def test_a_later_turn_runs_what_is_new_and_answers_as_if_all_had_been_run(
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_turns_are_those_without_a_prefix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     drafter, rule = MAKE[name](backbone), Sampling("exact", 1.0, seed=5)
     decoder, rows = Decoder(backbone, drafter, SPARSE.truncate(3)), counting(backbone, monkeypatch)
@@ -111,7 +111,7 @@ def test_sampled_turns_are_drawn_as_without_what_was_kept(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "gemma3")
     decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3))
     rows = counting(backbone, monkeypatch)
@@ -119,16 +119,16 @@ def test_another_prompt_with_a_common_beginning_keeps_that_alone(name: str, monk
     for prompt, fresh in (
         ([*OPENING[:6], 50, 51], 2),
         ([*OPENING[:6], 50, 51], 1),  # the same again: its last token is run, as its states are wanted
-        ([*OPENING[:3]], 1),  # shorter than what is held
+        ([*OPENING[:3]], 1),  # shorter than what is before
         ([60, 61, 62], 3),
     ):
         rows.clear()
-        found = tokens_of(answer(decoder, prompt, **RULES))
+        tokens = tokens_of(answer(decoder, prompt, **RULES))
         assert rows[0] == fresh
-        assert found == tokens_of(generate_plain(backbone, prompt, **RULES))
+        assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_prefix_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     first = tokens_of(answer(decoder, OPENING, **RULES))
@@ -137,34 +137,34 @@ def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert tokens_of(answer(decoder, OPENING, **RULES)) == first and rows[0] == len(OPENING)
 
 
-def test_no_more_is_kept_than_a_prompt_may_have_of_an_earlier_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reuse_is_limited_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder, rows = Decoder(backbone, slots=2), counting(backbone, monkeypatch)
-    for most, run_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
+    for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
         rows.clear()
-        sequence, _ = decoder.admit(Request(OPENING, reuse=most, **RULES))
+        sequence, _ = decoder.admit(Request(OPENING, reuse=limit, **RULES))
         decoder.cancel(sequence)
-        assert rows == [run_now]
+        assert rows == [rows_now]
 
 
-def test_a_prompt_takes_the_place_that_was_left_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder = Decoder(backbone, slots=3)
     first, *_ = [decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
     moved: list[tuple[int, int]] = []
     inner = decoder.slots.swap
-    monkeypatch.setattr(decoder.slots, "swap", lambda one, other: (moved.append((one, other)), inner(one, other)))
+    monkeypatch.setattr(decoder.slots, "swap", lambda a, b: (moved.append((a, b)), inner(a, b)))
     decoder.cancel(first)
     assert decoder.free_slots == 1
     late, step = decoder.admit(Request([12, 13], **RULES))
-    steps = [step, *(step for one, step in [*decoder.step(), *decoder.step()] if one is late)]
+    steps = [step, *(step for own, step in [*decoder.step(), *decoder.step()] if own is late)]
     assert moved == [] and decoder.sequences[0] is late
     plain = tokens_of(generate_plain(backbone, [12, 13], **RULES))
     assert tokens_of(steps) == plain[:3]
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_with_the_longest_common_prefix_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "qwen3")
     decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3), slots=3)
     rows = counting(backbone, monkeypatch)
@@ -189,31 +189,29 @@ def test_of_several_slots_the_one_that_begins_alike_is_taken(name: str, monkeypa
     later = [[*opened[i], *first[i], 25 + i] for i in (2, 0, 1)]
     second, prefilled = together(later)
     assert all(count <= 2 for count in prefilled)
-    for prompt, found in zip([*opened, *later], [*first, *second], strict=True):
-        assert found == tokens_of(generate_plain(backbone, prompt, **RULES))
+    for prompt, tokens in zip([*opened, *later], [*first, *second], strict=True):
+        assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-def test_a_cancelled_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     steps = answer(decoder, OPENING, **RULES)
-    came = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
+    partial = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
     steps.close()
     rows.clear()
-    prompt = [*OPENING, *came, 7, 8]
-    found = tokens_of(answer(decoder, prompt, **RULES))
-    assert rows[0] == 3 and found == tokens_of(generate_plain(backbone, prompt, **RULES))
+    prompt = [*OPENING, *partial, 7, 8]
+    tokens = tokens_of(answer(decoder, prompt, **RULES))
+    assert rows[0] == 3 and tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("name", MAKE)
-def test_a_cache_that_grows_in_mid_answer_changes_nothing(
-    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, roomy = backbone_of(engine), backbone_of(engine)
     drafter = MAKE[name](backbone)
-    made = backbone.engine.new_cache
-    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: made(slots, 2, **how))
+    new_cache = backbone.engine.new_cache
+    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how))
     prompts = [OPENING, [8], OPENING[::-1] * 2]
     decoder = Decoder(backbone, drafter, SPARSE.truncate(3), slots=3)
     answers: list[list[int]] = []
@@ -225,49 +223,49 @@ def test_a_cache_that_grows_in_mid_answer_changes_nothing(
         for sequence, step in decoder.step():
             answers[sequence.number] = answers[sequence.number] + step.tokens
     assert len(grew) > 2  # it grew with texts under way
-    for prompt, found in zip(prompts, answers, strict=True):
+    for prompt, tokens in zip(prompts, answers, strict=True):
         steps = generate_plain(roomy, prompt, max_new_tokens=60, stop_ids=())
-        assert found == tokens_of(steps)
+        assert tokens == tokens_of(steps)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_a_cache_holds_survives_growing_keeping_swapping_and_forgetting(transposed: bool) -> None:
+def test_rows_survive_growing_keeping_swapping_and_truncating(transposed: bool) -> None:
     backbone = backbone_of("fast" if transposed else "eager")
     cache = Cache(backbone.num_layers, 2, 2, transposed=transposed)
     tree = Tree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
     forward(backbone, OPENING, cache, slot=0)
     forward(backbone, OPENING[:4], cache, slot=1)
-    held = [rows_of(cache, slot).clone() for slot in (0, 1)]
+    before = [rows_of(cache, slot).clone() for slot in (0, 1)]
     forward(backbone, range(20, 26), cache, tree, slot=0)
     assert cache.lengths == [10, 4]  # a tree's rows stay once they are kept
     cache.keep(0, [0, 2, 5])
-    assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], held[0])
+    assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], before[0])
     alone = Cache(backbone.num_layers, 1, 64, transposed=transposed)
     forward(backbone, [*OPENING, 20, 22, 25], alone)
     assert torch.allclose(rows_of(cache, 0), rows_of(alone), atol=1e-4)
     whole = rows_of(cache, 0).clone()
     cache.swap(0, 1)
     assert cache.lengths == [4, 13]
-    assert torch.equal(rows_of(cache, 0), held[1]) and torch.equal(rows_of(cache, 1), whole)
+    assert torch.equal(rows_of(cache, 0), before[1]) and torch.equal(rows_of(cache, 1), whole)
     capacity = cache.capacity
     cache.reserve(4 * capacity)
     assert cache.capacity == 4 * capacity and torch.equal(rows_of(cache, 1), whole)
     cache.truncate(1, 10)
-    assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), held[0])
+    assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), before[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_cache_with_a_stride_follows_what_it_holds_up_and_down(transposed: bool) -> None:
+def test_cache_with_a_stride_grows_and_shrinks(transposed: bool) -> None:
     backbone = backbone_of("fast" if transposed else "eager")
     cache = Cache(backbone.num_layers, 2, transposed=transposed, stride=4)
     forward(backbone, OPENING[:3], cache, slot=1)
-    held = rows_of(cache, 1).clone()
+    before = rows_of(cache, 1).clone()
     forward(backbone, range(20, 50), cache, slot=0)
-    assert cache.capacity == 32 and torch.equal(rows_of(cache, 1), held)
+    assert cache.capacity == 32 and torch.equal(rows_of(cache, 1), before)
     cache.reserve(18)  # the longer slot is still there, whoever asks
     assert cache.capacity == 32
     cache.truncate(0, 0)
     forward(backbone, [9], cache, slot=1)
-    assert cache.capacity == 4 and torch.equal(rows_of(cache, 1)[..., :3, :], held)
+    assert cache.capacity == 4 and torch.equal(rows_of(cache, 1)[..., :3, :], before)

@@ -1,0 +1,409 @@
+"""Decoding is lossless for every drafter, tree and batch: a prompt gets the answer of plain decoding alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_cli.decode import Decoder, Request, Sampling, Stats, Step
+from medusa_cli.decode.sequence import StopCriteria
+from medusa_cli.drafters import Amphista, Draft, Drafter, HydraHeads, MedusaHeads, NewTokens
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine import Cache
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import (
+    END_ID,
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    answer,
+    generate,
+    generate_batch,
+    generate_plain,
+    medusa_drafter,
+    plain,
+    tiny_backbone,
+    tokens_of,
+)
+
+TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
+DYNAMIC = DynamicTree(9, 4, min_chance=0.1)
+PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
+
+
+def drafted(backbone: Backbone, drafter: Drafter | None, tree: Any, count: int = 60, **rules: Any) -> list[Step]:
+    """Returns the steps after PROMPT."""
+    return list(generate(backbone, drafter, tree, PROMPT, max_new_tokens=count, **{"stop_ids": (), **rules}))
+
+
+def alone(backbone: Backbone, prompt: Sequence[int], count: int = 40, **rules: Any) -> list[int]:
+    """Returns the tokens of plain decoding."""
+    return tokens_of(generate_plain(backbone, prompt, max_new_tokens=count, **{"stop_ids": (), **rules}))
+
+
+def together(
+    backbone: Backbone,
+    drafter: Drafter | None,
+    tree: Any,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    count: int = 40,
+    size: int = 4,
+    **rules: Any,
+) -> tuple[list[list[int]], list[list[Step]]]:
+    """Returns each prompt's tokens and steps, `size` prompts at a time."""
+    steps: list[list[Step]] = [[] for _ in prompts]
+    rules = {"stop_ids": (), "max_new_tokens": count, **rules}
+    for number, step in generate_batch(backbone, drafter, tree, prompts, batch_size=size, **rules):
+        steps[number].append(step)
+    return [tokens_of(own) for own in steps], steps
+
+
+def alike(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
+    """Compares step by step what was drafted and what was accepted of it."""
+    ours, theirs = ([(step.tokens, step.nodes, step.path) for step in steps] for steps in (ours, theirs))
+    return ours == theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_greedy_is_token_identical(family: str, tree: str, right: float) -> None:
+    backbone = tiny_backbone(family)
+    expected = plain(backbone)
+    assert len(set(expected)) > 3  # a constant answer would prove little
+    steps = drafted(backbone, Oracle(expected, right), TREES[tree], 90)
+    assert tokens_of(steps) == expected
+    if right == 1.0:  # the last step may know too little of the future
+        assert all(step.accepted == TREES[tree].max_depth for step in steps[1:-2])
+    if right == 0.0:
+        assert Stats.of(steps).acceptance_rate < 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_is_the_models_own(family: str) -> None:
+    backbone = tiny_backbone(family)
+    ours = plain(backbone, 40)
+    backbone.model.set_attn_implementation("eager")
+    theirs = backbone.model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert theirs[0, len(PROMPT) :].tolist() == ours
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
+def test_medusa_heads_are_lossless(family: str, vocabulary: str) -> None:
+    backbone = tiny_backbone(family)
+    assert tokens_of(drafted(backbone, medusa_drafter(backbone, vocabulary), SPARSE)) == plain(backbone, 60)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 17, 30])
+def test_max_new_tokens_is_exact(limit: int) -> None:
+    backbone = tiny_backbone()
+    tokens = tokens_of(drafted(backbone, Oracle(plain(backbone, 60), 1.0), TREES["dense"], limit))
+    assert tokens == plain(backbone, limit) and len(tokens) == limit
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_drafts_after_the_end_do_not_count_as_accepted(reason: str) -> None:
+    backbone, chain = tiny_backbone(), TREES["chain"]
+    whole = plain(backbone, 60)
+    # The first token comes with the prompt, then five a step: a new token at these positions ends among the drafts.
+    stop = next(t for i, t in enumerate(whole) if i > 5 and i % 5 in (2, 3) and t not in whole[:i])
+    limits: dict[str, Any] = {"stop_ids": (stop,)} if reason == "stop" else {"count": 13}
+    steps = drafted(backbone, Oracle(whole, 1.0), chain, **limits)
+    assert tokens_of(steps) == whole[: whole.index(stop) + 1 if reason == "stop" else 13]
+    assert 1 < len(steps[-1].tokens) <= chain.max_depth
+    assert [step.accepted for step in steps[1:]] == [len(step.tokens) - 1 for step in steps[1:]]
+    verified = sum(len(step.tokens) for step in steps[1:])
+    assert Stats.of(steps).acceptance_rate == pytest.approx(verified / (len(steps) - 1))
+
+
+def test_models_end_token_is_the_default_stop() -> None:
+    assert END_ID in tiny_backbone().eos_ids
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stop_string_ends_the_answer_at_the_token_that_completes_it(drafts: bool) -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    text = backbone.decode(whole[6:8])
+    tokens = tokens_of(drafted(backbone, Oracle(whole, 1.0) if drafts else None, TREES["dense"], stop_strings=[text]))
+    assert tokens == whole[: len(tokens)] and len(tokens) <= 8
+    assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
+
+
+def test_stop_string_whose_characters_take_several_tokens_each() -> None:
+    text, stop = "\u9f98\u9f98\u0e2a\u0e27".encode(), "\u9f98\u9f98\u0e2a\u0e27" * 3
+
+    class Bytes:
+        """A tokenizer whose tokens are single bytes of one string again and again."""
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return bytes(text[id % len(text)] for id in ids).decode(errors="replace")
+
+    criteria = StopCriteria(tiny_backbone(), Request(PROMPT, 60, stop_ids=(), stop_strings=[stop]))
+    criteria._tokenizer = Bytes()
+    assert len(criteria.truncate(list(range(60)))) == len(stop.encode()) and criteria.reason == "stop"
+
+
+def test_stop_string_may_be_a_special_token() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    name = backbone.tokenizer.convert_ids_to_tokens(whole[6])
+    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    assert backbone.decode([whole[6]]) == ""
+    assert alone(backbone, PROMPT, 60, stop_strings=[name]) == whole[: whole.index(whole[6]) + 1]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_answer_ends_within_the_context(tree: str) -> None:
+    backbone = tiny_backbone(positions=32)
+    seen: list[int] = []
+    inner = backbone.model.base_model.forward
+
+    def spy(*args, **kwargs):
+        seen.append(int(kwargs["position_ids"].max()))
+        return inner(*args, **kwargs)
+
+    backbone.model.base_model.forward = spy
+    expected = plain(backbone, 100)
+    assert len(expected) == 32 - len(PROMPT)
+    assert tokens_of(drafted(backbone, Oracle(expected, 0.6), TREES[tree], 100)) == expected
+    assert max(seen) < 32
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_cache_is_no_larger_than_the_context_needs(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone(positions=300)
+    caches: list[Cache] = []
+    inner = backbone.engine.new_cache
+    monkeypatch.setattr(
+        backbone.engine, "new_cache", lambda *given, **how: caches.append(inner(*given, **how)) or caches[-1]
+    )
+    steps = drafted(backbone, medusa_drafter(backbone) if drafts else None, SPARSE, 1_000_000)
+    assert len(tokens_of(steps)) == 300 - len(PROMPT)
+    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)  # capacities double
+
+
+def test_prompts_and_limits_are_checked() -> None:
+    backbone = tiny_backbone(positions=32)
+    with pytest.raises(UserError, match="40"):
+        alone(backbone, [5] * 40)
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        alone(backbone, PROMPT, 0)
+    with pytest.raises(UserError, match="empty"):
+        alone(backbone, [])
+    assert together(backbone, None, None, [])[0] == []
+
+
+def test_one_backbone_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, shapes = tiny_backbone(), []
+    base = backbone.model.base_model
+    inner = base.forward
+    monkeypatch.setattr(base, "forward", lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or inner(*a, **k))
+    assert len(drafted(backbone, medusa_drafter(backbone), SPARSE, 40)) == len(shapes)
+    shapes.clear()
+    together(backbone, medusa_drafter(backbone), SPARSE, PROMPTS[:3], size=3)
+    verified = [shape for shape in shapes if shape[1] == SPARSE.size]
+    assert verified[0] == (3, SPARSE.size) and len(shapes) == 3 + len(verified)
+
+
+def test_sampling_depends_on_the_seed_and_typical_accepts_more() -> None:
+    backbone = tiny_backbone()
+    heads = medusa_drafter(backbone)
+
+    def run(sampling: Sampling) -> list[int]:
+        return tokens_of(drafted(backbone, heads, SPARSE, 40, sampling=sampling))
+
+    assert run(Sampling("exact", 1.0, seed=3)) == run(Sampling("exact", 1.0, seed=3))
+    assert run(Sampling("exact", 1.0, seed=3)) != run(Sampling("exact", 1.0, seed=4))
+    assert run(Sampling("typical", 0.0)) == plain(backbone, 40)
+    loose = Sampling("typical", 2.0, epsilon=1e-6, delta=1e-6)
+    assert Stats.of(drafted(backbone, heads, SPARSE, 40, sampling=loose)).acceptance_rate > 3
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_sampling_gives_what_plain_sampling_with_the_seed_gives(right: float, cuts: dict) -> None:
+    backbone = tiny_backbone("qwen3")
+    sampling = Sampling("exact", 1.2, seed=5, **cuts)
+    expected = plain(backbone, 60, sampling=sampling)
+    assert len(set(expected)) > 10
+    steps = drafted(backbone, Oracle(expected, right), SPARSE, sampling=sampling)
+    assert tokens_of(steps) == expected
+    assert Stats.of(steps).acceptance_rate > 3 or right < 1.0
+
+
+class Knowing(Oracle):
+    """A stub that knows every prompt's answer; each has its own share of right guesses."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[list[int], float]]) -> None:
+        super().__init__([], 0.0)
+        self.answers = answers
+
+    def first_input(self, prompt: NewTokens) -> NewTokens:
+        return prompt
+
+    def draft(self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree) -> list[Draft]:
+        return [own.guess(backbone, tokens, tree) for own, tokens in zip(sequences, new, strict=True)]
+
+    def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
+        assert new.hidden.shape == (len(new.tokens), backbone.hidden_size)
+        if new.start == 0:
+            self.prompt = tuple(new.tokens.tolist())
+        known, right = self.answers[self.prompt]
+        done = new.end - len(self.prompt)
+        assert known[done : done + 1] in ([new.root], [])
+        tokens = [new.root]
+        for node in range(1, tree.size):
+            ahead = known[done + tree.depths[node] : done + tree.depths[node] + 1]
+            good = float(torch.rand(1, generator=self.chance)) < right
+            tokens.append(ahead[0] if good and ahead else 5)
+        return Draft(torch.tensor(tokens), tree)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
+    backbone, reference = tiny_backbone(family, engine=engine), tiny_backbone(family)
+    expected = [alone(reference, prompt) for prompt in PROMPTS]
+    shares = [1.0, 0.0, 0.5, 1.0, 0.3, 0.8]
+    known = {tuple(p): (a, share) for p, a, share in zip(PROMPTS, expected, shares, strict=True)}
+    tokens, steps = together(backbone, Knowing(known), SPARSE)
+    assert tokens == expected
+    rates = [Stats.of(own).acceptance_rate for own in steps]
+    assert rates[0] > 3 > rates[2] > 1.2 > rates[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 20])
+def test_plain_batches_of_any_size(size: int) -> None:
+    backbone = tiny_backbone("qwen3")
+    tokens, steps = together(backbone, None, None, size=size)
+    assert tokens == [alone(backbone, prompt) for prompt in PROMPTS]
+    assert all(step.drafted == 0 for own in steps for step in own)
+
+
+def random_drafter(kind: type[HeadDrafter], backbone: Backbone, vocabulary: str = "own", **own: Any) -> HeadDrafter:
+    torch.manual_seed(1)
+    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
+    drafter = kind.create(backbone, 4, 2, vocabulary, ids, **own)
+    for weight in drafter.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    return drafter.eval()
+
+
+KINDS = [
+    (MedusaHeads, {}),
+    (MedusaHeads, {"vocabulary": "draft"}),
+    (MedusaHeads, {"vocabulary": "shared"}),
+    (HydraHeads, {}),
+    (HydraHeads, {"prefix_layers": 1, "matrices": "one"}),
+    (Amphista, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("family", "engine", "tree", "count"),
+    [("llama", "eager", SPARSE, 40), ("gemma3", "eager", DYNAMIC, 25), ("gemma3", "fast", DYNAMIC, 25)],
+    ids=["static", "dynamic", "dynamic-fast"],
+)
+def test_drafters_draft_for_a_row_what_they_draft_for_it_alone(
+    kind: type[HeadDrafter], options: dict, family: str, engine: str, tree: Tree | DynamicTree, count: int
+) -> None:
+    backbone = tiny_backbone(family, engine=engine)
+    drafter = random_drafter(kind, backbone, **options)
+    tokens, steps = together(backbone, drafter, tree, size=3, count=count)
+    for number, prompt in enumerate(PROMPTS):
+        own = list(generate(backbone, drafter, tree, prompt, max_new_tokens=count, stop_ids=()))
+        # A row that read another's state would draft otherwise.
+        assert alike(steps[number], own) and tokens[number] == alone(backbone, prompt, count)
+    assert isinstance(tree, Tree) or len({step.nodes for own in steps for step in own if not step.prefill}) > 1
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("mode", ["exact", "typical"])
+@pytest.mark.parametrize("tree", [SPARSE, DynamicTree(9, 4), None], ids=["static", "dynamic", "plain"])
+def test_sampled_row_draws_with_the_seed_plus_its_number(
+    mode: str, engine: str, tree: Tree | DynamicTree | None
+) -> None:
+    backbone = tiny_backbone(engine=engine)
+    drafter = None if tree is None else random_drafter(HydraHeads, backbone)
+    sampling, prompts = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05), [*PROMPTS, PROMPTS[0]]
+    tokens, steps = together(backbone, drafter, tree, prompts, size=3, count=25, sampling=sampling)
+    for number, prompt in enumerate(prompts):
+        rules = {"max_new_tokens": 25, "stop_ids": (), "sampling": replace(sampling, seed=3 + number)}
+        assert alike(steps[number], list(generate(backbone, drafter, tree, prompt, **rules)))
+    assert (tokens[0] != tokens[-1]) == (mode == "exact")
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("tree", [SPARSE, DynamicTree(9, 4)], ids=["static", "dynamic"])
+def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | DynamicTree) -> None:
+    backbone = tiny_backbone("qwen3", engine=engine)
+    drafter = random_drafter(HydraHeads, backbone, prefix_layers=1)
+    limits: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ()}
+    decoder, answers = Decoder(backbone, drafter, tree, slots=3), {}
+
+    def admit(number: int) -> Any:
+        request = Request(PROMPTS[number], sampling=Sampling("exact", 1.0, seed=3), **limits)
+        sequence, first = decoder.admit(request, number)
+        answers[number] = list(first.tokens)
+        return sequence
+
+    def step() -> None:
+        for sequence, new in decoder.step():
+            answers[sequence.number] += new.tokens
+
+    first, *_ = [admit(number) for number in range(3)]
+    step()
+    step()
+    assert not decoder.free_slots
+    decoder.cancel(first)
+    cancelled = list(answers[0])
+    assert decoder.free_slots == 1 and first.done
+    step()
+    admit(3)  # takes the free slot
+    decoder.cancel(first)  # has no effect any more
+    while decoder.sequences:
+        step()
+    for number in range(4):
+        sampling = Sampling("exact", 1.0, seed=3 + number)
+        whole = tokens_of(generate(backbone, drafter, tree, PROMPTS[number], sampling=sampling, **limits))
+        assert answers[number] == (whole if number else whole[: len(cancelled)]), number
+    assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
+
+
+def test_closed_iterator_frees_the_slot() -> None:
+    backbone = tiny_backbone()
+    decoder = Decoder(backbone, random_drafter(MedusaHeads, backbone), SPARSE)
+    rules = {"max_new_tokens": 30, "stop_ids": ()}
+    steps = answer(decoder, PROMPTS[0], **rules)
+    next(steps)
+    next(steps)
+    assert not decoder.free_slots
+    steps.close()
+    assert decoder.free_slots == 1
+    assert tokens_of(answer(decoder, PROMPTS[2], **rules)) == alone(backbone, PROMPTS[2], 30)
+
+
+def test_context_limit_of_one_row_leaves_the_others_alone() -> None:
+    backbone = tiny_backbone(positions=32)
+    prompts = [PROMPTS[2] * 2, PROMPTS[1], PROMPTS[0]]
+    expected = [alone(backbone, prompt, 100) for prompt in prompts]
+    assert [len(tokens) for tokens in expected] == [10, 31, 27]
+    known = {tuple(p): (a, 0.7) for p, a in zip(prompts, expected, strict=True)}
+    assert together(backbone, Knowing(known), SPARSE, prompts, 100, size=2)[0] == expected
+
+
+def test_stops_and_limits_are_each_rows_own() -> None:
+    backbone = tiny_backbone()
+    stop = alone(backbone, PROMPTS[0])[4]
+    expected = [alone(backbone, prompt, 17, stop_ids=(stop,)) for prompt in PROMPTS]
+    assert len({len(tokens) for tokens in expected}) > 1
+    drafter = random_drafter(MedusaHeads, backbone)
+    assert together(backbone, drafter, SPARSE, count=17, stop_ids=iter((stop,)))[0] == expected
