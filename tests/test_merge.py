@@ -106,4 +106,4 @@ def test_merged_run_is_not_distilled_into(place: Path) -> None:
     medusa("merge", place / "day", "--run", place / "all", "--quiet", exit_code=0)
     medusa("distill", "--seed", place / "day.jsonl", "--run", place / "all", *SHORT, exit_code=1)
     case = Case(Run(place / "all"), "all", "m")
-    assert case.distill() == "medusa distill --run all-anew --model m --max-new-tokens 6"
+    assert case.distill() == "medusa distill --run all-new --model m"

@@ -1,308 +1,232 @@
 """The checks of `medusa doctor`: each examines one part of a run and returns a finding."""
 
-import hashlib
-import heapq
 import math
-import os
+import random
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
 
 from medusa_cli import assets
-from medusa_cli.api import check_fit
+from medusa_cli.api import LoadedModel, Medusa, check_fit
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
-from medusa_cli.data.conversation import Conversation, conversation_of, id_of
+from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
-from medusa_cli.decode import Decoder, Request, Stats
+from medusa_cli.decode import Stats
 from medusa_cli.decode.costs import costs_for
-from medusa_cli.decode.sampling import sampling_of
-from medusa_cli.decode.stats import likelihoods
+from medusa_cli.decode.decoder import policy_of
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.errors import UserError, in_flags, shown
+from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.accuracies import Heads, outdated, read_calibration, stamp_of
-from medusa_cli.runs.io import Malformed, read_jsonl
-from medusa_cli.runs.provenance import SEVERAL, Distillation, Identity, Made, describe_distillation, describe_drafter
-from medusa_cli.runs.recipe import DistillRecipe, load_recipe
-from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.runs.run import DIGESTS, Run
+from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.provenance import SEVERAL, Made, describe_distillation, describe_drafter
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import budgets, expected_length, largest, search
 
-# From good to bad; what could not be looked at is worse than nothing amiss, and no fault.
-VERDICTS = ("ok", "unknown", "warn", "bad")
+# From good to bad; a part that cannot be examined is no fault.
+STATUSES = ("pass", "unknown", "warn", "fail")
+SAMPLE = 64  # conversations examined, of the data and of what was held out
+NODES = 16  # of a tree where the run has none
+PROMPT = 384  # tokens of a prompt that is decoded: long ones would take the examination's time
+SLIGHT = 0.05  # tokens a step that are not worth a word
+READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
+T = TypeVar("T")
+LAST = 50  # steps whose mean is the trained accuracy
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's outcome: its verdict, what was seen in words, the figures behind them, and a command that helps."""
+    """A check's outcome: its status, a sentence, a command that helps, and the figures behind the sentence."""
 
-    name: str
-    verdict: str
-    seen: str
+    status: str
+    text: str
     remedy: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A check's name, what looks, and whether it decodes or times steps, which takes most of an examination."""
-
-    name: str
-    look: "Callable[[Case], Finding]"
-    decodes: bool = False
+    name: str = ""
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """Returns the worst verdict of several findings."""
-    return max((one.verdict for one in findings), key=VERDICTS.index, default="unknown")
+    """Returns the worst status of several findings."""
+    return max((finding.status for finding in findings), key=STATUSES.index, default="unknown")
 
 
-def graded(value: float, warn: float, bad: float) -> str:
-    """Returns the verdict on a value by two thresholds; larger is worse."""
-    return "bad" if value >= bad else "warn" if value >= warn else "ok"
+def graded(value: float, warn: float, fail: float = math.inf) -> str:
+    """Returns the status of a value by two thresholds; larger is worse."""
+    return "fail" if value >= fail else "warn" if value >= warn else "pass"
 
 
-# Conversations that are looked at, of the data and of what was held out; nodes of a tree where the run has none.
-SAMPLE, HELD_OUT, NODES = 64, 64, 16
-T = TypeVar("T")
+@contextmanager
+def mended_by(command: str) -> Iterator[None]:
+    """Gives the errors of a block this command as their remedy."""
+    try:
+        yield
+    except UserError as reason:
+        raise UserError(reason.message, command) from reason
 
 
-@dataclass(frozen=True)
-class CheckedConversation:
-    """A conversation of the data: its messages, None where it has none, and what training reads of it."""
-
-    messages: list[dict[str, str]] | None
-    record: Conversation
-    tokenised: bool  # by whoever wrote the file, not by today's template
+def typed(name: str, *words: str, **settings: Any) -> str:
+    """Returns a medusa command with its settings as flags."""
+    flags = ((in_flags(f"@{flag}"), str(value)) for flag, value in settings.items())
+    return shlex.join(["medusa", name, *words, *(word for flag in flags for word in flag)])
 
 
 @dataclass
 class Case:
-    """A run under examination. called: its name as it was typed, None for what ships; options: how to load the model.
+    """A run under examination. called: its name as typed, None for what ships; temperature: compared with greedy.
 
-    temperature: the one that is held against greedy decoding; prompts and tokens: how much is decoded at each. Every
-    part raises UserError, with the command that makes it, where it is missing or damaged. Nothing in the run changes.
+    prompts, tokens: how much is decoded at each temperature. A missing or damaged part raises UserError with the
+    command that makes it. Nothing in the run changes.
     """
 
     run: Run
     called: str | None
     model: str
-    options: LoadOptions = field(default_factory=LoadOptions)
+    options: LoadOptions = DEFAULT_LOADING
     temperature: float = 0.7
     prompts: int = 8
     tokens: int = 48
-    answered: dict[float, list[Stats]] = field(default_factory=dict)  # what was decoded so far, by temperature
+    stats: dict[float, list[Stats]] = field(default_factory=dict)  # of each decoded prompt, by temperature
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
-        """A command on this run, or, for what ships, on a run of the user's own to come."""
+        """Returns a command on this run; for what ships, on a run of the user's own."""
         return typed(name, *words, run=self.called or "mine", **settings)
 
-    def distill(self, anew: bool = False, **settings: Any) -> str:
-        """The command that goes on with the run's distillation; anew: that makes another one, in a run beside it.
+    def distill(self, **settings: Any) -> str:
+        """Returns the command that distills other data into a new run: settings in a run cannot change."""
+        with suppress(UserError):
+            seed = describe_distillation(self.run.data_path.parent).seed
+            if seed not in (None, SEVERAL):
+                settings = {"seed": seed, **settings}
+        return typed("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model, **settings)
 
-        Both by the run's own settings where no others are given: those of one file agree.
-        """
-        try:
-            made = describe_distillation(self.run.data_path.parent)
-        except UserError:  # it is damaged: what it said is lost
-            made = Distillation()
-        if made.seed == SEVERAL:  # it cannot be gone on with: more is distilled beside it, and merged
-            made, anew = replace(made, seed=None), True
-        usual = {key: getattr(DistillRecipe(), key, None) for key in ("seed", *made.settings)}
-        words: dict[str, Any] = {"seed": made.seed, **made.settings} | settings
-        words = {key: one for key, one in words.items() if one and one != usual.get(key)}
-        words.pop("chat_template", None)  # a digest; the run keeps the text
-        rounding = words.pop("rounding", None)
-        if rounding is not None:
-            words["quantize"] = rounding
-        if not anew or self.called is None:
-            return self.command("distill", **words)
-        template = {"chat_template": self.run.template_path} if self.run.template_path.is_file() else {}
-        run = f"{self.called.rstrip(os.sep)}-anew"
-        return typed("distill", run=run, model=self.model, **template, **words)
+    def train(self, **settings: Any) -> str:
+        """Returns the command that trains by the run's recipe with other settings."""
+        recipe = [str(self.run.recipe_path)] if self.run.recipe_path.is_file() else []
+        return self.command("train", *recipe, *(f"train.{key}={value}" for key, value in settings.items()))
 
-    @property
-    def tree_command(self) -> str:
-        """The command that makes the run's tree."""
-        return self.command("tree", budget="auto")
-
-    def read(self, part: Callable[[], T], maker: str) -> T:
-        """A part of the run, as it is read; UserError, with the command that makes it, where it cannot be."""
-        try:
-            return part()
-        except UserError as reason:
-            raise UserError(reason.message, maker) from reason
+    def part(self, path: Path, read: Callable[[Path], T], command: str) -> T:
+        """Returns a file of the run as it is read."""
+        if not path.is_file():
+            raise UserError(f"{path} is missing", command)
+        with mended_by(command):
+            return read(path)
 
     @cached_property
-    def made(self) -> Made:
-        """What the drafter says of its making."""
-        if not (self.run.drafter_dir / "config.json").is_file():
-            raise UserError(f"{self.run.drafter_dir} holds no drafter", self.command("train"))
-        return self.read(lambda: describe_drafter(self.run.drafter_dir), self.command("train")).provenance
+    def provenance(self) -> Made:
+        """Provenance of the drafter."""
+        config = self.run.drafter_dir / "config.json"
+        return self.part(config, lambda path: describe_drafter(path.parent).provenance, self.command("train"))
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The model as it would decode with this run."""
+        """The model as it decodes with this run."""
         template = self.run.chat_template
         return load_backbone(self.model, self.options, adapter=self.run.adapter, chat_template=template)
 
     @cached_property
     def drafter(self) -> HeadDrafter:
         """The run's drafter on that model."""
-        assert self.made is not None  # says what to do where there is none
+        assert self.provenance is not None  # raises where there is none
         backbone = self.backbone
-        return self.read(lambda: load_drafter(self.run.drafter_dir, backbone), self.command("train"))
+        with mended_by(self.command("train")):
+            return load_drafter(self.run.drafter_dir, backbone)
 
     @cached_property
     def heads(self) -> Heads:
-        """What was measured of the heads."""
-        if not self.run.calibration_path.is_file():
-            raise UserError(f"{self.run.path} is not calibrated", self.command("calibrate"))
-        return self.read(lambda: read_calibration(self.run.calibration_path), self.command("calibrate"))
+        """Measured accuracies of the heads."""
+        return self.part(self.run.calibration_path, read_calibration, self.command("calibrate"))
 
     @cached_property
     def tree(self) -> Tree:
         """The run's tree, or else the best one of some nodes by the calibration."""
-        if self.run.tree_path.is_file():
-            tree, name = self.read(lambda: load_tree(self.run.tree_path), self.tree_command), str(self.run.tree_path)
-        else:
-            nodes = min(NODES, largest(self.heads.accuracies))
-            tree, name = search(self.heads.accuracies, nodes), f"static:{nodes}"
+        nodes = 0 if self.run.tree_path.is_file() else min(NODES, largest(self.heads.accuracies))
         drafter = self.drafter
-        self.read(lambda: check_fit(tree, drafter, name), self.tree_command)
+        with mended_by(self.command("tree", budget="auto")):
+            tree = search(self.heads.accuracies, nodes) if nodes else load_tree(self.run.tree_path)
+            check_fit(tree, drafter, f"static:{nodes}" if nodes else str(self.run.tree_path))
         return tree
 
-    @cached_property
-    def log(self) -> list[dict[str, Any]]:
-        """What happened in training."""
-        path = self.run.path / NAME
-        if not path.is_file():
-            raise UserError(self._none("log of the training", path), self.command("train"))
-        return read_log(path)
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Returns the training's events of a kind."""
+        log = self.part(self.run.path / NAME, read_log, self.command("train"))
+        return [line for line in log if line["event"] == kind]
 
     @cached_property
-    def conversations(self) -> list[CheckedConversation]:
-        """Some conversations of the data, those with the least digests of their names."""
-        return self._data[0]
-
-    @cached_property
-    def held_out(self) -> list[CheckedConversation]:
-        """Some of the conversations that training never saw."""
-        return self._data[1]
-
-    @cached_property
-    def _data(self) -> tuple[list[CheckedConversation], list[CheckedConversation]]:
+    def conversations(self) -> tuple[list[Conversation], list[Conversation]]:
+        """A random sample of the conversations, and one of those that were held out in training."""
+        fraction = TrainRecipe().validation_fraction
+        with suppress(UserError):  # other checks report a missing drafter
+            fraction = self.provenance.held_out(fraction)
         path = self.run.data_path
         if not path.is_file():
-            raise UserError(self._none("conversations", path), self.command("distill"))
-        assert self.backbone is not None  # its errors are its own
-        return self.read(self._sampled, self.distill(anew=True))
+            raise UserError(f"{path} is missing", self.command("distill"))
+        backbone = self.backbone
+        every, _ = self.part(path, lambda path: read_conversations(path, backbone), self.distill())
+        ids = held_out_ids([conversation.id for conversation in every], fraction)
+        random.Random(0).shuffle(every)
+        return every[:SAMPLE], [conversation for conversation in every if conversation.id in ids][:SAMPLE]
 
-    def _sampled(self) -> tuple[list[CheckedConversation], list[CheckedConversation]]:
-        path, share = self.run.data_path, self._fraction
-        ids: list[str] = []
-        some: list[tuple[int, int, Any]] = []
-        for number, (id, raw) in enumerate(read_jsonl(path, make=_named, array=True)):
-            ids.append(id)
-            heapq.heappush(some, (-_digest(id), -number, raw))
-            if len(some) > SAMPLE:
-                heapq.heappop(some)
-        held = held_out_ids(ids, share) if ids else set()
-        others = []
-        for id, raw in read_jsonl(path, make=_named, array=True) if held else ():
-            if id in held:
-                others.append(raw)
-                if len(others) == HELD_OUT:
-                    break
-        found = [self._conversation(raw) for _, _, raw in sorted(some, key=lambda one: one[:2], reverse=True)]
-        kept = [one for one in found if one is not None]
-        if not kept:
-            raise UserError(f"{path} holds no usable conversation", self.distill(anew=True))
-        return kept, [one for one in map(self._conversation, others) if one is not None]
+    def decoded(self, temperature: float) -> list[Stats]:
+        """Returns the stats of held-out prompts, each decoded by itself over the run's tree, once a temperature."""
+        if temperature not in self.stats:
+            policy = policy_of(self.tree)
+            medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
+            rules = {"max_new_tokens": self.tokens, "temperature": temperature or None, "seed": 0}
+            answers = medusa.batch(self._prompts(), batch_size=1, **rules)
+            self.stats[temperature] = [answer.stats for answer in answers if answer.stats.steps]
+            if not self.stats[temperature]:
+                raise UserError("every answer ended with its first token", self.distill())
+        return self.stats[temperature]
 
-    def _none(self, what: str, path: Path) -> str:
-        """That a part is not there; nothing was lost where it never shipped."""
-        return (
-            f"no {what} shipped with the drafter" if self.called is None else f"there is no {what}: {path} is missing"
-        )
-
-    @property
-    def _fraction(self) -> float:
-        with suppress(UserError):  # that there is no drafter is for other checks to say
-            held = self.made.recipe.train.validation_fraction
-            if held is not None:
-                return held
-        path = self.run.recipe_path
-        recipe = self.read(lambda: load_recipe(path if path.is_file() else None), self.command("train"))
-        return recipe.train.validation_fraction
-
-    def _conversation(self, raw: dict[str, Any]) -> CheckedConversation | None:
-        try:
-            record = conversation_of(raw, self.backbone)
-        except Malformed:
-            return None
-        return CheckedConversation(record.messages or None, record, "tokens" in raw)
-
-
-def typed(name: str, *words: str, **settings: Any) -> str:
-    """A command as it is typed: its name, words, and settings as flags, one that is True without a value."""
-    flags = [(in_flags(f"@{key}"), value) for key, value in settings.items()]
-    given = [str(word) for flag, value in flags for word in ((flag,) if value is True else (flag, value))]
-    return shlex.join(["medusa", name, *words, *given])
-
-
-def _named(record: Any) -> tuple[str, dict[str, Any]]:
-    """Returns a record with its id; raises Malformed for anything else."""
-    if not isinstance(record, dict):
-        raise Malformed("not an object")
-    return id_of(record), record
-
-
-def _digest(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"sample {name}".encode()).digest()[:8], "big")
+    def _prompts(self) -> list[list[int]]:
+        """Returns token ids of held-out prompts; of MT-Bench's first questions if the drafter came without data."""
+        if self.run.data_path.is_file():
+            sample, held_out = self.conversations
+            texts = [conversation.turns[0] for conversation in held_out or sample if conversation.turns]
+        else:
+            questions = spread(read_questions(assets.mt_bench_path())[0], self.prompts)
+            texts = [question.turns[0] for question in questions]
+        limit = min(PROMPT, self.backbone.max_positions - self.tokens - self.tree.max_depth - 1)
+        prompts = [self.backbone.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        prompts = [tokens for tokens in prompts if len(tokens) <= limit]
+        if not prompts:
+            raise UserError("no prompt of the data is short enough to decode here", self.distill())
+        return prompts[: self.prompts]
 
 
 def backbone(case: Case) -> Finding:
-    """Compares the model that decodes with the one that the drafter was trained on: weights, adapter, quantisation."""
-    name, before = "backbone", case.made.identity
+    """Compares the model that decodes with the one that the drafter was trained on: weights, adapter, quantization."""
+    before = case.provenance.identity
     if not before:
-        said = "the drafter does not say which model it was trained on"
-        return Finding(name, "unknown", said, case.command("train"))
-    now: Identity = {**case.backbone.identity}
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", *DIGESTS)
-    other = [key for key in keys if None not in (before.get(key), now.get(key)) and before[key] != now[key]]
-    if other:
-        said = f"the drafter was trained on {shown(before.get('id'))}, which {shown(now.get('id'))} is not"
-        return Finding(name, "bad", f"{said}: {', '.join(other)} differ", case.command("train"))
-    if before.get("adapter") != now.get("adapter"):
-        had, has = (f"adapter {one}" if one else "no adapter" for one in (before.get("adapter"), now.get("adapter")))
-        said = f"the drafter was trained on the model with {had}; it runs with {has}"
-        again = case.command("train", stage=2) if now.get("adapter") else case.command("train")
-        return Finding(name, "bad", said, again)
-    rounded = rounding(case.backbone)
-    if before.get("rounding") != rounded:
-        ways = (before.get("rounding") or "whole weights", rounded or "whole weights")
-        said = f"the drafter was trained on {ways[0]}, the model runs on {ways[1]}: it answers otherwise"
-        before_it: dict[str, Any] = {"quantize": before.get("rounding", "none")}
-        return Finding(name, "warn", said, case.command("chat", **before_it))
-    with_it = f" with adapter {now['adapter']}" if now.get("adapter") else ""
-    whole = rounded or "whole weights"
-    return Finding(name, "ok", f"{now.get('id')}{with_it}, {whole}, is what the drafter was trained on")
+        return Finding("unknown", "the drafter does not name the model it was trained on", case.command("train"))
+    try:
+        check_backbone(before, case.backbone.identity, "the drafter")
+    except UserError as reason:
+        return Finding("fail", reason.message, case.command("train"))
+    now = {**case.backbone.identity, "rounding": rounding(case.backbone)}
+    quantize = case.command("chat", quantize=before.get("rounding") or "none")
+    for key, status, remedy in (("adapter", "fail", case.command("train")), ("rounding", "warn", quantize)):
+        if before.get(key) != now.get(key):
+            text = f"the drafter was trained on a model with {key} {before.get(key)}, it runs with {now.get(key)}"
+            return Finding(status, text, remedy)
+    return Finding("pass", f"the drafter was trained on {shown(before.get('id'))}, which decodes")
 
 
 def calibration(case: Case) -> Finding:
@@ -312,387 +236,223 @@ def calibration(case: Case) -> Finding:
 
 def tree(case: Case) -> Finding:
     """Checks that the tree was searched for the current drafter."""
-    again = case.tree_command
+    remedy = case.command("tree", budget="auto")
     if not case.run.tree_path.is_file():
-        return Finding("tree", "unknown", f"{case.run.path} has no tree of its own", again)
-    made = case.read(lambda: tree_provenance(case.run.tree_path), again)
-    return _stamped(case, "tree", made.drafter_stamp, again)
+        return Finding("unknown", f"{case.run.path} has no tree of its own", remedy)
+    with mended_by(remedy):
+        stamp = tree_provenance(case.run.tree_path).drafter_stamp
+    return _stamped(case, "tree", stamp, remedy)
 
 
-def _stamped(case: Case, name: str, stamp: str | None, remedy: str) -> Finding:
-    if stamp is None:
-        # What ships was packed together; files of earlier versions, and trees given as widths, have no stamp.
-        whose = "ships with the drafter" if case.called is None else "does not say for which drafter it was made"
-        return Finding(name, "ok" if case.called is None else "unknown", f"the {name} {whose}", remedy)
-    assert case.made is not None
+def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
+    if stamp is None and case.called is None:
+        return Finding("pass", f"the {part} ships with the drafter")
+    if stamp is None:  # trees given as widths are no drafter's
+        return Finding("unknown", f"the {part} does not name its drafter", remedy)
+    assert case.provenance is not None
     if outdated(stamp, case.run.drafter_dir):
-        return Finding(name, "bad", f"the {name} was made for an earlier drafter, not for the one there now", remedy)
-    return Finding(name, "ok", f"the {name} was made for this drafter")
+        return Finding("fail", f"the {part} was made for an earlier drafter", remedy)
+    return Finding("pass", f"the {part} was made for this drafter")
 
 
-# Conversations that the model reads again, and tokens of each: a second or two for a small model.
-READ, LONGEST = 8, 640
-# Standard deviations above what the model's own text comes to from which on an answer is not its own: one in a hundred
-# of its own is taken for another's.
-FOREIGN = 2.33
+def answers(case: Case) -> Finding:
+    """Compares the data's tokens around its answers, and its answers, with the messages in today's chat template."""
+    known = [conversation for conversation in case.conversations[0] if conversation.messages]
+    if not known:
+        return Finding("unknown", "the data has token ids and no messages to compare them with", case.distill())
+    wrong = [conversation.id for conversation in known if not _as_laid_out(case.backbone, conversation)]
+    text = f"{len(wrong)} of {len(known)} conversations have other tokens than their messages in the chat template"
+    text += f", such as {wrong[0]!r}" if wrong else ""
+    figures = {"conversations": len(known), "wrong": len(wrong)}
+    return Finding(graded(len(wrong) / len(known), 0.02, 0.2), text, case.distill(), figures)
 
 
-def template(case: Case) -> Finding:
-    """Compares the data's tokens around the answers with those of the current chat template."""
-    name = "chat template"
-    stored = [one for one in case.conversations if one.tokenised and one.messages is not None]
-    if not stored:
-        if any(one.messages is not None for one in case.conversations):
-            return Finding(name, "ok", "the data has messages alone: today's template lays them out")
-        said = "the data has token ids and no messages: they cannot be laid out again"
-        return Finding(name, "unknown", said, case.distill(anew=True))
-    other = [one for one in stored if not _laid_out_alike(case.backbone, one)]
-    said = f"{len(other)} of {len(stored)} conversations have other tokens around their answers than the template gives"
-    figures = {"conversations": len(stored), "other": len(other)}
-    if not other:
-        said = f"the template gives the tokens around the answers of all {len(stored)} conversations looked at"
-    path = case.run.recipe_path
-    known = (load_recipe(path).chat_template if path.is_file() else None) or case.run.chat_template
-    if known != case.run.chat_template:
-        said = f"the recipe's chat template is not the run's {case.run.template_path.name}; {said}"
-        return Finding(name, "bad", said, case.distill(anew=True), figures)
-    return Finding(name, graded(len(other) / len(stored), 0.02, 0.2), said, case.distill(anew=True), figures)
-
-
-def _laid_out_alike(backbone: Backbone, one: CheckedConversation) -> bool:
-    """Returns True if the tokens before each answer, or their texts, are those of the current template."""
-    assert one.messages is not None
+def _as_laid_out(backbone: Backbone, conversation: Conversation) -> bool:
+    """Returns True if the stored pieces before answers, and the answers, decode to those of the messages."""
     try:
-        tokens, spans = encode(backbone, one.messages)
+        tokens, spans = encode(backbone, conversation.messages)
     except Malformed:
         return False
-    now = _around(backbone, tokens, spans)
-    return all(
-        mine == theirs or backbone.tokenizer.decode(mine) == backbone.tokenizer.decode(theirs)
-        for mine, theirs in zip(_around(backbone, one.record.tokens, one.record.spans), now, strict=False)
-    )
-
-
-def _around(backbone: Backbone, tokens: list[int], spans: list[tuple[int, int]]) -> list[list[int]]:
-    """What stands before each answer, without end tokens at its beginning: an answer that was cut off had none."""
-    found, last = [], 0
-    for start, end in spans:
-        piece, last = tokens[last:start], end
-        while piece and piece[0] in backbone.eos_ids:
-            piece = piece[1:]
-        found.append(piece)
-    return found
-
-
-def mask(case: Case) -> Finding:
-    """Checks that the spans that training learns cover the answers and nothing else."""
-    name = "answer mask"
-    known = [one for one in case.conversations if one.messages is not None]
-    if not known:
-        return Finding(name, "unknown", "the data has no messages to hold the spans against", case.distill(anew=True))
-    wrong = [one.record.id for one in known if not _covers(case.backbone, one)]
-    figures = {"conversations": len(known), "wrong": len(wrong)}
-    if not wrong:
-        return Finding(name, "ok", f"spans are the answers in all {len(known)} conversations looked at", "", figures)
-    said = f"in {len(wrong)} of {len(known)} conversations, such as {wrong[0]!r}, what is learnt is not the answers"
-    return Finding(name, graded(len(wrong) / len(known), 0.0, 0.05), said, case.distill(anew=True), figures)
-
-
-def _covers(backbone: Backbone, one: CheckedConversation) -> bool:
-    assert one.messages is not None
-    answers = [message["content"] for message in one.messages[1:] if message["role"] == "assistant"]
-    tokens, spans = one.record.tokens, one.record.spans
-    if len(spans) > len(answers):
+    stored = _pieces(backbone, conversation.tokens, conversation.spans)
+    if len(stored) > 2 * len(spans):
         return False
-    for (start, end), reply in zip(spans, answers, strict=False):
-        inside = tokens[start:end]
-        body = inside[:-1] if inside[-1] in backbone.eos_ids else inside
-        text, whole = backbone.decode(body).strip(), reply.strip()
-        cut = end == len(tokens) and whole.startswith(text)  # by the model's context
-        if any(token in backbone.eos_ids for token in body) or not (text == whole or cut):
+    for number, (piece, expected) in enumerate(zip(stored, _pieces(backbone, tokens, spans), strict=False), 1):
+        cut = number == len(stored) and conversation.spans[-1][1] == len(conversation.tokens)  # by its length limit
+        if piece != expected and not (cut and expected.startswith(piece)):
             return False
     return True
 
 
-@dataclass(frozen=True)
-class Read:
-    """An answer read by the model: tokens, nats of its tokens and of the model's own there, what was first choice."""
-
-    tokens: int
-    nats: float
-    entropy: float
-    variance: float
-    first: int
-
-    @property
-    def excess(self) -> float:
-        """How many standard deviations it is less likely than what the model says itself at temperature 1."""
-        return (self.nats - self.entropy) / math.sqrt(max(self.variance, 1e-6))
-
-
-def own_words(case: Case) -> Finding:
-    """Measures the share of the data's tokens in answers that the model would hardly give."""
-    name = "own words"
-    found = [one for talk in case.conversations[:READ] for one in read(case.backbone, talk.record)]
-    tokens = sum(one.tokens for one in found)
-    if not tokens:
-        return Finding(name, "unknown", "no answer of the data fits into the model's context", case.distill(anew=True))
-    share = sum(one.tokens for one in found if one.excess > FOREIGN) / tokens
-    logprob, own = -sum(one.nats for one in found) / tokens, -sum(one.entropy for one in found) / tokens
-    first = sum(one.first for one in found) / tokens
-    said = (
-        f"{share:.0%} of {tokens:,} tokens stand in answers that the model would hardly give: {logprob:.2f} nats a "
-        f"token, {own:.2f} were they its own; {first:.0%} are its first choice"
-    )
-    figures = {"share": share, "logprob": logprob, "expected_logprob": own, "greedy_agreement": first,
-               "answers": len(found), "tokens": tokens}  # fmt: skip
-    remedy = case.distill(anew=True)
-    return Finding(name, graded(share, 0.1, 0.5), said, remedy, figures)
+def _pieces(backbone: Backbone, tokens: list[int], spans: list[tuple[int, int]]) -> list[str]:
+    """Returns the texts before and in each answer, without the end token between them: a cut-off answer has none."""
+    pieces, last = [], 0
+    for start, end in spans:
+        for piece, decode in ((tokens[last:start], backbone.tokenizer.decode), (tokens[start:end], backbone.decode)):
+            while piece and piece[0] in backbone.eos_ids:
+                piece = piece[1:]
+            while piece and piece[-1] in backbone.eos_ids:
+                piece = piece[:-1]
+            pieces.append(decode(piece).strip())
+        last = end
+    return pieces
 
 
 @torch.inference_mode()
-def read(backbone: Backbone, record: Conversation) -> list[Read]:
-    """The model's opinion of each answer of a conversation, of its first tokens where it is long."""
-    end = min(len(record.tokens), LONGEST, backbone.max_positions)
-    ids = torch.tensor(record.tokens[:end], device=backbone.device)
-    logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
-    found = []
-    for start, stop in record.spans:
-        rows = logits[start - 1 : min(stop, end) - 1].float()
-        if not len(rows):
-            continue
-        said = likelihoods(rows, record.tokens[start : start + len(rows)], 1)
-        log_p = rows.log_softmax(-1)
-        weighed = log_p.exp() * log_p
-        entropy = -weighed.sum(-1)
-        variance = (weighed * log_p).sum(-1) - entropy.square()
-        first = sum(one.token == one.top[0][0] for one in said)
-        nats = -sum(one.logprob for one in said)
-        found.append(Read(len(said), nats, float(entropy.sum()), float(variance.sum()), first))
-    return found
-
-
-# Steps at the end of training whose mean is the trained accuracy, and validations that a curve needs.
-LAST, LEAST = 50, 5
-# The curve is fitted from this share of the training on: before it the warm-up bends it.
-SETTLED = 0.1
-# What twice the positions should add to the tokens of a step before more training is advised.
-WORTH = 0.02
+def own_words(case: Case) -> Finding:
+    """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
+    tokens, nats, entropy, first = 0, 0.0, 0.0, 0
+    conversations, backbone = case.conversations[0][:READ], case.backbone
+    for conversation in conversations:
+        end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
+        ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
+        logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
+        log_p = logits[:-1].float().log_softmax(-1)  # row i emits token i + 1
+        emitted = log_p.gather(1, ids[1:, None])[:, 0]
+        for start, stop in conversation.spans:
+            rows = slice(start - 1, min(stop, end) - 1)
+            tokens += len(emitted[rows])
+            nats -= float(emitted[rows].sum())
+            entropy -= float((log_p[rows].exp() * log_p[rows]).sum())
+            first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
+    if not tokens:
+        return Finding("unknown", "no answer of the data fits into the model's context", case.distill())
+    text = (
+        f"the model gives {tokens:,} tokens of answers {-nats / tokens:.2f} nats a token, its own text "
+        f"{-entropy / tokens:.2f}; {first / tokens:.0%} are its first choice"
+    )
+    figures = {"logprob": -nats / tokens, "expected_logprob": -entropy / tokens, "greedy_agreement": first / tokens}
+    return Finding(graded((nats - entropy) / tokens, 0.2, 1.0), text, case.distill(), {**figures, "tokens": tokens})
 
 
 def over_fitting(case: Case) -> Finding:
     """Compares the heads' accuracy on trained and on held-out text, and looks for a rising held-out loss."""
-    name = "over-fitting"
-    steps, checks = _events(case, "stepped"), _events(case, "validated")
+    steps, checks = case.events("stepped"), case.events("validated")
     if not steps or not checks:
-        return Finding(name, "unknown", "the training's log has no step or no validation", case.command("train"))
-    trained = [fmean(one["accuracies"][head] for one in steps[-LAST:]) for head in range(len(steps[0]["accuracies"]))]
-    held = checks[-1]["accuracies"]
-    gap = fmean(trained) - fmean(held)
-    losses = [fmean(one["head_losses"]) for one in checks]
+        return Finding("unknown", "the training's log has no step or no validation", case.command("train"))
+    trained = [fmean(shares) for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)]
+    held_out = checks[-1]["accuracies"]
+    gap = fmean(trained) - fmean(held_out)
+    losses = [fmean(check["head_losses"]) for check in checks]
     risen = losses[-1] / max(min(losses), 1e-9) - 1
-    said = (
-        f"first guesses right {_shares(trained)} % on the last {min(LAST, len(steps))} steps' own text, "
-        f"{_shares(held)} % on held-out text"
+    text = (
+        f"first guesses right {_shares(trained)} % on trained text, {_shares(held_out)} % on held-out text, whose loss "
+        f"rose by {risen:.0%} since its best"
     )
-    if risen > 0.01:
-        said += f"; the held-out loss rose by {risen:.0%} since its best"
-    verdict = "bad" if gap >= 0.12 or risen >= 0.1 else graded(max(gap / 0.05, risen / 0.03), 1.0, math.inf)
-    figures = {"trained": trained, "held_out": held, "gap": gap, "loss_risen": risen}
-    return Finding(name, verdict, said, _more(case), figures)
+    status = "fail" if gap >= 0.12 or risen >= 0.1 else graded(max(gap / 0.05, risen / 0.03), 1.0)
+    figures = {"trained": trained, "held_out": held_out, "gap": gap, "loss_risen": risen}
+    return Finding(status, text, case.distill(), figures)
 
 
-def converged(case: Case) -> Finding:
-    """Predicts what twice the positions would give, by a power law through each head's held-out errors.
-
-    The law is tested on the training itself: from its first half it predicts the end.
-    """
-    name = "training length"
-    checks = [one for one in _events(case, "validated") if one["total_positions"] > 0]
+def training_length(case: Case) -> Finding:
+    """Measures what the second half of the training gave: twice the positions should give about as much again."""
+    checks = case.events("validated")
     end = checks[-1]["total_positions"] if checks else 0
-    points = [one for one in checks if one["total_positions"] >= SETTLED * end]
-    if len({one["total_positions"] for one in points}) < LEAST or any(
-        not 0 < share < 1 for one in points for share in one["accuracies"]
-    ):
-        said = f"{len(points)} validations give no curve, {LEAST} are needed"
-        return Finding(name, "unknown", said, _again(case, "train.validation_every=20"))
-    now, then = _foretold(points, end), _foretold(points, 2 * end)
-    # Off the law at its end, what is known there counts, and the law for the way from there.
-    reached = points[-1]["accuracies"]
-    later = [1 - (1 - a) * (1 - b) / (1 - c) for a, b, c in zip(reached, then, now, strict=True)]
-    before, after = _chain(reached), _chain(later)
-    gain = after / before - 1
-    half = [one for one in points if one["total_positions"] <= end / 2]
-    enough = len({one["total_positions"] for one in half}) >= 3
-    miss = _chain(_foretold(half, end)) - before if enough else None
-    tried = "half the curve is too short to try the law on"
-    if miss is not None:
-        tried = f"from its first half the law foretells {before + miss:.2f} for the {before:.2f} that came"
-    said = (
-        f"{end:,} positions give {before:.2f} tokens a step over a chain of first guesses; twice as many should give "
-        f"{after:.2f}, first guesses right {_shares(later)} % for {_shares(reached)} % ({len(points)} validations; "
-        f"{tried}; a rate that falls to the end makes the last of them look better than a longer training would there)"
+    half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
+    if not half:
+        return Finding("unknown", "the log has no validation in mid-training", case.train(validation_every=20))
+    accuracies = half[-1]["accuracies"], checks[-1]["accuracies"]
+    before, after = (expected_length(Tree.chain(len(part)), [[share] for share in part]) for part in accuracies)
+    text = (
+        f"the last {end - half[-1]['total_positions']:,} of {end:,} positions raised a chain of first guesses from "
+        f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"
     )
-    verdict = graded(gain, WORTH, math.inf)
-    figures = {"positions": end, "accuracies": reached, "expected_accuracies": later, "tokens_a_step": before,
-               "expected_tokens_a_step": after, "validations": len(points)}  # fmt: skip
-    if miss is not None:
-        figures["law_missed_by"] = miss
-    return Finding(name, verdict, said, _longer(case, 2 * end), figures)
-
-
-def _foretold(points: Sequence[dict[str, Any]], positions: float) -> list[float]:
-    """Returns each head's accuracy after so many positions, by a power law through its errors at some validations."""
-    known = [math.log(point["total_positions"]) for point in points]
-    accuracies = []
-    for head in range(len(points[0]["accuracies"])):
-        law = linear_regression(known, [math.log(1 - point["accuracies"][head]) for point in points])
-        power = law.intercept + law.slope * math.log(positions)
-        accuracies.append(1 - math.exp(max(-50.0, min(0.0, power))))
-    return accuracies
-
-
-def _chain(accuracies: Sequence[float]) -> float:
-    """Tokens a step over a chain of first guesses."""
-    return expected_length(Tree.chain(len(accuracies)), [[one] for one in accuracies])
-
-
-def _events(case: Case, event: str) -> list[dict[str, Any]]:
-    return [line for line in case.log if line["event"] == event]
-
-
-def _longer(case: Case, positions: int) -> str:
-    """The command that trains for so many positions."""
+    figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
     path = case.run.recipe_path
-    recipe = case.read(lambda: load_recipe(path if path.is_file() else None), case.command("train"))
-    return _again(case, f"train.max_tokens={positions}", f"train.epochs={2 * recipe.train.epochs}")
-
-
-def _again(case: Case, *settings: str) -> str:
-    """The command that trains by the same recipe with other settings."""
-    path = case.run.recipe_path
-    return case.command("train", *([str(path)] if path.is_file() else []), *settings)
-
-
-def _more(case: Case) -> str:
-    """The command that makes twice the conversations."""
-    count = sum(1 for _ in case.run.data_path.open("rb")) if case.run.data_path.is_file() else 0
-    return case.distill(max_samples=2 * count) if count else case.distill()
+    epochs = load_recipe(path if path.is_file() else None).train.epochs
+    return Finding(graded(after / before - 1, 0.03), text, case.train(max_tokens=2 * end, epochs=2 * epochs), figures)
 
 
 def _shares(values: Sequence[float]) -> str:
-    return "/".join(f"{100 * one:.1f}" for one in values)
+    return "/".join(f"{100 * value:.1f}" for value in values)
 
 
-# Tokens of a prompt that is taken: long ones would take the examination's time.
-PROMPT = 384
-# Tokens a step that are not worth a word.
-SLIGHT = 0.05
-# The most by which what came is taken to exceed what was promised.
-LUCKIEST = 2.0
+def _length(stats: list[Stats]) -> float:
+    return 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
 
 
 def acceptance(case: Case) -> Finding:
     """Compares the measured acceptance length with the one that calibration and tree predict."""
-    name = "acceptance"
-    stats = decoded(case, 0.0)
-    found = _rate(stats)
-    low, high = bootstrap([[one.steps + one.accepted, one.steps] for one in stats], rate) or (found, found)
-    shown = f"{found:.2f} ({low:.2f}-{high:.2f}) tokens a step on {len(stats)} prompts"
-    figures = {"measured": found, "interval": [low, high], "nodes": case.tree.size, "prompts": len(stats)}
+    stats = case.decoded(0.0)
+    length = _length(stats)
+    low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (length, length)
+    text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens a step on {len(stats)} prompts"
+    figures = {"measured": length, "interval": [low, high], "nodes": case.tree.size, "prompts": len(stats)}
     if not case.run.calibration_path.is_file():
-        return Finding(name, "unknown", f"{shown}; nothing foretells it", case.command("calibrate"), figures)
-    expected = expected_length(case.tree, case.heads.accuracies)
-    figures["expected"] = expected
-    said = f"{shown}, where calibration and the tree of {case.tree.size} nodes promise {expected:.2f}"
+        return Finding("unknown", f"{text}; without a calibration none is expected", case.command("calibrate"), figures)
+    expected = figures["expected"] = expected_length(case.tree, case.heads.accuracies)
     short = (expected - high) / max(expected - 1, 1e-9)  # of what drafts should add, beyond the interval
-    verdict = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "ok"
-    own = case.distill(anew=True, seed="PROMPTS.json")  # prompts as they will be asked
-    remedy = own if case.called is None else case.command("calibrate")
-    return Finding(name, verdict, said, remedy, figures)
+    status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
+    # What ships is calibrated; other prompts than its data's need data of their own.
+    remedy = case.command("calibrate") if case.called else case.distill(seed="PROMPTS.json")
+    text = f"{text}; calibration and the tree of {case.tree.size} nodes predict {expected:.2f}"
+    return Finding(status, text, remedy, figures)
 
 
 def temperature(case: Case) -> Finding:
-    """Compares the acceptance length at the temperature asked for with that of greedy decoding."""
-    name, heat = "temperature", case.temperature
-    if heat == 0:
-        return Finding(name, "ok", "greedy decoding was asked for: nothing is lost by sampling")
-    greedy, sampled = _rate(decoded(case, 0.0)), _rate(decoded(case, heat))
+    """Compares the acceptance length at the user's temperature with that of greedy decoding."""
+    if case.temperature == 0:
+        return Finding("pass", "decoding is greedy: nothing is lost by sampling")
+    greedy, sampled = (_length(case.decoded(value)) for value in (0.0, case.temperature))
     lost = (greedy - sampled) / max(greedy - 1, 1e-9)
-    said = f"{sampled:.2f} tokens a step at temperature {heat:g}, {greedy:.2f} greedily"
-    verdict = graded(lost, 0.2, 0.5) if greedy - sampled > SLIGHT else "ok"
-    figures = {"temperature": heat, "sampled": sampled, "greedy": greedy, "share_lost": lost}
-    remedy = case.distill(anew=True, temperature=f"{heat:g}")
-    return Finding(name, verdict, said, remedy, figures)
+    status = graded(lost, 0.2, 0.5) if greedy - sampled > SLIGHT else "pass"
+    figures = {"temperature": case.temperature, "sampled": sampled, "greedy": greedy, "share_lost": lost}
+    text = f"{sampled:.2f} tokens a step at temperature {case.temperature:g}, {greedy:.2f} greedily"
+    return Finding(status, text, case.distill(temperature=f"{case.temperature:g}"), figures)
 
 
 def tree_size(case: Case) -> Finding:
     """Compares the speed of the run's tree on this machine with trees of other sizes."""
-    name, tree = "tree size", case.tree
+    nodes, depth = case.tree.size, case.tree.max_depth
     costs = costs_for(case.backbone, case.drafter, stamp_of(case.run.drafter_dir))
     accuracies = case.heads.accuracies[: case.drafter.num_heads]
-    promised = expected_length(tree, accuracies)
-    # What came of what was promised holds for other sizes too.
-    luck = min((_rate(decoded(case, 0.0)) - 1) / max(promised - 1, 1e-9), LUCKIEST)
+    expected = expected_length(case.tree, accuracies)
+    # The measured share of what was expected is taken to hold for other sizes too.
+    share = min((_length(case.decoded(0.0)) - 1) / max(expected - 1, 1e-9), 2.0)
+    plain, seconds = costs.step(1, 0), costs.step(nodes, depth)
 
-    def worth(expected: float, seconds: float) -> float:
-        return (1 + luck * (expected - 1)) / seconds
+    def speedup(expected: float, seconds: float) -> float:
+        return (1 + share * (expected - 1)) / seconds * plain
 
-    plain, seconds = costs.step(1, 0), costs.step(tree.size, tree.max_depth)
-    now = worth(promised, seconds)
-    best = max(budgets(accuracies, costs), key=lambda one: worth(one.expected, one.seconds))
-    gained = worth(best.expected, best.seconds)
-    settled = 1 + luck * (promised - 1)
-    said = (
-        f"a step of {tree.size} nodes takes {seconds / plain:.2f} plain steps and settles {settled:.2f} tokens: "
-        f"{now * plain:.2f} x plain; best are {best.tree.size} nodes at {gained * plain:.2f} x"
-        if best.tree.size > 1
-        else f"a step of {tree.size} nodes takes {seconds / plain:.2f} plain steps and settles {settled:.2f} "
-        "tokens; no size of tree pays here"
+    now = speedup(expected, seconds)
+    best = max(budgets(accuracies, costs), key=lambda budget: speedup(budget.expected, budget.seconds))
+    gained, length = speedup(best.expected, best.seconds), 1 + share * (expected - 1)
+    text = (
+        f"a step of {nodes} nodes takes {seconds / plain:.2f} plain steps and gives {length:.2f} tokens: {now:.2f} x "
     )
-    figures = {"nodes": tree.size, "overhead": seconds / plain, "tokens_a_step": settled, "speedup": now * plain,
-               "best_nodes": best.tree.size, "best_speedup": gained * plain}  # fmt: skip
-    verdict = "bad" if now * plain < 0.98 else "warn" if gained > 1.05 * now else "ok"
-    if not case.run.tree_path.is_file():  # then nothing decodes over this one: --tree auto takes the best
-        verdict = "ok" if best.tree.size > 1 else "warn"
-    remedy = typed("chat", tree="auto") if case.called is None else case.tree_command
-    return Finding(name, verdict, said, remedy, figures)
+    text += f"plain; best are {best.tree.size} nodes at {gained:.2f} x"
+    figures = {"nodes": nodes, "overhead": seconds / plain, "tokens_a_step": length, "speedup": now}
+    figures |= {"best_nodes": best.tree.size, "best_speedup": gained}
+    status = "fail" if now < 0.98 else "warn" if gained > 1.05 * now else "pass"
+    if not case.run.tree_path.is_file():  # decoding takes the best size by itself
+        status = "pass" if best.tree.size > 1 else "warn"
+    remedy = case.command("tree", budget="auto") if case.called else typed("chat", tree="auto")
+    return Finding(status, text, remedy, figures)
 
 
-def decoded(case: Case, heat: float) -> list[Stats]:
-    """What decoding held-out prompts over the run's tree came to at a temperature, each prompt by itself; done once."""
-    if heat not in case.answered:
-        tree = case.tree
-        decoder = Decoder(case.backbone, case.drafter, tree)
-        rule = sampling_of(None, heat or None, 1.0, 0, 0)
-        requests = [Request(prompt, case.tokens, rule) for prompt in prompts(case)]
-        found = [Stats() for _ in requests]
-        for sequence, step in decoder.run(requests):
-            found[sequence.number].add(step)
-        case.answered[heat] = [one for one in found if one.steps]
-        if not case.answered[heat]:
-            raise UserError("every answer ended with its first token", case.distill())
-    return case.answered[heat]
+CHECKS: dict[str, Callable[[Case], Finding]] = {
+    "backbone": backbone,
+    "calibration": calibration,
+    "tree": tree,
+    "answers": answers,
+    "own words": own_words,
+    "over-fitting": over_fitting,
+    "training length": training_length,
+    "acceptance": acceptance,
+    "temperature": temperature,
+    "tree size": tree_size,
+}
+# These decode or time steps, which takes most of an examination.
+SLOW = ("acceptance", "temperature", "tree size")
 
 
-def prompts(case: Case) -> list[list[int]]:
-    """Held-out prompts as token ids, or MT-Bench's first questions for a drafter that came without its data."""
-    said: list[list[dict[str, str]]] = []
-    if case.run.data_path.is_file():
-        for one in case.held_out or case.conversations:
-            roles = [message["role"] for message in one.messages or []]
-            if "assistant" in roles[1:]:
-                said.append((one.messages or [])[: roles.index("assistant", 1)])
-    else:
-        questions = spread(read_questions(assets.mt_bench_path())[0], case.prompts)
-        said = [[{"role": "user", "content": one.turns[0]}] for one in questions]
-    most = min(PROMPT, case.backbone.max_positions - case.tokens - case.tree.max_depth - 1)
-    fitting = (tokens for tokens in map(case.backbone.encode_chat, said) if len(tokens) <= most)
-    found = [tokens for tokens, _ in zip(fitting, range(case.prompts), strict=False)]
-    if not found:
-        raise UserError("no prompt of the data is short enough to decode here", case.distill())
-    return found
-
-
-def _rate(stats: list[Stats]) -> float:
-    return 1 + sum(one.accepted for one in stats) / sum(one.steps for one in stats)
+def examine(case: Case, name: str) -> Finding:
+    """Runs a check; its status is unknown if a part that it needs is missing or damaged."""
+    try:
+        finding = CHECKS[name](case)
+    except UserError as reason:
+        finding = Finding("unknown", reason.message, reason.remedy)
+    except OSError as reason:
+        error = of_system(reason)
+        finding = Finding("unknown", error.message, error.remedy)
+    remedy = "" if finding.status == "pass" else finding.remedy
+    return replace(finding, name=name, text=in_flags(finding.text), remedy=in_flags(remedy))
