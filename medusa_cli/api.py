@@ -162,7 +162,8 @@ def adaptive_policy(
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if accuracies:
         known = len(getattr(drafter, "draft_ids", ())) or None
-        return AdaptivePolicy.of(budgets([row[:known] for row in accuracies], costs), costs)
+        trees = budgets([row[:known] for row in accuracies], costs)
+        return AdaptivePolicy([SizedTree(budget.tree, budget.expected) for budget in trees], costs)
     assert tree is not None
     return AdaptivePolicy([SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)], costs)
 

@@ -10,7 +10,7 @@ from medusa_cli.decode import AdaptivePolicy, Sampling, Step
 from medusa_cli.decode.estimates import AcceptancePriors, SequenceAcceptance, sampling_kind
 from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, SizedTree
 from medusa_cli.tree import Tree
-from medusa_cli.tree.search import Costs
+from medusa_cli.tree.search import Costs, budgets
 from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone, tokens_of
 from tests.test_hydra import hydra
 
@@ -85,7 +85,31 @@ def test_retry_interval_doubles() -> None:
     assert rests[:4] == [RETRY_STEPS * 2**i for i in range(4)] and max(rests) == MAX_RETRY_STEPS
     drafted = [size for size in sizes[first:] if size > 1]
     assert set(drafted) == {SMALL.size} and len(drafted) <= TRIAL_STEPS * (len(rests) + 1)
-    assert len(drafted) < 0.01 * len(sizes)  # hardly slower than plain
+
+
+def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
+    """Simulates texts of 400 tokens that no draft fits, then 400 that drafts fit, at fair accuracies and costs."""
+    accuracies, costs = [[0.5], [0.44], [0.41], [0.40]], Costs({1: 1.0, 2: 1.1, 5: 1.4, 64: 6.0}, {1: 0.1, 4: 0.3})
+    trees = [SizedTree(b.tree, b.expected) for b in budgets(accuracies, costs)]
+
+    def simulate(chances: list[float], texts: int = 20) -> float:
+        generator, seconds, count = torch.Generator().manual_seed(0), 0.0, 0
+        for _ in range(texts):
+            policy = AdaptivePolicy(trees, costs)
+            text = begin(policy)
+            for chance in chances:
+                tokens = 0
+                while tokens < 400:
+                    tree = choose(policy, text)
+                    hits = torch.rand(tree.max_depth, generator=generator) < chance
+                    accepted, took = int(hits.long().cumprod(0).sum()), costs.step(tree.size, tree.max_depth)
+                    record(policy, text, tree, accepted, took)
+                    seconds, tokens = seconds + took, tokens + 1 + accepted
+                count += tokens
+        return count / seconds
+
+    assert simulate([0.0, 0.7]) >= 1.12
+    assert simulate([0.0] * 10, texts=3) >= 0.995
 
 
 def test_policy_follows_a_text_that_changes() -> None:

@@ -12,7 +12,7 @@ from medusa_cli.decode.estimates import PRIOR, AcceptanceEstimate, AcceptancePri
 from medusa_cli.decode.ngram import MAX_TOKENS, PAIR, NgramIndex, NgramMatch, NgramTrust
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import Accuracies, Budget, Costs, node_values
+from medusa_cli.tree.search import Accuracies, Costs, node_values
 
 if TYPE_CHECKING:
     from medusa_cli.decode.sequence import Sequence
@@ -136,7 +136,7 @@ MARGIN, MIN_GAIN = 1.03, 1.02
 # A step slower than this factor of its expected time is an outlier, unless the next one is slow, too.
 OUTLIER_RATIO = 1.5
 # Plain steps between two trials of a tree, at first and at most; steps of a trial without accepted tokens.
-RETRY_STEPS, MAX_RETRY_STEPS, TRIAL_STEPS = 12, 512, 2
+RETRY_STEPS, MAX_RETRY_STEPS, TRIAL_STEPS = 12, 96, 2
 # Rate at which step times correct the measured ones, the largest correction of one step, and the rate at which the
 # corrections of other trees follow.
 EMA_RATE, MAX_RATIO, FOLLOW_RATE = 0.1, 3.0, 0.02
@@ -170,11 +170,6 @@ class AdaptivePolicy(DraftPolicy):
         self.max_depth = max(sized.tree.max_depth for sized in self._trees)
         self.max_size = max(sized.tree.size for sized in self._trees)
         self._reset()
-
-    @classmethod
-    def of(cls, budgets: Several[Budget], costs: Costs, priors: AcceptancePriors | None = None) -> AdaptivePolicy:
-        """Returns a policy over the best trees of several sizes."""
-        return cls([SizedTree(budget.tree, budget.expected) for budget in budgets], costs, priors)
 
     def _reset(self) -> None:
         self._sequences: tuple[AcceptanceEstimate, ...] = (AcceptanceEstimate(PRIOR, PRIOR),)
