@@ -1,4 +1,4 @@
-"""The drafters: each fills a tree with tokens from the model's hidden states and the tokens accepted so far."""
+"""The drafters: each fills a tree with tokens from the model's hidden states and the accepted tokens."""
 
 import torch
 from torch.nn import functional as F
@@ -14,21 +14,15 @@ class Drafter:
 
     def __init__(self, config, weights, tree, model):
         self.config, self.weights, self.tree, self.model = config, weights, tree, model
-        self.size, self.taps, self.ids = config["hidden_size"], config.get("taps") or [], weights.get("draft_ids")
+        self.size, self.ids = config["hidden_size"], weights.get("draft_ids")
         self.layers = config.get("num_layers") or config.get("medusa_num_layers", 0)
-        self.reset()
-
-    def reset(self):
-        """Forgets the text."""
-        self.cache = {}
+        self.taps = (*(config.get("taps") or []), -1)  # the model's layers after which it reads states
+        self.reads_prompt = config.get("context") == "conversation"  # else the answer alone
+        self.cache = {}  # keys and values of layers over the text
 
     def states(self, hidden_states):
-        """Returns the states that this drafter reads, the final ones last [n, H * taps], of all layers' [1, n, H]."""
-        return torch.cat([hidden_states[layer][0] for layer in (*self.taps, -1)], dim=-1)
-
-    def opening(self, tokens, states):
-        """Returns the part of a prompt that drafts begin with: its last token for drafters that see answers alone."""
-        return (tokens, states) if self.config.get("context") == "conversation" else (tokens[-1:], states[-1:])
+        """Returns the states that this drafter reads [n, H * taps], of all layers' [1, n, H]."""
+        return torch.cat([hidden_states[layer][0] for layer in self.taps], dim=-1)
 
     def draft(self, tokens, states, root):
         """Returns a token for every node of the tree, after new accepted tokens [n] with states and the next, root."""
@@ -81,21 +75,17 @@ class Drafter:
             x = x + F.silu(self.linear(f"{name}.{layer}.linear", x))
         return x
 
-    def self_attention(self, name, norm, x, cached):
-        """Adds to x [n, H] what it sees of itself, and, causally, of the cached rows before it."""
-        heads = head_count(self.size)
-        q, k, v = (
-            self.linear(f"{name}.qkv", self.norm(f"{name}.{norm}", x)).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
-        )  # [heads, n, D] each
-        mask, causal = None, False
+    def attention(self, name, normed, cached):
+        """Returns attention's output for normed states [n, H]; cached: causal, also over all rows before them."""
+        heads, before = head_count(self.size), 0
+        q, k, v = self.linear(f"{name}.qkv", normed).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)  # [heads, n, D]
         if cached:
             q, k, v, before = self.extend(name, q, k, v)
-            causal = not before  # a mask would be of the prompt's length squared
-            mask = (
-                torch.ones(len(x), before + len(x), dtype=torch.bool, device=x.device).tril(before) if before else None
-            )
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return x + self.linear(f"{name}.out", seen.transpose(0, 1).flatten(1))
+        mask = None  # for a prompt it would be of its length squared
+        if before:
+            mask = torch.ones(len(normed), before + len(normed), dtype=torch.bool, device=normed.device).tril(before)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cached and not before)
+        return self.linear(f"{name}.out", seen.transpose(0, 1).flatten(1))
 
     def extend(self, name, q, k, v, theta=10_000.0):
         """Rotates q and k [heads, n, D], and adds k and v to the cache; returns q, all k and v, and the rows before."""
@@ -109,7 +99,7 @@ class Drafter:
 
     def decoder_layer(self, name, x):
         """Returns a causal layer's states [n, H] for x [n, H], after the rows that it has seen before."""
-        x = self.self_attention(name, "attention_norm", x, cached=True)
+        x = x + self.attention(name, self.norm(f"{name}.attention_norm", x), cached=True)
         gate, up = self.linear(f"{name}.gate_up", self.norm(f"{name}.mlp_norm", x)).chunk(2, dim=-1)
         return x + self.linear(f"{name}.down", F.silu(gate) * up)
 
@@ -134,13 +124,13 @@ class Hydra(Drafter):
     """Heads that see the tokens drafted before theirs (arXiv:2402.05109); with prefix layers Hydra++."""
 
     def context(self, tokens, states, root):
-        if self.taps:
-            *lower, final = states.split(self.size, dim=-1)
+        *lower, x = states.split(self.size, dim=-1)
+        if lower:
             normed = [F.rms_norm(state.float(), (self.size,)).to(state.dtype) for state in lower]
-            states = final + self.linear("fuse.linear", torch.cat(normed, dim=-1))
+            x = x + self.linear("fuse.linear", torch.cat(normed, dim=-1))
         for layer in range(self.config.get("prefix_layers", 0)):
-            states = self.decoder_layer(f"prefix.{layer}", states)
-        return states[-1:]
+            x = self.decoder_layer(f"prefix.{layer}", x)
+        return x[-1:]
 
     def head_states(self, head, context, paths):
         x = torch.cat([context.expand(len(paths), -1), self.embed(paths).flatten(1)], dim=-1)
@@ -152,7 +142,7 @@ class Amphista(Drafter):
     """Heads over two adapted states, which see one another's (arXiv:2406.13170)."""
 
     def context(self, tokens, states, root):
-        adapted, x, embedded = [], states, self.embed(torch.cat([tokens[1:], tokens.new_tensor([root])]))
+        adapted, x, embedded = [], states, self.embed(following(tokens, root))
         for stage in range(2):
             x = self.linear(f"stages.{stage}.fc", torch.cat([x, embedded], dim=-1))
             x = self.decoder_layer(f"stages.{stage}.layer", x)
@@ -161,7 +151,7 @@ class Amphista(Drafter):
         x = torch.cat([self.blocks(f"blocks.{k}", adapted[k >= heads // 2], self.layers) for k in range(heads)])
         x = x + self.weights["position"]
         for layer in range(self.config.get("attention_layers", 1)):
-            x = self.self_attention(f"attention.{layer}", "norm", x, cached=False)
+            x = x + self.attention(f"attention.{layer}", self.norm(f"attention.{layer}.norm", x), cached=False)
         return x  # [K, H]
 
     def head_states(self, head, context, paths):
@@ -175,19 +165,13 @@ class Eagle(Drafter):
 
     def __init__(self, config, weights, tree, model):
         super().__init__(config, weights | {"matrices.0": weights["lm_head.weight"]}, tree, model)
+        self.taps, self.reads_prompt = config["taps"], True
         if "d2t" in weights:
             self.ids = weights["d2t"] + torch.arange(len(weights["d2t"]), device=weights["d2t"].device)
 
-    def states(self, hidden_states):
-        return torch.cat([hidden_states[layer][0] for layer in self.taps], dim=-1)
-
-    def opening(self, tokens, states):
-        return tokens, states
-
     def context(self, tokens, states, root):
         x = self.linear("fc", states)
-        q, k, v = self.read(x, torch.cat([tokens[1:], tokens.new_tensor([root])]))
-        q, k, v, before = self.extend("layer", q, k, v, self.config["rope_theta"])
+        q, k, v, before = self.extend("layer", *self.read(x, following(tokens, root)), self.config["rope_theta"])
         self.length = before + len(x)
         self.rows, self.own = {(root,): 0}, (k, v, torch.ones(1, self.length, dtype=torch.bool, device=x.device))
         self.level = self.leave(x[-1:], F.scaled_dot_product_attention(q[:, -1:], k, v))
@@ -210,12 +194,9 @@ class Eagle(Drafter):
     def read(self, states, tokens):
         """Returns queries, keys and values [heads, n, D] of states [n, H] and the tokens that follow them."""
         embedded = self.norm("midlayer.input_layernorm", self.model.get_input_embeddings()(tokens))
-        x, heads = (
-            torch.cat([embedded, self.norm("midlayer.hidden_norm", states)], dim=-1),
-            self.config["num_attention_heads"],
-        )
+        x = torch.cat([embedded, self.norm("midlayer.hidden_norm", states)], dim=-1)
         each = (self.linear(f"midlayer.self_attn.{name}_proj", x) for name in "qkv")
-        return (part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in each)
+        return (part.unflatten(-1, (self.config["num_attention_heads"], -1)).transpose(0, 1) for part in each)
 
     def leave(self, states, seen):
         """Returns the layer's states [n, H], from those that it read and what attention saw [heads, n, D]."""
@@ -223,6 +204,11 @@ class Eagle(Drafter):
         x = self.norm("midlayer.post_attention_layernorm", states)
         gate, up = self.linear("midlayer.mlp.gate_proj", x), self.linear("midlayer.mlp.up_proj", x)
         return states + self.linear("midlayer.mlp.down_proj", F.silu(gate) * up)
+
+
+def following(tokens, root):
+    """Returns the token after each of the accepted tokens [n], the root last."""
+    return torch.cat([tokens[1:], tokens.new_tensor([root])])
 
 
 def head_count(size):

@@ -35,7 +35,8 @@ def generate(inputs=None, *, model, drafter=None, drafts="auto", streamer=None, 
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError("a tree needs its own mask: load the model with attn_implementation='sdpa'")
-    drafting = copy.copy(load_drafter(drafter or model.name_or_path, model))  # whose cache is this call's alone
+    drafting = copy.copy(load_drafter(drafter or model.name_or_path, model))
+    drafting.cache = {}  # of this call alone
     add_stop_strings(model, tokenizer, kwargs)
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -75,9 +76,10 @@ def add_stop_strings(model, tokenizer, kwargs):
 def run(model, drafter, prompt, answer, policy):
     """Drafts (policy None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
-    drafter.reset()
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
-    tokens, states = drafter.opening(prompt[0], drafter.states(out.hidden_states))  # [n], [n, H * taps]
+    tokens, states = prompt[0], drafter.states(out.hidden_states)  # [n], [n, H * taps]
+    if not drafter.reads_prompt:
+        tokens, states = tokens[-1:], states[-1:]
     root = answer.choose(out.logits[0, -1])
     index = NgramIndex(prompt[0].tolist())
     while not answer.done:
@@ -144,12 +146,12 @@ def masks(model, tree_mask, start, depths):
     visible = torch.cat([tree_mask.new_ones(len(depths), start), tree_mask], dim=1).to(depths.device)
     columns = torch.cat([torch.arange(start, device=depths.device), start + depths])
     near = start + depths[:, None] - columns < (window or 1 << 60)  # a window counts positions, not rows
-    found = {}
+    by_kind = {}
     for kind in kinds:
         hidden = ~visible if kind == "full_attention" else ~(visible & near)
         mask = torch.zeros(hidden.shape, dtype=model.dtype, device=depths.device)
-        found[kind] = mask.masked_fill(hidden, torch.finfo(model.dtype).min)[None, None]
-    return found if len(found) > 1 else found.popitem()[1]
+        by_kind[kind] = mask.masked_fill(hidden, torch.finfo(model.dtype).min)[None, None]
+    return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
 
 
 def keep(cache, start, rows):
@@ -215,12 +217,10 @@ def load_drafter(source, model):
     if known == key:
         return drafter
     try:
-        config, tree = (json.loads(Path(cached_file(source, f"drafter/{name}.json")).read_text("utf-8"))
-                        for name in ("config", "tree"))  # fmt: skip
+        files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
     except OSError as reason:
-        raise ValueError(
-            f"{source!r} holds no drafter/: load the model from the exported folder, or name it with drafter=FOLDER"
-        ) from reason
+        raise ValueError(f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER") from reason
+    config, tree = (json.loads(Path(file).read_text("utf-8")) for file in files)
     kind = KINDS[config["drafter"]]
     weights = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
     weights = {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in weights.items()}

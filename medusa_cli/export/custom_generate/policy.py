@@ -1,6 +1,6 @@
-"""What a step drafts: the drafter's tree and matches of earlier text, or nothing, by what steps took."""
+"""Decides by measured times if steps draft, and finds n-gram matches in the text so far."""
 
-# Steps that try a way, and steps until the other way is tried again, doubled each time up to the longest interval.
+# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the longest.
 TRY, RETRY, LONGEST_RETRY = 6, 48, 768
 # Tokens of an n-gram match: at first, and at most.
 MATCH, LONGEST_MATCH = 4, 10
