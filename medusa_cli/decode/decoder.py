@@ -68,7 +68,9 @@ class Decoder:
         self.slots = PrefixCache(self.engine.new_cache(slots, plain=drafter is None and not policy.drafts))
         self.cuda_graphs = CudaGraphs(self.engine, self.slots.cache, self.taps) if graphs else None
         self._by_slot: list[Sequence | None] = []  # None: its sequence left, and the next prompt takes the slot
-        self._next_tree: Tree | DynamicTree | None = None  # FIRP drafts it in the pass before its step
+        # FIRP drafts a tree from extra rows of the pass before its step.
+        self._next_tree: Tree | DynamicTree | None = None
+        self._extra_rows: ExtraRows | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -109,11 +111,11 @@ class Decoder:
         started = self._clock()
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         if not self.sequences:
-            self._plan_ahead([sequence])
+            self._plan_extra_rows([sequence])
         slot, prefix = self._take_slot(request)
         tokens = torch.tensor(list(request.prompt[prefix.length :]), device=self.backbone.device)
         out = self.engine.forward(
-            Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=self._extra_rows()), self.slots.cache
+            Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=self._extra_rows), self.slots.cache
         )
         root = sequence.sampler.choose(out.logits[0, -1])
         extra = None if out.ahead is None else out.ahead[0, -1]
@@ -141,7 +143,7 @@ class Decoder:
             return []
         drafts = drafts or self._draft(sequences)
         drafted = self._clock()
-        self._plan_ahead(sequences)
+        self._plan_extra_rows(sequences)
         accepted = self._verify(sequences, drafts)
         steps = self._keep(sequences, drafts, accepted, (drafted - started) / len(sequences), drafted)
         self.policy.record(sequences, steps)
@@ -174,11 +176,11 @@ class Decoder:
     def _verify(self, sequences: Several[Sequence], drafts: Several[Draft]) -> list[Accepted]:
         """Runs all drafts in one pass and keeps the rows of each accepted path in the cache."""
         tokens, depth, sees = batch_trees([draft.tokens for draft in drafts], [draft.tree for draft in drafts])
-        samplers, extra = [sequence.sampler for sequence in sequences], self._extra_rows()
-        wanted = [sequence.wants_likelihoods for sequence in sequences]
-        if self.cuda_graphs is not None and not any(wanted) and self.cuda_graphs.supports(drafts, samplers, extra):
+        samplers, extra_rows = [sequence.sampler for sequence in sequences], self._extra_rows
+        wanted = [sequence.request.top is not None for sequence in sequences]
+        if self.cuda_graphs is not None and not any(wanted) and self.cuda_graphs.supports(drafts, samplers, extra_rows):
             return self.cuda_graphs.verify(tokens, drafts[0].tree, samplers)
-        out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", extra), self.slots.cache)
+        out = self.engine.forward(Plan(tokens, depth, sees, 0, self.taps, "all", extra_rows), self.slots.cache)
         accepted = []
         for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
             self.slots.cache.keep(slot, path)
@@ -228,16 +230,11 @@ class Decoder:
         """Drops the cached prefixes of idle slots."""
         self.slots.forget()
 
-    def _plan_ahead(self, sequences: Several[Sequence]) -> None:
-        """Chooses the tree of the step after this one for FIRP, which drafts it in this step's pass."""
+    def _plan_extra_rows(self, sequences: Several[Sequence]) -> None:
+        """Chooses the tree of the step after the coming pass, if the drafter drafts it in that pass (FIRP)."""
         if self.drafter is not None and self.drafter.uses_verify_pass:
             self._next_tree = self.policy.next(sequences)[0][0]
-
-    def _extra_rows(self) -> ExtraRows | None:
-        """Returns the rows that FIRP adds to a pass to draft the next tree."""
-        if self.drafter is None or self._next_tree is None:
-            return None
-        return self.drafter.extra_rows(self._next_tree.max_depth)
+            self._extra_rows = self.drafter.extra_rows(self._next_tree.max_depth)
 
     def _take_slot(self, request: Request) -> tuple[int, CachedPrefix]:
         """Returns a slot among those that left or right behind the running ones, and the prefix it holds."""

@@ -89,7 +89,7 @@ class Sequence:
     """
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
-        self.number, self.draft, self._top = number, draft, request.top
+        self.request, self.number, self.draft = request, number, draft
         self.stop = StopCriteria(backbone, request)
         self.sampler = Sampler(request.sampling, number)
         self.tokens = list(request.prompt)
@@ -119,10 +119,6 @@ class Sequence:
     def done(self) -> bool:
         return self.cancelled or self.stop.reason is not None
 
-    @property
-    def wants_likelihoods(self) -> bool:
-        return self._top is not None
-
     def start(self, slot_holds: int, drafter: Drafter | None, pending: Several[NewTokens], new: NewTokens) -> None:
         """Takes the prefill: `new` follows what the slot held and what its drafter has not read of that."""
         self.reused, self.drafter = slot_holds, drafter
@@ -139,4 +135,5 @@ class Sequence:
 
     def likelihoods(self, logits: Tensor | None, tokens: Several[int]) -> tuple[Likelihood, ...]:
         """Returns those of new tokens, by the logits [n, V] they came from, if the request asks for them."""
-        return () if self._top is None or logits is None else likelihoods(logits, tokens, self._top)
+        top = self.request.top
+        return () if top is None or logits is None else likelihoods(logits, tokens, top)
