@@ -14,7 +14,7 @@ import pytest
 
 from medusa_cli.errors import UserError
 from medusa_cli.runs.io import TEMPORARY
-from medusa_cli.runs.run import NAME, Run, sole_writer
+from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
 
 HOLD = """
@@ -57,7 +57,7 @@ def test_a_second_writer_is_refused_by_name_and_readers_are_not(run: Run, tmp_pa
         for words in (["distill", "--seed", str(seeds)], ["train"], ["calibrate"], ["tree", "--budget", "4"]):
             done = medusa(*words, "--run", str(run.path), "--quiet")
             assert done.exit_code == 1, done.output
-            said = f"is being written by `medusa distill` (process {writer.pid}, for "
+            said = f"is being written by `medusa distill` (process {writer.pid})"
             assert said in done.stderr and done.stderr.count("\n") == 1
         place = ["--run", str(run.path), "--dtype", "fp32"]
         assert medusa("chat", *place, "--prompt", "w1", "--max-new-tokens", "2").exit_code == 0
@@ -83,7 +83,7 @@ def test_a_run_can_be_written_again_after_a_command_that_failed(run: Run) -> Non
 
 def test_a_holder_that_has_not_said_who_it_is_is_another_process(tmp_path: Path) -> None:
     with sole_writer(tmp_path, "medusa train", print):
-        (tmp_path / NAME).write_text("")
+        (tmp_path / LOCK).write_text("")
         with pytest.raises(UserError, match="is being written by another process"), sole_writer(tmp_path, "x", print):
             raise AssertionError("two writers")
 

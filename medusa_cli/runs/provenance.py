@@ -1,12 +1,14 @@
-"""What files say of their making: who made them, for which backbone, of which data."""
+"""Reads the records of how a file was made: by which version, for which model, of which data."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from medusa_cli.runs.io import read_as
 
-# What names a backbone: its id, architecture, sizes, and the fingerprint of its weights.
+# A model's id, architecture, sizes, and the fingerprints of its weights.
 Identity = dict[str, str | int | None]
+WHAT = "the drafter's config"
+SEVERAL = "several runs"  # in place of the seed of merged conversations
 
 
 @dataclass(frozen=True)
@@ -19,21 +21,21 @@ class Data:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of how something was trained: the share of the conversations that was held out."""
+    """The part of a recipe's section `train` that is read again."""
 
     validation_fraction: float | None = None
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Of the recipe that something was made by: its training."""
+    """The part of a recipe that is read again."""
 
     train: HeldOut = field(default_factory=HeldOut)
 
 
 @dataclass(frozen=True)
 class Made:
-    """The part of a file's provenance that is read again; older files have less of it."""
+    """The part of a file's provenance that is read again."""
 
     created: str | None = None
     backbone: Identity | str | None = None
@@ -42,18 +44,18 @@ class Made:
 
     @property
     def identity(self) -> Identity:
-        """What is known of the backbone; nothing where its name alone was written."""
+        """Returns the model's identity; empty if only its name was written."""
         return self.backbone if isinstance(self.backbone, dict) else {}
 
     def held_out(self, otherwise: float) -> float:
-        """The share of the conversations that was held out in training; `otherwise` where that is not said."""
-        said = self.recipe.train.validation_fraction
-        return otherwise if said is None else said
+        """Returns the share of the conversations that training held out, `otherwise` if unknown."""
+        fraction = self.recipe.train.validation_fraction
+        return otherwise if fraction is None else fraction
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a drafter's config.json says of it, whatever its kind; that of another tool names no kind."""
+    """A drafter's config.json, of whatever kind; that of another tool names no kind."""
 
     drafter: str | None = None
     hidden_size: int | None = None
@@ -67,35 +69,26 @@ class Described:
         return self.medusa_num_heads if self.num_heads is None else self.num_heads
 
 
-# In place of the seed of conversations that were distilled in several runs.
-SEVERAL = "several runs"
-
-
 @dataclass(frozen=True)
 class Distillation:
-    """How a run's conversations were distilled, as its distill.json says: all of one file by the same settings.
-
-    Of merged ones (seed SEVERAL) the settings that all share."""
+    """A run's distill.json: the seed, and the settings that all its conversations share."""
 
     seed: str | None = None
     settings: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """After which layers states were kept, before the final ones in each row."""
-        said = self.settings.get("taps")
-        return tuple(said) if isinstance(said, list) else ()
+        """Returns the layers whose states were kept before the final ones in each row."""
+        taps = self.settings.get("taps")
+        return tuple(taps) if isinstance(taps, list) else ()
 
 
 def describe_distillation(folder: Path) -> Distillation:
-    """What the conversations in a run's folder were distilled by; nothing where that is not said."""
+    """Returns how a run's conversations were distilled; empty if unknown."""
     path = folder / "distill.json"
     return read_as(path, Distillation, "the distillation's header") if path.is_file() else Distillation()
 
 
 def describe_drafter(folder: Path) -> Described:
-    """What the config of the drafter in a folder says; UserError where there is none or it cannot be used."""
+    """Returns a drafter's config; raises UserError if it is missing or invalid."""
     return read_as(Path(folder) / "config.json", Described, WHAT)
-
-
-WHAT = "the drafter's config"
