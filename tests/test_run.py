@@ -1,20 +1,48 @@
-"""The run directory: files and folders that appear whole or not at all, whatever was killed, and whose run it is."""
+"""The run directory: files appear whole or not at all, one writer at a time, and one model for good."""
 
+import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from medusa_cli.errors import UserError
 from medusa_cli.runs.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
-from medusa_cli.runs.run import Run
-from tests.helpers import medusa
+from medusa_cli.runs.run import LOCK, Run, sole_writer
+from tests.helpers import conversation, medusa, save_model, save_run, write_lines
+
+WRITER = """
+import pathlib, sys
+from medusa_cli.runs.io import replacing
+from medusa_cli.runs.run import sole_writer
+folder = pathlib.Path(sys.argv[1])
+with sole_writer(folder, "medusa distill", print), replacing(folder / "train.png") as part:
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
 
 
-def test_what_is_written_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def writing(folder: Path) -> Iterator[subprocess.Popen]:
+    """Runs another process that writes the run, and a file in it, until its input ends."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        yield writer
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+def test_content_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "file.json", []
     monkeypatch.setattr("os.fsync", lambda handle: seen.append((os.fstat(handle).st_size, path.exists())))
     write_atomic(path, "12345")
@@ -23,30 +51,25 @@ def test_what_is_written_is_on_disk_before_it_takes_its_place(tmp_path: Path, mo
     assert seen == [(5, False), (3, True)]
 
 
-def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    code = f"""
-import os, pathlib, signal
-from medusa_cli.runs.io import replacing
-with replacing(pathlib.Path({str(path)!r})) as part:
-    part.write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
+    with writing(tmp_path) as writer:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    [left] = tmp_path.glob(f"{TEMPORARY}*")
     others = [tmp_path / name for name in (".checkpoint.pt.old", f"{TEMPORARY}notes.pt", ".other.abcdefgh.pt")]
-    for one in others:
-        one.touch()
+    for other in others:
+        other.touch()
     with replacing(path) as first:  # while another writes, its file stays
         assert not left.exists() and first.exists()
         with replacing(path) as second:
             assert first.exists()
             second.write_bytes(b"two")
         first.write_bytes(b"one")
-    assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted([path, *others])
+    assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted([path, tmp_path / LOCK, *others])
 
 
-def test_a_place_that_takes_no_file_is_named_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_file_is_named_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(dir: Path, prefix: str, suffix: str) -> None:
         raise PermissionError(13, "Permission denied", f"{dir}/{prefix}12345678{suffix}")
 
@@ -56,15 +79,16 @@ def test_a_place_that_takes_no_file_is_named_by_its_own_name(tmp_path: Path, mon
     assert raised.value.filename == str(tmp_path / "tree.json")
 
 
-def drafter(run: Path) -> Path:
-    folder = run / "drafter"
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Returns a drafter's folder in a run."""
+    folder = tmp_path / "run" / "drafter"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("first")
     return folder
 
 
-def test_a_folder_comes_back_when_the_second_move_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = drafter(tmp_path)
+def test_a_folder_comes_back_when_the_second_move_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     move = Path.rename
 
     def fail(self: Path, to: Path) -> Path:
@@ -75,31 +99,30 @@ def test_a_folder_comes_back_when_the_second_move_fails(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="full"), replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
-    assert (folder / "config.json").read_text() == "first" and list(tmp_path.iterdir()) == [folder]
+    assert (folder / "config.json").read_text() == "first" and list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_folder_takes_its_place_though_a_reader_put_the_old_one_back(tmp_path: Path) -> None:
-    folder = drafter(tmp_path)
+def test_a_folder_is_replaced_though_a_reader_put_the_old_one_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     move, met = Path.rename, []
 
     def meet(self: Path, to: Path) -> Path:
         done = move(self, to)
         if to.name == ".drafter.old" and not met:
             met.append(to)
-            restore(folder)  # what every command does that opens the run
+            restore(folder)  # as every command does that opens the run
         return done
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "rename", meet)
-        with replacing_folder(folder) as part:
-            (part / "config.json").write_text("second")
-    assert met and (folder / "config.json").read_text() == "second" and list(tmp_path.iterdir()) == [folder]
+    monkeypatch.setattr(Path, "rename", meet)
+    with replacing_folder(folder) as part:
+        (part / "config.json").write_text("second")
+    assert met and (folder / "config.json").read_text() == "second" and list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_folder_comes_back_after_a_kill_between_the_moves(tmp_path: Path) -> None:
-    folder = drafter(tmp_path / "run")
+def test_a_folder_comes_back_after_a_kill_between_the_moves(folder: Path) -> None:
     folder.rename(folder.with_name(".drafter.old"))
-    assert (Run.open(f"{tmp_path}/run").drafter_dir / "config.json").read_text() == "first"
+    assert (Run.open(str(folder.parent)).drafter_dir / "config.json").read_text() == "first"
     folder.rename(folder.with_name(".drafter.old"))
     with pytest.raises(KeyError), replacing_folder(folder):  # the next save does not begin by deleting it
         raise KeyError
@@ -107,17 +130,68 @@ def test_a_folder_comes_back_after_a_kill_between_the_moves(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"backbone": "name"}', '{"backbone": {}}'])
-def test_a_run_file_that_names_no_backbone_is_named(tmp_path: Path, text: str) -> None:
+def test_a_run_file_without_a_model_is_named(tmp_path: Path, text: str) -> None:
     run = Run.open(f"{tmp_path}/run", create=True)
     assert run.owner is run.model is None
     (run.path / "run.json").write_text(text)
-    with pytest.raises(UserError, match=r"run\.json names no backbone"):
+    with pytest.raises(UserError, match=r"run\.json"):
         run.bind({"id": "x"})
     for command in ("chat", "calibrate", "train"):
-        done = medusa(command, "--run", str(run.path))
-        assert done.exit_code == 1 and "run.json names no backbone" in " ".join(done.stderr.split()), done.output
+        assert "run.json" in medusa(command, "--run", run.path, exit_code=1).stderr
 
 
 def test_training_before_distilling_says_to_distil(tmp_path: Path) -> None:
-    done = medusa("train", "--run", f"{tmp_path}/none")
-    assert done.exit_code == 1 and done.stderr.rstrip().endswith("run `medusa distill` first")
+    assert "`medusa distill`" in medusa("train", "--run", f"{tmp_path}/none", exit_code=1).stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"), calibrated=True)
+    write_lines(run.distill_path, [conversation(n) for n in range(20)])
+    return run
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(run: Run, tmp_path: Path) -> None:
+    seeds = tmp_path / "seeds.json"
+    seeds.write_text(json.dumps([{"id": "a", "messages": [{"role": "user", "content": "w1"}]}]))
+    before = {path: path.read_bytes() for path in run.path.rglob("*.json*")}
+    with writing(run.path) as writer:
+        for words in (["distill", "--seed", str(seeds)], ["train"], ["calibrate"], ["tree", "--budget", "4"]):
+            refused = medusa(*words, "--run", run.path, "--quiet", exit_code=1).stderr
+            assert f"`medusa distill` (process {writer.pid})" in refused and refused.count("\n") == 1
+        medusa("chat", "--run", run.path, "--dtype", "fp32", "--prompt", "w1", "--max-new-tokens", "2", exit_code=0)
+        elsewhere = ["--output", tmp_path / "other.json"]
+        medusa("tree", "--run", run.path, "--budget", "4", *elsewhere, exit_code=0)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_killed_writer_locks_nothing_and_its_files_are_removed(run: Run) -> None:
+    with writing(run.path) as writer:
+        assert list(run.path.glob(TEMPORARY + "*.train.png"))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        medusa("tree", "--run", run.path, "--budget", "4", "--quiet", exit_code=0)
+    assert not list(run.path.glob(TEMPORARY + "*"))
+
+
+def test_a_run_can_be_written_after_a_command_that_failed(run: Run) -> None:
+    for _ in range(2):
+        assert "train.lr" in medusa("train", "train.lr=x", "--run", run.path, exit_code=2).stderr
+
+
+def test_a_holder_without_a_name_yet_is_another_process(tmp_path: Path) -> None:
+    with sole_writer(tmp_path, "medusa train", print):
+        (tmp_path / LOCK).write_text("")
+        with pytest.raises(UserError, match="another process"), sole_writer(tmp_path, "x", print):
+            raise AssertionError("two writers")
+
+
+def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    warnings: list[str] = []
+    with sole_writer(tmp_path, "medusa train", warnings.append):
+        pass
+    assert len(warnings) == 1 and str(tmp_path) in warnings[0]

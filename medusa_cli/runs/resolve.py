@@ -1,4 +1,4 @@
-"""From the names of a model, a run, a drafter and a tree to the files that belong together, nothing heavy loaded."""
+"""Finds the files of model, run, drafter and tree that belong together, without loading them."""
 
 import os
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from medusa_cli.assets import DEFAULT_MODEL, check_hub
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.run import RUNS, Run
 
-# A step verifies all nodes at once; far fewer than this pay anywhere.
-MOST_GROWN = 256
-
-
+MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
 # Quantization of weights by the fast engine, and by bitsandbytes.
 INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
 
@@ -44,13 +41,12 @@ DEFAULT_LOADING = LoadOptions()
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for: the model's name, where drafter and tree lie, the run.
+    """The model's name, the files of drafter and tree, and the run.
 
-    auto: the size of tree is chosen by what steps cost here, and goes with the text. dynamic: the nodes of a tree grown
-    for every step, 0 for as many as the static tree has, None for the static one. static: the nodes of a tree searched
-    from the calibration, None for the one in the file. adapter: what joint training added to the model. calibration:
-    where the heads' accuracies and temperatures are, if anywhere. lookup: whether the text itself suggests drafts, too,
-    or alone where there is no drafter; lookup_named: that was said, and does not merely go with auto.
+    auto: a tree of the size that pays here. static: nodes of a tree searched by the calibration (None: that of the file
+    `tree`). dynamic: nodes of a tree grown for every step (0: as many as the static one has; None: static). adapter:
+    what stage 2 added to the model. lookup: draft n-gram matches, too, or alone without a drafter; lookup_named: on
+    request, not only by `auto`.
     """
 
     model: str
@@ -75,21 +71,21 @@ def choose(
     need_drafter: bool = True,
     lookup: bool | None = None,
 ) -> Choice:
-    """What was named first, then the run, then what ships for the model; UserError where nothing is to be had.
+    """Returns what was named, else the run's, else what ships for the model; raises UserError for missing files.
 
-    lookup None: with trees of the size that pays.
+    lookup None: with `auto` trees.
     """
     target = Run.open(run) if run else None
     name = model or (target.model if target else None) or DEFAULT_MODEL
     auto = tree in (None, "auto")
-    file, static, dynamic = (None, None, None) if auto else _tree_words(str(tree))
+    file, static, dynamic = (None, None, None) if auto else _parse_tree(str(tree))
     if not need_drafter:
         return Choice(name, None, None, target, adapter=target.adapter if target else None, lookup=bool(lookup))
     source = target or Run.pretrained(name)
     if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
-        drafter = None  # named, but what is taken in any case
+        drafter = None  # the one that is taken in any case
     if drafter is not None and target is None:
-        source = None  # tree and temperatures of the drafter that ships are no other drafter's
+        source = None  # the tree and temperatures that ship fit no other drafter
     folder = drafter or (source.drafter_dir if source else None)
     if folder is None and lookup:
         return Choice(name, None, None, target, lookup=True)
@@ -101,50 +97,57 @@ def choose(
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
-    heat = source.calibration_path if source else None
-    if static is not None and (heat is None or not heat.is_file()):
+    calibrated = source is not None and source.calibration_path.is_file()
+    if static is not None and not calibrated:
         remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
-    own = source.tree_path if source and source.tree_path.is_file() else None
-    shape = None if static else file or own
-    measured = heat is not None and heat.is_file()
-    if shape is None and not (static or dynamic or (auto and measured)):  # a number of nodes needs no tree beside it
+    if static is None and file is None and source is not None and source.tree_path.is_file():
+        file = source.tree_path
+    if file is None and not (static or dynamic or (auto and calibrated)):
         remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
         raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
-    adapter = target.adapter if target and drafter is None else None
-    looks = auto if lookup is None else lookup
-    return Choice(name, folder, shape, target, dynamic, heat, adapter, static, auto, looks, bool(lookup))
+    return Choice(
+        name,
+        folder,
+        file,
+        target,
+        dynamic,
+        source.calibration_path if source else None,
+        target.adapter if target and drafter is None else None,
+        static,
+        auto,
+        auto if lookup is None else lookup,
+        bool(lookup),
+    )
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
-    """What a drafter's name stands for: a run, or the folder of a drafter; UserError where it is neither nor a hub id.
-
-    A run's name or folder, a drafter's folder, or a hub id of either.
-    """
-    place = Path(name).expanduser()
-    if not place.is_dir() and (RUNS / name).is_dir():
-        place = RUNS / name
-    if not place.is_dir():
+    """Returns the run or the drafter's folder that a name, a folder or a hub id means; raises UserError if none."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and (RUNS / name).is_dir():
+        path = RUNS / name
+    if not path.is_dir():
         check_hub(name, named="@drafter")
         from huggingface_hub import snapshot_download
 
-        place = Path(snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"]))
-    if (place / "drafter" / "config.json").is_file():
-        return f"{place.absolute()}{os.sep}", None
-    if (place / "config.json").is_file():
-        return None, place
-    raise UserError(f"@drafter {name!r}: {place} holds no drafter", "give a run, a drafter's folder, or a hub id")
+        path = Path(snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"]))
+    if (path / "drafter" / "config.json").is_file():
+        return f"{path.absolute()}{os.sep}", None
+    if (path / "config.json").is_file():
+        return None, path
+    raise UserError(f"@drafter {name!r}: {path} holds no drafter", "give a run, a drafter's folder, or a hub id")
 
 
-def _tree_words(tree: str) -> tuple[Path | None, int | None, int | None]:
-    """What a tree's name says: file, nodes of a static tree to search, of dynamic ones; UserError for anything else."""
+def _parse_tree(tree: str) -> tuple[Path | None, int | None, int | None]:
+    """Returns the file, the nodes of a static tree, and those of a dynamic one."""
     word, colon, number = tree.partition(":")
     if word not in ("static", "dynamic"):
         if not Path(tree).is_file():
             raise UserError(f"@tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
         return Path(tree), None, None
-    if not colon:
-        return None, None, None if word == "static" else 0
-    if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MOST_GROWN:
-        raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MOST_GROWN}")
-    return None, *((int(number), None) if word == "static" else (None, int(number)))
+    nodes = None if word == "static" else 0
+    if colon:
+        if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MAX_NODES:
+            raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MAX_NODES}")
+        nodes = int(number)
+    return (None, nodes, None) if word == "static" else (None, None, nodes)
