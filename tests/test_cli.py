@@ -2,7 +2,6 @@
 
 import errno
 import inspect
-import json
 import os
 import resource
 import signal
@@ -10,14 +9,13 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from medusa_cli import __version__, cli, options
-from medusa_cli import assets as store
 from medusa_cli.commands import assets as assets_command
 from medusa_cli.commands import bench, chat, demo
 from medusa_cli.engine.load import ENGINES
@@ -26,7 +24,7 @@ from medusa_cli.model.load import DTYPES
 from medusa_cli.options import LoadFlags, OutputFlags, spread_out
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.serve.errors import refusal_for
-from tests.helpers import medusa, program
+from tests.helpers import medusa, medusa_json, program
 
 # Options of a command that share a name with another command's, but not its bounds.
 OWN = {("batch_size", "distill"), ("batch_size", "serve"), ("max_new_tokens", "serve"), ("temperature", "doctor")}
@@ -212,14 +210,7 @@ def test_text_that_only_looks_like_a_setting_stays(text: str) -> None:
 
 
 def test_assets_prints_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = {"sharegpt_path": tmp_path / "s.json", "mt_bench_path": tmp_path / "q.jsonl"}
-    monkeypatch.setattr(store, "model_dir", lambda name: str(tmp_path / name))
-    for name, path in files.items():
-        monkeypatch.setattr(store, name, lambda path=path: path)
-    printed: dict[str, Any] = json.loads(medusa("assets", "--json").stdout)
-    assert printed == {
-        store.DEFAULT_MODEL: str(tmp_path / store.DEFAULT_MODEL),
-        "sharegpt": str(tmp_path / "s.json"),
-        "mt-bench": str(tmp_path / "q.jsonl"),
-    }
-    assert medusa("assets", "mt-bench").stdout == f"mt-bench: {tmp_path / 'q.jsonl'}\n"
+    paths = {"sharegpt": tmp_path / "s.json", "mt-bench": tmp_path / "q.jsonl"}
+    monkeypatch.setattr(assets_command, "_FETCH", {name: lambda path=path: path for name, path in paths.items()})
+    assert medusa_json("assets") == {name: str(path) for name, path in paths.items()}
+    assert medusa("assets", "mt-bench").stdout == f"mt-bench: {paths['mt-bench']}\n"
