@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from medusa_cli.decode import Sampling
 
 
-def _flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
+def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
     """Returns an option from its flags and metavar, such as "--run NAME"; most help texts name the default."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = next((word for word in usage.split() if not word.startswith("-")), None)
     return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel, **{"show_default": False, **more})
 
 
-_drafting = partial(_flag, panel="Drafting")
-_sampling = partial(_flag, panel="Sampling")
-_loading = partial(_flag, panel="Loading")
-_output = partial(_flag, panel="Output")
+_drafting = partial(flag, panel="Drafting")
+_sampling = partial(flag, panel="Sampling")
+_loading = partial(flag, panel="Loading")
+_output = partial(flag, panel="Output")
 
 
 def _among(*words: str) -> dict[str, Callable[[Any], Any]]:
@@ -86,14 +86,14 @@ _QUESTIONS = (
 
 Text = str | None
 # torchrun takes "--run" for a beginning of its own "--run-path" and refuses it: hence the second name.
-Run = Annotated[str, _flag("--run --run-dir NAME", _RUN, show_default=True)]
-RunOrShipped = Annotated[Text, _flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")]
-RunOrDefault = Annotated[Text, _flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")]
-RunOrNew = Annotated[Text, _flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
-Model = Annotated[Text, _flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the run's, else {DEFAULT_MODEL}]")]
-ModelOfDrafter = Annotated[Text, _flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the one that its config names]")]
+Run = Annotated[str, flag("--run --run-dir NAME", _RUN, show_default=True)]
+RunOrShipped = Annotated[Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")]
+RunOrDefault = Annotated[Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")]
+RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
+Model = Annotated[Text, flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the run's, else {DEFAULT_MODEL}]")]
+ModelOfDrafter = Annotated[Text, flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the one that its config names]")]
 Drafter = Annotated[
-    Path | None, _flag("--drafter FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships]")
+    Path | None, flag("--drafter FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships]")
 ]
 Tree = Annotated[Text, _drafting("--tree auto|static[:N]|dynamic[:N]|FILE", _TREE)]
 Lookup = Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)]
@@ -105,12 +105,12 @@ Quantize = Annotated[
     Text, _loading("--quantize METHOD", _QUANTIZE, **_among("none", "int8", "int4", "bnb.int8", "bnb.nf4"))
 ]
 TrustRemoteCode = Annotated[bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")]
-Seed = Annotated[Text, _flag("--seed NAME|FILE|ID", f"{_SEED} [default: {DEFAULT_SEED}]")]
+Seed = Annotated[Text, flag("--seed NAME|FILE|ID", f"{_SEED} [default: {DEFAULT_SEED}]")]
 RandomSeed = Annotated[
     int | None, _sampling("--random-seed N", "Seed of the random generator. [default: 0]", min=0, max=2**62)
 ]
 MaxSamples = Annotated[
-    int | None, _flag("--max-samples N", "Use at most N conversations. [default: all, or as the command prints]", min=1)
+    int | None, flag("--max-samples N", "Use at most N conversations. [default: all, or as the command prints]", min=1)
 ]
 MaxNewTokens = Annotated[int | None, _sampling("--max-new-tokens N", _TOKENS, min=1)]
 Temperature = Annotated[float | None, _sampling("--temperature T", _TEMPERATURE, callback=check_temperature)]
@@ -119,12 +119,12 @@ TopP = Annotated[
     float, _sampling("--top-p P", "Sample from the likeliest tokens of total probability P.", show_default=True)
 ]
 TopK = Annotated[int, _sampling("--top-k N", "Sample from the N likeliest tokens; 0 is all.", show_default=True)]
-BatchSize = Annotated[int, _flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)]
+BatchSize = Annotated[int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)]
 Json = Annotated[bool, _output("--json", "Print one JSON document on stdout instead of text.")]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
-Judge = Annotated[Text, _flag("--judge URL", _JUDGE)]
-JudgeModel = Annotated[Text, _flag("--judge-model NAME", "The model that judges.")]
+Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
+JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges.")]
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,10 @@ class OutputFlags:
 class QuestionFlags:
     """Flags of the questions to ask; MT-Bench's by default."""
 
-    mt_bench: Annotated[bool, _flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")] = False
-    questions: Annotated[Text, _flag("--questions FILE|ID", _QUESTIONS)] = None
-    category: Annotated[Text, _flag("--category LIST", "Only these categories, such as math,coding.")] = None
-    limit: Annotated[int | None, _flag("--limit N", "At most N questions over the categories. [default: all]")] = None
+    mt_bench: Annotated[bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")] = False
+    questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
+    category: Annotated[Text, flag("--category LIST", "Only these categories, such as math,coding.")] = None
+    limit: Annotated[int | None, flag("--limit N", "At most N questions over the categories. [default: all]")] = None
 
     def __post_init__(self) -> None:
         if self.mt_bench and self.questions is not None:

@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 
+from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.stats import Clock
+from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import peak_memory, reset_peak
+from medusa_cli.runs.accuracies import stamp_of
+from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.run import Run
 from medusa_cli.tree import Tree
+from medusa_cli.tree.search import Accuracies, Budget, Costs, budgets
 
 ROWS = (1, 4, 8, 16, 32, 64)
 ROUNDS = 15
@@ -105,6 +112,21 @@ def ceilings(rows: dict[str, Any], count: int) -> tuple[float, float]:
     """Returns the least milliseconds of a pass over so many rows, by memory and by arithmetic, from `time_passes`."""
     memory = 1e3 * rows["weight_bytes"] / rows["copy_bytes_per_s"]
     return memory, 1e3 * 2 * rows["weights"] * count / rows["operations_per_s"]
+
+
+def find_budget(
+    run: Run, accuracies: Accuracies, options: LoadOptions, again: bool, on_progress: Callable[[int], None]
+) -> tuple[Budget, list[Budget], Costs]:
+    """Returns the tree with the most expected tokens a second, the best of each size, and the costs of a run's steps.
+
+    Steps are timed unless their times are stored, or `again`. on_progress: receives the number of timed steps.
+    """
+    model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
+    backbone = load_backbone(model, options, adapter=run.adapter)
+    drafter = load_drafter(run.drafter_dir, backbone)
+    costs = costs_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=on_progress)
+    sizes = budgets(accuracies, costs)
+    return max(sizes, key=lambda budget: budget.tokens_per_s), sizes, costs
 
 
 def time_engines(model: str, options: LoadOptions, contexts: Sequence[int]) -> dict[str, Any]:

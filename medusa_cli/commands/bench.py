@@ -12,7 +12,16 @@ from rich.table import Table
 from medusa_cli import console, options
 from medusa_cli.commands.report import ask_judge, check_judge
 from medusa_cli.errors import UsageError
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, follow_choice, load
+from medusa_cli.options import (
+    DraftFlags,
+    LoadFlags,
+    OutputFlags,
+    QuestionFlags,
+    SamplingFlags,
+    flag,
+    follow_choice,
+    load,
+)
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import RUNS, Run, called
 
@@ -26,72 +35,31 @@ LENGTH = "acceptance_length"
 # The flags that --steps takes; it asks no questions and runs no drafter.
 WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
-SWEEPS, MORE = "Sweeps and pass times", "Methods of other programs, and a judge"
+METHODS = (
+    "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
+    "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), "
+    "medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), llama.cpp, and drafters by name, such as "
+    "hydra: of the run inside the run by that name, or the run's own."
+)
+SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context, of ar,medusa; resumes a killed one."
+GGUF = "The file that llama.cpp reads. [default: the default model's own]"
+swept = partial(flag, panel="Sweeps and pass times")
+other = partial(flag, panel="Methods of other programs")
 
 
 def bench(
     asked: typer.Context,
     *,
     which: QuestionFlags,
-    methods: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation, "
-            "with --draft-model), ar (our plain loop), medusa (the drafter, over --tree, with lookups by --lookup), "
-            "medusa-alone (without), medusa-dynamic (over dynamic trees), lookup (lookups alone), llama.cpp (if "
-            "llama-cpp-python is installed), and drafters side by side: hydra, amphista and so on, of the runs by that "
-            "name inside the run, or the run's own; with commas between.",
-        ),
-    ] = "hf,ar,medusa",
+    methods: Annotated[str, flag("--methods LIST", METHODS)] = "hf,ar,medusa",
     batch_size: options.BatchSize = 1,
-    report: Annotated[
-        bool,
-        typer.Option("--report", help="Write an HTML page with charts, too, and time passes by rows for it."),
-    ] = False,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXIS",
-            help="One bench a value of nodes, epsilon, temperature, heads, batch or context; goes on where it was "
-            "killed. Default of --methods then: ar,medusa.",
-            rich_help_panel=SWEEPS,
-        ),
-    ] = None,
-    values: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="With --sweep: its values, such as 4,16,64.", rich_help_panel=SWEEPS),
-    ] = None,
-    steps: Annotated[
-        bool,
-        typer.Option(
-            "--steps",
-            help="Time forward passes by rows and engine instead of answering questions.",
-            rich_help_panel=SWEEPS,
-        ),
-    ] = False,
-    context: Annotated[
-        str,
-        typer.Option(metavar="N[,N]", help="With --steps: tokens in the cache, a list.", rich_help_panel=SWEEPS),
-    ] = "384",
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FOLDER|ID",
-            help="The model that drafts for hf-assisted: same vocabulary.",
-            rich_help_panel=MORE,
-        ),
-    ] = None,
-    gguf: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="The file that llama.cpp reads. [default: the default model's own]",
-            rich_help_panel=MORE,
-        ),
-    ] = None,
+    report: Annotated[bool, flag("--report", "Also write an HTML page with charts, and time passes by rows.")] = False,
+    sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
+    values: Annotated[str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")] = None,
+    steps: Annotated[bool, swept("--steps", "Time forward passes by rows and engine; ask no questions.")] = False,
+    context: Annotated[str, swept("--context N[,N]", "With --steps: tokens in the cache. [default: 384]")] = "384",
+    draft_model: Annotated[str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")] = None,
+    gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judge: options.Judge = None,
     judge_model: options.JudgeModel = None,
     drafting: DraftFlags,
@@ -123,10 +91,10 @@ def bench(
     from medusa_cli.bench.report import write_report
     from medusa_cli.bench.run import Bench, save
 
-    swept: list[float] = []
+    values_swept: list[float] = []
     lookup = drafting.lookup
     if sweep is not None:
-        swept = sweeps.parse_values(sweep, values)
+        values_swept = sweeps.parse_values(sweep, values)
         for name in given.intersection(sweeps.AXES[sweep].replaces):
             raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
         if sweep in ("nodes", "heads"):  # the trees are the question: n-gram drafts are added on request only
@@ -156,7 +124,7 @@ def bench(
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
     loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, swept, folder, lambda point: point.run(loader, TokenBar(point))[0])
+        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, TokenBar(point))[0])
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         if shown.json:

@@ -1,36 +1,28 @@
 """`medusa compare`: sets several trainings side by side."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.io import Document
+from medusa_cli.runs.run import Run
+
+DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
 
 
 def compare(
     *,
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN", help="Trained runs: NAME means runs/NAME, anything with a / is a folder."),
-    ],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="Measure every run anew on this file's conversations (JSON or JSONL), all on the same.",
-        ),
-    ] = None,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder.")],
+    data: Annotated[Path | None, flag("--data FILE", DATA, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    trust_remote_code: options.TrustRemoteCode = False,
-    said: OutputFlags,
+    place: LoadFlags,
+    shown: OutputFlags,
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
@@ -39,49 +31,46 @@ def compare(
     no original beside it (-). The figures are those of the last validation in RUN/train.jsonl or, with --data, of a
     pass over those conversations now: the way to compare runs that held out different ones.
     """
-    said.configure()
-    place = LoadFlags(device, dtype, trust_remote_code=trust_remote_code)
+    shown.configure()
     if max_samples is not None and data is None:
         raise UsageError(f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it")
     if place.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
-    rows = [_last_validation(name) for name in runs]
+    targets = [Run.open(name, named="RUN") for name in runs]
+    rows = [last_validation(run) for run in targets]
     if data is not None:
+        from medusa_cli.train.loop import evaluate
+
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         console.info(f"Comparing {place.of(f'{len(rows)} runs')} on the conversations of {data}")
         with console.progress("comparing", total=len(rows), unit="runs") as bar:
-            for row, name in zip(rows, runs, strict=True):
-                row |= _measure(name, data, place, max_samples)
+            for row, run in zip(rows, targets, strict=True):
+                result = evaluate(run, data, place, max_samples)
+                cost = model_cost(result.parts) if result.parts else {}  # no parts: the model is frozen
+                row |= {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
                 bar.advance()
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their held-out conversations differ")
-    if said.json:
+    if shown.json:
         console.emit_json(rows)
         return
-    cells = [
-        [
-            *(row[key] for key in ("run", "objective", "lambda_0")),
-            *(
-                _cell(row[key], form)
-                for key, form in (("kl", ".4f"), ("perplexity_ratio", ".3f"), ("agreement", ".1%"))
-            ),
-            "/".join(f"{100 * value:.1f}" for value in row["accuracies"]),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        forms = {"kl": ".4f", "perplexity_ratio": ".3f", "agreement": ".1%"}
+        costs = ("-" if row[key] is None else format(row[key], form) for key, form in forms.items())
+        shares = "/".join(f"{100 * share:.1f}" for share in row["accuracies"])
+        cells.append((row["run"], row["objective"], row["lambda_0"], *costs, shares))
     left = ("run", "loss", "lambda_0")
     console.result(console.grid("", (*left, "KL", "ppl", "same", "top-1 by head, %"), cells, left=left))
 
 
-def _last_validation(name: str) -> Document:
+def last_validation(run: Run) -> Document:
     """Returns a run's last validation and the training that led to it; raises UserError if there is none."""
     from medusa_cli.runs.provenance import describe_drafter
     from medusa_cli.runs.recipe import load_recipe
-    from medusa_cli.runs.run import Run
     from medusa_cli.train.log import NAME, read_log
 
-    run = Run.open(name, named="RUN")
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
     if not checks or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
@@ -99,28 +88,14 @@ def _last_validation(name: str) -> Document:
         "lambda_0": weight if joint else "",
         "steps": last["step"],
         "positions": last["total_positions"],
-        **(_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
+        **(model_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
         "accuracies": last["accuracies"],
         "measured": last["positions"],
         "data": data and data.digest,
     }
 
 
-def _cost(parts: dict[str, float]) -> dict[str, float | None]:
+def model_cost(parts: Mapping[str, float]) -> dict[str, float | None]:
     """Returns what training changed of the model; None where there is no original beside it."""
     ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}
-
-
-def _measure(name: str, data: Path, place: LoadFlags, samples: int | None) -> dict[str, Any]:
-    """Returns what replaces a run's last validation: the same figures on the file's conversations."""
-    from medusa_cli.runs.run import Run
-    from medusa_cli.train.loop import evaluate
-
-    result = evaluate(Run.open(name), data, place, samples)
-    cost = _cost(result.parts) if result.parts else {}  # no parts: the model is frozen
-    return {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -13,10 +12,11 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.console import visible
 from medusa_cli.errors import UserError
-from medusa_cli.options import LoadFlags, OutputFlags, follow
+from medusa_cli.options import LoadFlags, OutputFlags, flag, follow
 from medusa_cli.runs.run import Run
 
 TEMPERATURE = 0.7
+SAMPLED = f"Your sampling temperature, compared with greedy decoding. [default: {TEMPERATURE}]"
 COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
 
 
@@ -24,15 +24,8 @@ def doctor(
     *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            metavar="T", callback=options.check_temperature, help="Your sampling temperature, compared with greedy."
-        ),
-    ] = TEMPERATURE,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Neither decode nor time steps: files and data alone.")
-    ] = False,
+    temperature: Annotated[float, flag("--temperature T", SAMPLED, callback=options.check_temperature)] = TEMPERATURE,
+    quick: Annotated[bool, flag("--quick", "Neither decode nor time steps: files and data alone.")] = False,
     place: LoadFlags,
     shown: OutputFlags,
 ) -> None:

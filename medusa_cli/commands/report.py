@@ -7,25 +7,18 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.options import OutputFlags
+from medusa_cli.options import OutputFlags, flag
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import Run
+
+RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several stand side by side."
+OUTPUT = "The page to write. [default: beside the first bench]"
 
 
 def report(
     *,
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN",
-            help="Runs with a bench: NAME means runs/NAME, anything with a / is a folder, a .json file is a bench "
-            "itself. Several stand side by side.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", dir_okay=False, help="The page to write. [default: beside the first bench]"),
-    ] = None,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help=RUNS)],
+    output: Annotated[Path | None, flag("--output FILE.html", OUTPUT, dir_okay=False)] = None,
     judge: options.Judge = None,
     judge_model: options.JudgeModel = None,
     shown: OutputFlags,
