@@ -1,9 +1,10 @@
-"""Calibration: shares counted as they are, on what was held out, and the command's files."""
+"""Calibration: shares counted within each answer, on held-out conversations, and the command's files."""
 
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +15,16 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
-from medusa_cli.train.calibration import calibrate
-from tests.helpers import conversation, medusa, tiny_backbone, write_lines
-from tests.test_training import model_folder, run, train_words
-
-__all__ = ["model_folder", "run"]  # fixtures
+from medusa_cli.train.calibration import Calibration, measure
+from tests.helpers import conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
 
 
 class Oracle(torch.nn.Module):
-    """Head k's i-th guess is the token it should guess plus i; where offsets[k] is given, plus that too."""
+    """Stub whose i-th guess of head k is the right token plus i, plus offsets[k]."""
 
-    num_heads = 2
-
-    def __init__(self, offsets: tuple[int, ...]) -> None:
+    def __init__(self, *offsets: int) -> None:
         super().__init__()
-        self.offsets = offsets
-
+        self.offsets, self.num_heads = offsets, len(offsets)
         self.draft_ids = torch.arange(64)
 
     def vocabulary_index(self, device: torch.device) -> Tensor:
@@ -42,182 +37,164 @@ class Oracle(torch.nn.Module):
             yield -((self.draft_ids - first[:, None]) % 64).float()
 
 
-def dataset_of(*answers: list[int]) -> Dataset:
-    made, row = [], 0
-    for i, tokens in enumerate(answers):
-        made.append(Example(f"a{i}", torch.tensor(tokens), row))
+def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1) -> Calibration:
+    """Returns the calibration of a stub on answers, whose rows follow one another."""
+    items, row = [], 0
+    for i, answer in enumerate(answers):
+        tokens = torch.as_tensor(answer)
+        items.append(Example(f"a{i}", tokens, row, torch.zeros(len(tokens)).long()))
         row += len(tokens)
-    return Dataset([], made, ReadReport(), "", torch.zeros(row, 32).bfloat16())
+    states = torch.zeros(row, 32).bfloat16() if states is None else states
+    return measure(tiny_backbone(), drafter, Dataset([], items, ReadReport(), "", states), top)
 
 
-def test_the_rank_that_is_right_is_counted_within_each_answer_alone() -> None:
-    found = calibrate(
-        tiny_backbone(),
-        Oracle((0, 2)),
-        dataset_of([5, 6, 7, 8, 9], [30, 31, 32]),
-        top=3,  # type: ignore[arg-type]
-    )
-    assert found.accuracies == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
-    assert found.counted == [4 + 2, 3 + 1]
-    assert (found.positions, found.answers) == (8, 2)
+def test_right_ranks_are_counted_within_each_answer_alone() -> None:
+    result = measured(Oracle(0, 2), [5, 6, 7, 8, 9], [30, 31, 32], top=3)
+    assert result.accuracies == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    assert result.counted == [4 + 2, 3 + 1]
+    assert (result.positions, result.answers) == (8, 2)
 
 
-def test_conversations_whose_prompts_are_seen_are_not_cut() -> None:
+def test_long_answers_are_not_cut() -> None:
     tokens = torch.randint(0, 64, (700,))
-    long = Example("long", tokens, 0, torch.zeros(700, dtype=torch.long))
-    short = Example("short", tokens[:3], 700, torch.zeros(3, dtype=torch.long))
-    dataset = Dataset([], [long, short], ReadReport(), "", torch.zeros(703, 32).bfloat16())
-    found = calibrate(tiny_backbone(), Oracle((0, 0)), dataset, top=1)  # type: ignore[arg-type]
-    assert found.counted == [699 + 2, 698 + 1]
+    assert measured(Oracle(0, 0), tokens, tokens[:3]).counted == [699 + 2, 698 + 1]
 
 
 class Unsure(Oracle):
-    """Logits that are too sure by a factor: the tokens are drawn from their softmax at the temperature `heat`."""
+    """Stub that is too sure by a factor: the tokens are drawn from its scores' softmax at another temperature."""
 
     def __init__(self, scores: Tensor) -> None:
-        super().__init__((0,))
-        self.num_heads, self.scores = 1, scores
+        super().__init__(0)
+        self.scores = scores
 
     def logits(self, backbone: Backbone, batch) -> Iterator[Tensor]:
         yield self.scores[batch.hidden[:, 0].float().long()]
 
 
 @pytest.mark.parametrize("heat", [0.7, 1.0, 1.6])
-def test_the_temperature_that_fits_is_found(heat: float) -> None:
+def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     torch.manual_seed(0)
-    count = 255
+    count, draws = 255, 16
     scores = 2 * torch.randn(count, 64)
-    tokens = torch.multinomial((scores / heat).softmax(-1), 16, replacement=True)  # [count, 16]
+    tokens = torch.multinomial((scores / heat).softmax(-1), draws, replacement=True)  # [count, draws]
     # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
-    answers = [
-        Example(f"{i}.{j}", torch.stack([tokens[i, j], tokens[i, j]]), 2 * i) for i in range(count) for j in range(16)
-    ]
-    states = torch.arange(count).repeat_interleave(2)[:, None].expand(-1, 32).bfloat16()
-    dataset = Dataset([], answers, ReadReport(), "", states)
-    found = calibrate(tiny_backbone(), Unsure(scores), dataset, top=1)  # type: ignore[arg-type]
-    assert found.temperatures[0] == pytest.approx(heat, abs=0.101)
+    answers = tokens.flatten()[:, None].expand(-1, 2)
+    states = torch.arange(count).repeat_interleave(2 * draws)[:, None].expand(-1, 32).bfloat16()
+    assert measured(Unsure(scores), *answers, states=states).temperatures[0] == pytest.approx(heat, abs=0.101)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
-    oracle = Oracle((0, 0))
-    backbone = tiny_backbone()
-    with pytest.raises(UsageError, match="top 0 is too small"):
-        calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=0)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="top 65 is more than the 64 tokens"):
-        calibrate(backbone, oracle, dataset_of([1, 2, 3]), top=65)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="no conversation is held out"):
-        calibrate(backbone, oracle, dataset_of(), top=3)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="too short to calibrate 2 heads"):
-        calibrate(backbone, oracle, dataset_of([1, 2]), top=3)  # type: ignore[arg-type]
+def test_impossible_measurements_are_refused() -> None:
+    for top in (0, 65):
+        with pytest.raises(UsageError, match=f"top {top}"):
+            measured(Oracle(0, 0), [1, 2, 3], top=top)
+    with pytest.raises(UserError, match="too short"):
+        measured(Oracle(0, 0), [1, 2], top=3)
 
 
-def test_the_command_writes_accuracies_and_a_heat_map(run: Run, model_folder: str) -> None:
-    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
-    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32"]
-    result = medusa(*words, "--json", "--top", "4")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a tiny model and a run whose heads were trained for a few steps."""
+    place = tmp_path_factory.mktemp("calibrate")
+    write_lines(place / "run" / "distill.jsonl", [conversation(n, turns=1 + n % 2) for n in range(40)])
+    train(place / "run", "--model", save_model(place / "model"))
+    return place
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Run:
+    return Run(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+def train(run: Path, *more: Any) -> dict[str, Any]:
+    words = ("drafter.num_heads=2", "drafter.draft_vocab_size=40", "train.epochs=1", "train.batch_tokens=64",
+             "train.validation_fraction=0.2", "train.warmup_steps=1")  # fmt: skip
+    return medusa_json("train", *words, "--run", run, "--dtype", "fp32", *more)
+
+
+def calibrate(run: Run, *more: Any) -> Any:
+    return medusa_json("calibrate", "--run", run.path, "--dtype", "fp32", *more)
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    """Returns a file of ten other conversations."""
+    return write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
+
+
+def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> None:
+    document = calibrate(run, "--top", "4")
     assert document == json.loads(run.calibration_path.read_text())
-    assert (document["heads"], document["top"]) == (2, 4)
+    assert (document["heads"], document["top"], document["backbone"]["id"]) == (2, 4, str(trained / "model"))
     assert [len(row) for row in document["accuracies"]] == [4, 4]
     assert all(0 <= value <= 1 for row in document["accuracies"] for value in row)
-    assert document["backbone"]["id"] == model_folder
-    # The same split as the training's: top-1 accuracy is what the last validation said.
+    # The same split as the training's: top-1 accuracy is that of the last validation.
     log = [json.loads(line) for line in (run.path / "train.jsonl").read_text().splitlines()]
     last = [line for line in log if line["event"] == "validated"][-1]
     assert document["positions"] == last["positions"]
     assert [row[0] for row in document["accuracies"]] == pytest.approx(last["accuracies"], abs=0.05)
     assert (run.path / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    result = medusa(*words)
-    assert result.exit_code == 0 and "top 10" in result.stdout and "medusa tree" in result.stdout
-    assert "held-out part of" in result.stderr.splitlines()[0]
+    assert "medusa tree" in medusa("calibrate", "--run", run.path, "--dtype", "fp32", exit_code=0).stdout
 
 
 @pytest.mark.parametrize("flag", ["--data", "--from"])
-def test_a_run_that_learnt_from_conversations_elsewhere_is_measured_on_those_it_held_out(
-    run: Run, model_folder: str, tmp_path: Path, flag: str
+def test_run_that_learnt_from_other_data_is_measured_on_its_held_out_part(
+    run: Run, trained: Path, tmp_path: Path, flag: str
 ) -> None:
     second = Run(tmp_path / "second")
     source = run.path if flag == "--from" else run.distill_path
-    done = medusa(*train_words(second, model_folder, flag, str(source), "--json"))
-    assert done.exit_code == 0, done.output
-    second.recipe_path.unlink()  # the drafter itself says what was held out
-    found = medusa("calibrate", "--run", str(second.path), "--dtype", "fp32", "--json")
-    assert found.exit_code == 0, found.output
-    assert f"the held-out part of {run.distill_path}" in found.stderr
-    assert json.loads(found.stdout)["positions"] == json.loads(done.stdout)["validation"]["positions"]
+    ended = train(second.path, flag, source, "--model", trained / "model")
+    second.recipe_path.unlink()  # the drafter itself names its held-out fraction
+    assert calibrate(second)["positions"] == ended["validation"]["positions"]
     assert second.calibration_path.is_file()
 
 
-def test_other_data_is_used_whole_and_can_be_limited(run: Run, model_folder: str, tmp_path: Path) -> None:
-    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
-    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
-    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32", "--json", "--data", str(data)]
-    assert json.loads(medusa(*words).stdout)["answers"] == 10
-    assert json.loads(medusa(*words, "--max-samples", "3").stdout)["answers"] == 3
-    folder = medusa("calibrate", "--run", str(run.path), "--data", str(tmp_path))
-    assert folder.exit_code == 2 and "is a directory" in folder.stderr
+def test_other_data_is_used_whole_and_can_be_limited(run: Run, others: Path) -> None:
+    assert calibrate(run, "--data", others)["answers"] == 10
+    assert calibrate(run, "--data", others, "--max-samples", "3")["answers"] == 3
+    medusa("calibrate", "--run", run.path, "--data", others.parent, exit_code=2)
 
 
-def test_states_are_computed_of_what_is_measured_alone(run: Run, model_folder: str, tmp_path: Path) -> None:
-    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
-    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32", "--json"]
-    whole = json.loads(medusa(*words).stdout)
-    (made,) = (run.path / "cache").iterdir()
-    size = made.stat().st_size
-    made.unlink()
-    again = json.loads(medusa(*words).stdout)
-    for key in ("accuracies", "answers", "data"):
-        assert again[key] == whole[key]
-    (made,) = (run.path / "cache").iterdir()
-    assert made.stat().st_size < size / 2
-    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
-    assert json.loads(medusa(*words, "--data", str(data), "--max-samples", "3").stdout)["answers"] == 3
-    few = max((run.path / "cache").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert few.stat().st_size == 3 * 10 * 32 * 2  # answers of ten tokens
+def test_states_are_computed_for_measured_conversations_alone(run: Run, others: Path) -> None:
+    whole = calibrate(run)
+    (cached,) = (run.path / "cache").iterdir()
+    size = cached.stat().st_size
+    cached.unlink()
+    again = calibrate(run)
+    assert all(again[key] == whole[key] for key in ("accuracies", "answers", "data"))
+    (cached,) = (run.path / "cache").iterdir()
+    assert cached.stat().st_size < size / 2
+    assert calibrate(run, "--data", others, "--max-samples", "3")["answers"] == 3
+    (few,) = set((run.path / "cache").iterdir()) - {cached}
+    assert few.stat().st_size < size / 10
 
 
-def test_where_nothing_is_held_out_no_states_are_asked_for(run: Run, model_folder: str) -> None:
+def test_nothing_held_out_is_refused_before_states_are_computed(run: Run) -> None:
     write_lines(run.distill_path, [conversation(0)])  # of one conversation none is held out
-    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
     shutil.rmtree(run.path / "cache")
-    done = medusa("calibrate", "--run", str(run.path), "--dtype", "fp32", "--quiet")
-    assert done.exit_code == 1 and "no conversation is held out for calibration" in done.stderr, done.output
+    medusa("calibrate", "--run", run.path, "--dtype", "fp32", exit_code=1)
     assert not (run.path / "cache").exists()
 
 
-def test_the_runs_own_calibration_is_written_for_its_own_drafter_and_held_out_part_alone(
-    run: Run, model_folder: str, tmp_path: Path
-) -> None:
-    assert medusa(*train_words(run, model_folder, "--quiet")).exit_code == 0
-    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
-    other = shutil.copytree(run.drafter_dir, tmp_path / "drafter")
-    words = ["calibrate", "--run", str(run.path), "--dtype", "fp32"]
-    for more in (["--data", str(data)], ["--drafter", str(other)]):
-        shown = medusa(*words, *more)
-        assert shown.exit_code == 0 and "not saved; give --output FILE" in shown.stdout, shown.output
+def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(run: Run, others: Path, tmp_path: Path) -> None:
+    drafter, kept = shutil.copytree(run.drafter_dir, tmp_path / "drafter"), tmp_path / "kept.json"
+    for more in (["--data", others], ["--drafter", drafter]):
+        calibrate(run, *more)
         assert not run.calibration_path.exists()
-        kept = tmp_path / "kept.json"
-        shown = medusa(*words, *more, "--output", str(kept))
-        assert shown.exit_code == 0 and f"--calibration {kept}" in "".join(shown.stdout.splitlines())
+        calibrate(run, *more, "--output", kept)
         assert json.loads(kept.read_text())["accuracies"] and kept.with_suffix(".png").is_file()
         assert not run.calibration_path.exists()
-    assert medusa(*words, "--drafter", str(run.drafter_dir)).exit_code == 0  # named, but the run's own
+    calibrate(run, "--drafter", run.drafter_dir)  # named, but the run's own
     assert run.calibration_path.is_file()
     run.calibration_path.unlink()
     run.distill_path.unlink()  # a run that learnt from other conversations has these alone to be calibrated on
-    assert medusa(*words, "--data", str(data)).exit_code == 0
+    calibrate(run, "--data", others)
     assert run.calibration_path.is_file()
 
 
-def test_bad_words_end_in_one_line(run: Run, model_folder: str) -> None:
-    words = ["calibrate", "--run", str(run.path), "--model", model_folder, "--quiet"]
-    for more, code, part in (
-        (["--top", "0"], 2, "--top"),
-        ([], 1, "holds no drafter; run `medusa train` first"),
-        (["--run", "no/where"], 1, "does not exist"),
-    ):
-        result = medusa(*words, *more)
-        assert result.exit_code == code
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and part in errors[0] and "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("more", "code", "part"),
+    [(["--top", "0"], 2, "--top"), (["--run", "no/where"], 1, "no/where"), (["--drafter", "nowhere"], 1, "nowhere")],
+)
+def test_bad_words_end_in_one_line(run: Run, more: list[str], code: int, part: str) -> None:
+    result = medusa("calibrate", "--run", run.path, "--quiet", *more, exit_code=code)
+    assert len(result.stderr.splitlines()) == 1 and part in result.stderr

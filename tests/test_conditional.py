@@ -14,7 +14,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train import Trainer, build_drafter, load_dataset
-from medusa_cli.train.calibration import calibrate
+from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import FAMILIES, generate, generate_batch, generate_plain, tiny_backbone, write_lines
@@ -151,7 +151,7 @@ def test_files_hold_the_bias(kind: str, tmp_path: Path) -> None:
     assert torch.equal(loaded.conditional.after, drafter.conditional.after)
 
 
-def test_a_language_that_only_the_token_before_tells_is_learnt_and_calibrated(tmp_path: Path) -> None:
+def test_a_language_that_only_the_token_before_tells_is_learnt_and_measured(tmp_path: Path) -> None:
     """Every word is followed by one of its own, from a first one that the prompt does not tell: at once, heads 2 and
     later can but guess the most frequent; told the token before, they know."""
     run = Run.open(f"{tmp_path}/run", create=True)
@@ -173,7 +173,7 @@ def test_a_language_that_only_the_token_before_tells_is_learnt_and_calibrated(tm
         torch.manual_seed(0)
         drafter = build_drafter(backbone, recipe.drafter, dataset)
         list(Trainer(backbone, drafter, dataset, recipe, run).events())
-        right[bool(words)] = calibrate(backbone, drafter, dataset, top=4).accuracies
+        right[bool(words)] = measure(backbone, drafter, dataset, top=4).accuracies
     assert right[True][0][0] > right[False][0][0] - 0.02
     assert right[True][1][0] > right[False][1][0] + 0.15, right
 

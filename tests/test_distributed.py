@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_cli.data.states import StateStore
 from medusa_cli.errors import UsageError
 from medusa_cli.train import Distributed
-from medusa_cli.train.prefill import merge_partial, partial_path, partial_states
+from medusa_cli.train.prefill import drop_torn, merge_partial, partial_path
 from tests import forked
 from tests.helpers import save_model
 from tests.test_joint import records
@@ -87,55 +88,16 @@ def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> Non
         partial_path(whole, rank, size).write_bytes(data)
     merge_partial(whole, 3)
     assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
-    merge_partial(whole, 3)  # by one who had waited for another
-    assert whole.read_bytes() == b"of the first and the third"
 
 
-def test_a_join_that_was_killed_leaves_a_part_that_is_cut(tmp_path: Path) -> None:
-    """Whatever a part holds, what counts is its whole conversations: of five rows here, those of 2 and 1 rows."""
-    part = partial_path(tmp_path / "cache" / "states-x.bin", 0, 2)
-    for held, whole in ((0, 0), (1, 0), (2, 1), (3, 2), (5, 2)):
-        part.parent.mkdir(exist_ok=True)
-        part.write_bytes(torch.arange(4 * held).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
-        with partial_states(part, 4, [2, 1]) as (store, there):
-            assert store is not None and (there, store.rows) == (whole, [0, 2, 3][whole])
-            store.append(torch.zeros(1, 4))
-        assert part.stat().st_size == 8 * ([0, 2, 3][whole] + 1)
-
-
-def while_waiting(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
-    """Let something happen between the opening of a part and the lock on it."""
-    waited = [happens]
-    monkeypatch.setattr("fcntl.flock", lambda file, how: waited.pop()() if waited else None)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_who_waited_for_another_to_make_the_whole_has_nothing_left_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    whole, rows = tmp_path / "states-x.bin", [bytes([rank + 1]) * 3 * 8 for rank in range(size)]
-
-    def joined() -> None:
-        for rank, data in enumerate(rows):
-            partial_path(whole, rank, size).write_bytes(data)
-        merge_partial(whole, size)
-
-    while_waiting(monkeypatch, joined)
-    with partial_states(partial_path(whole, 0, size), 4, [2, 1]) as (store, there):
-        assert (store, there) == (None, 2)
-    merge_partial(whole, size)
-    assert whole.read_bytes() == b"".join(rows) and list(tmp_path.iterdir()) == [whole]
-
-
-def test_who_waited_for_a_part_that_is_gone_writes_one_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = partial_path(tmp_path / "states-x.bin")
-    while_waiting(monkeypatch, part.unlink)
-    with partial_states(part, 4, [2, 1]) as (store, there):
-        assert store is not None and there == 0
-        store.append(torch.zeros(3, 4))
-    assert part.read_bytes() == bytes(24)
+@pytest.mark.parametrize(("rows", "whole"), [(0, 0), (1, 0), (2, 1), (3, 2), (5, 2)])
+def test_part_of_a_killed_prefill_is_cut_to_whole_conversations(tmp_path: Path, rows: int, whole: int) -> None:
+    """The first of these has two rows, the second one."""
+    part = partial_path(tmp_path / "states-x.bin", 0, 2)
+    part.write_bytes(torch.arange(4 * rows).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
+    with closing(StateStore(part, 4)) as store:
+        assert (drop_torn(store, [2, 1]), store.rows) == (whole, [0, 2, 3][whole])
+        assert store.append(torch.zeros(1, 4)) == [0, 2, 3][whole]
 
 
 @pytest.mark.parametrize("count", range(8))

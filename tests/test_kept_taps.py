@@ -62,11 +62,15 @@ def test_every_row_holds_the_states_of_its_position_the_final_ones_last() -> Non
 @pytest.mark.parametrize("taps", [(-1,), (0, -1), (2, -1), (0, 2, -1)])
 def test_a_data_set_of_some_of_the_kept_layers_is_that_of_a_prefill(place: Path, taps: tuple[int, ...]) -> None:
     backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
-    passes_made: list[int] = []
-    ours = load_dataset(Run(place / "kept"), backbone, taps=taps, on_total=passes_made.append)
+    passes_made: list[tuple[int, int]] = []
+
+    def seen(*event: int) -> None:
+        passes_made.append(event)
+
+    ours = load_dataset(Run(place / "kept"), backbone, taps=taps, on_progress=seen)
     assert ours.kept and not passes_made
     (place / "kept" / "states.bin").unlink()
-    fresh = load_dataset(Run(place / "kept"), backbone, taps=taps, on_total=passes_made.append)
+    fresh = load_dataset(Run(place / "kept"), backbone, taps=taps, on_progress=seen)
     assert passes_made and [one.id for one in ours.train] == [one.id for one in fresh.train]
     found, expected = (one.batch(one.train, backbone.device, torch.float32) for one in (ours, fresh))
     assert found.hidden.shape == expected.hidden.shape == (len(found.next), len(taps) * backbone.hidden_size)

@@ -253,7 +253,10 @@ def test_a_token_weighs_the_same_in_whatever_micro_batch_it_is(tmp_path: Any, st
     else:
         lengths = [3, 21, 9, 2, 30]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        items = [Example(str(s), torch.randint(4, 60, (n,)), s) for n, s in zip(lengths, starts, strict=True)]
+        items = [
+            Example(str(s), torch.randint(4, 60, (n,)), s, torch.zeros(n).long())
+            for n, s in zip(lengths, starts, strict=True)
+        ]
         data = Dataset(items, [], ReadReport(), "x", torch.randn(sum(lengths), backbone.hidden_size))
     together, loss = gradients_of(backbone, heads, data, [items], tmp_path, stage)
     for one in heads.parameters():

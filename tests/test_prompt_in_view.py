@@ -24,7 +24,7 @@ from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train import Trainer, build_drafter, load_dataset
-from medusa_cli.train.calibration import calibrate
+from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import runs_model, taps_of, whole_conversations
 from medusa_cli.train.stage2 import Stage2
@@ -215,11 +215,11 @@ def test_parts_and_pieces_of_conversations() -> None:
     assert [one.positions for one in pieces] == [3, 3, 1]
     assert torch.cat([one.tokens for one in pieces]).tolist() == list(range(13))
     assert [one.first_row for one in pieces] == [20, 29, 32]
-    batches = micro_batches([item, Example("b", torch.arange(5), 0)], 4)
+    batches = micro_batches([item, Example("b", torch.arange(5), 0, torch.zeros(5).long())], 4)
     assert [[one.positions for one in batch] for batch in batches] == [[4], [3], [4], [1]]
 
 
-def test_kept_states_serve_both_views_and_those_of_answers_alone_are_computed_again(tmp_path: Path) -> None:
+def test_kept_states_serve_both_views(tmp_path: Path) -> None:
     backbone = tiny_backbone()
     run = Run.open(f"{tmp_path}/run", create=True)
     store = StateStore(run.states_path, backbone.hidden_size)
@@ -231,9 +231,8 @@ def test_kept_states_serve_both_views_and_those_of_answers_alone_are_computed_ag
         lines.append({"id": f"c{number}", "tokens": tokens.tolist(), "spans": spans, "state_rows": rows})
     store.close()
     write_lines(run.distill_path, lines)
-    computed: list[int] = []
-    both = [load_dataset(run, backbone, fraction=0.0, prompts=p, on_total=computed.append) for p in (False, True)]
-    assert not computed
+    both = [load_dataset(run, backbone, fraction=0.0, prompts=prompts) for prompts in (False, True)]
+    assert all(dataset.kept for dataset in both)
     answers, conversations = both
     assert len(answers.train) == 12 and len(conversations.train) == 6
     assert torch.equal(torch.cat(answers.answer_tokens()), torch.cat(conversations.answer_tokens()))
@@ -241,26 +240,6 @@ def test_kept_states_serve_both_views_and_those_of_answers_alone_are_computed_ag
     learnt = other.learnt
     assert torch.equal(one.hidden, other.hidden[learnt]) and torch.equal(one.next, other.next[learnt])
     assert torch.equal(one.segment, other.segment[learnt])
-    # A run of an earlier version: rows of answers alone.
-    old = StateStore(tmp_path / "old.bin", backbone.hidden_size)
-    for line in lines:
-        rows = [old.append(other.hidden[:0])]
-        tokens = torch.tensor(line["tokens"])
-        hidden = backbone.states(tokens[None])[0]
-        kept = torch.cat([hidden[start - 1 : end - 1] for start, end in line["spans"]])
-        old.append(kept)
-        line["state_rows"] = [rows[0], len(kept)]
-    old.close()
-    (tmp_path / "old.bin").replace(run.states_path)
-    write_lines(run.distill_path, lines)
-    assert torch.equal(
-        load_dataset(run, backbone, fraction=0.0, on_total=computed.append).states, one.hidden.bfloat16()
-    )
-    assert not computed
-    again = load_dataset(run, backbone, fraction=0.0, prompts=True, on_total=computed.append)
-    assert computed == [sum(len(line["tokens"]) for line in lines)]
-    made = again.batch(again.train, backbone.device, torch.float32)
-    assert torch.allclose(made.hidden, other.hidden, atol=0.02, rtol=0.02) and torch.equal(made.segment, other.segment)
 
 
 def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
@@ -270,7 +249,7 @@ def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tm
     torch.manual_seed(0)
     heads = DRAFTERS["medusa"].create(backbone, 3, 1, "own")
     both = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
-    narrow, wide = (calibrate(backbone, heads, dataset, top=3) for dataset in both)
+    narrow, wide = (measure(backbone, heads, dataset, top=3) for dataset in both)
     assert narrow.counted == wide.counted and narrow.positions == wide.positions
     assert narrow.accuracies == wide.accuracies and narrow.temperatures == wide.temperatures
     losses = [
@@ -286,7 +265,7 @@ def test_rows_of_neither_kind_are_refused(tmp_path: Path) -> None:
     line = {"id": "a", "tokens": tokens.tolist(), "spans": spans, "state_rows": [0, len(tokens)]}
     fine = {**line, "id": "b", "state_rows": [0, len(tokens) - 1]}
     records, report = read_conversations(write_lines(tmp_path / "d.jsonl", [line, fine]), backbone)
-    assert [one.id for one in records] == ["b"] and records[0].has_all_rows
+    assert [one.id for one in records] == ["b"]
     assert report.skipped == {"state rows that do not match the spans": 1}
 
 
@@ -334,7 +313,7 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     expected = Trainer(backbone, drafter, kept, recipe, run).task.losses(kept.train, 0.0)
     assert made.positions == expected.positions
     assert float(made.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
-    ours, theirs = (calibrate(backbone, drafter, one, top=2) for one in (fresh, kept))
+    ours, theirs = (measure(backbone, drafter, one, top=2) for one in (fresh, kept))
     assert ours.counted == theirs.counted and ours.positions == theirs.positions
 
 
@@ -353,14 +332,3 @@ def test_a_run_of_an_earlier_version_is_compared_as_it_was_trained(tmp_path: Pat
     shown = medusa("compare", str(run.path), "--data", str(run.distill_path), "--json", "--quiet")
     assert shown.exit_code == 0, shown.output
     assert [one["run"] for one in json.loads(shown.stdout)] == ["run"]
-
-
-def test_the_commands_say_what_they_compute_again_and_train_on_it(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", layers=4)
-    run = Run.open(f"{tmp_path}/run", create=True)
-    write_lines(run.distill_path, [conversation(n) for n in range(20)])
-    words = ["train", "drafter=amphista", *SETTINGS, "--run", str(run.path), "--model", model, "--dtype", "fp32"]
-    done = medusa(*words)
-    assert done.exit_code == 0 and "the hidden states of prompts and answers, once" in done.stderr, done.output
-    narrow = medusa(*words, "drafter.context=answer")
-    assert narrow.exit_code == 0 and "the hidden states of answers, once" in narrow.stderr, narrow.output

@@ -59,13 +59,6 @@ def test_rows_of_another_conversation_are_found(run: Run) -> None:
         load_dataset(run, tiny_backbone())
 
 
-def test_files_from_before_there_were_seals_are_learnt_from(run: Run) -> None:
-    distilled(run)
-    for number in range(6):
-        edit(run.distill_path, number, seal=None)
-    assert load_dataset(run, tiny_backbone()).report.read == 6
-
-
 def test_a_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
     samples, backbone = distilled(Run.open(f"{run.path}/other", create=True)), tiny_backbone()
     part = Records(part_of(run, 0), backbone.hidden_size, {})

@@ -6,8 +6,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -33,64 +33,29 @@ if TYPE_CHECKING:
     # The backbone, what is learnt from, and the drafter.
     Loaded = tuple[Backbone, Dataset[Any], HeadDrafter]
 
-# Whole conversations run through the backbone here, where decoding would run the few rows of a tree: both commands load
-# it for so many rows at a time, as states are kept by its number type.
-ROWS = 64
-
-
-def engine_for(kind: "type[HeadDrafter]", train: TrainRecipe, engine: str) -> str:
-    """The engine to load the backbone with; UsageError for --engine fast where whole conversations run through it."""
-    from medusa_cli.train.setup import runs_model
-
-    if not runs_model(kind, train):
-        return engine
-    if engine not in ("auto", "eager"):
-        raise UsageError(
-            f"--engine fast cannot run {kind.name} over whole conversations: it packs the layers' weights",
-            "leave --engine out; the drafter runs on either engine once it is trained",
-        )
-    return "eager"
-
 
 def open_dataset(
     run: Run,
     backbone: "Backbone",
-    kind: "type[HeadDrafter] | HeadDrafter",
+    kind: "type[HeadDrafter]",
     taps: Sequence[int],
     recipe: Recipe,
     *,
     prompts: bool,
     data: Path | None,
-    fraction: float,
-    together: "Distributed | None" = None,
-    sharded: bool = False,
-    needed: "Callable[[list[str], set[str]], Collection[str]] | None" = None,
+    world: "Distributed",
 ) -> "Dataset[Any]":
-    """What a drafter of a kind learns from or is measured on: answers with their cached states, or whole conversations.
+    """Returns a drafter's training data: answers with cached states, or whole conversations.
 
-    They are the run's (or those of the file `data`); a prefill, where one is needed, shows its progress. taps: the
-    layers whose states it reads; prompts: whether its layers see those of prompts. together: the processes that share a
-    prefill, or, sharded, the backbone. needed: of which conversations states are wanted, as `load_dataset` says.
+    taps: the layers whose states it reads; prompts: True if its layers see those of prompts.
     """
     from medusa_cli.train import load_dataset
     from medusa_cli.train.setup import runs_model, whole_conversations
 
+    fraction = recipe.train.validation_fraction
     if runs_model(kind, recipe.train):
         return whole_conversations(run, backbone, recipe, data, fraction)
-    bars: list[console.Bar] = []
-    with ExitStack() as stack:
-
-        def begin(total: int) -> None:
-            which = "prompts and answers" if prompts else "answers"
-            console.info(f"computing the hidden states of {which}, once: {total:,} tokens to run")
-            others = sum(one.stat().st_size for one in run.cache_dir.glob("states-*.bin"))
-            if others:
-                console.info(
-                    f"{run.cache_dir} holds {others / 1e9:.2f} GB of states of other layers or other conversations; "
-                    "delete those that nothing learns from any more"
-                )
-            bars.append(stack.enter_context(console.progress("hidden states", total=total, unit="tokens")))
-
+    with console.bars() as show:
         return load_dataset(
             run,
             backbone,
@@ -98,11 +63,8 @@ def open_dataset(
             fraction=fraction,
             taps=taps,
             prompts=prompts,
-            on_total=begin,
-            on_progress=lambda count: bars[0].advance(count),
-            together=together,
-            sharded=sharded,
-            needed=needed,
+            world=world,
+            on_progress=lambda done, total: show("hidden states", done, total, "tokens"),
         )
 
 
@@ -314,7 +276,7 @@ def frozen(
 
     from medusa_cli.engine import load_backbone
     from medusa_cli.train import build_drafter
-    from medusa_cli.train.setup import drafter_class, mean_heads, runs_model, taps_of
+    from medusa_cli.train.setup import ROWS, drafter_class, engine_for, mean_heads, runs_model, taps_of
 
     kind = drafter_class(plan.drafter.name)
     engine, whole = engine_for(kind, plan.train, place.engine), runs_model(kind, plan.train)
@@ -326,11 +288,8 @@ def frozen(
         world,
         shard,
     )
-    fraction = plan.train.validation_fraction
     taps, prompts = taps_of(plan.drafter, backbone), kind.sees_prompt(plan.drafter)
-    dataset = open_dataset(
-        target, backbone, kind, taps, plan, prompts=prompts, data=data, fraction=fraction, together=world, sharded=shard
-    )
+    dataset = open_dataset(target, backbone, kind, taps, plan, prompts=prompts, data=data, world=world)
     torch.manual_seed(plan.train.seed)
     drafter = build_drafter(backbone, plan.drafter, dataset)
     if starts and not resume:

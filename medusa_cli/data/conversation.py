@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,8 +31,7 @@ class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
     A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states. The rows are those of every position but the last, or of the positions that emitted an answer's
-    token. seal: digest of tokens and rows.
+    hidden states, one for every position but the last. seal: digest of tokens and rows.
     """
 
     id: str
@@ -63,19 +61,6 @@ class Conversation:
     def positions(self) -> int:
         """Number of answer tokens: the positions that are trained on."""
         return sum(end - start for start, end in self.spans)
-
-    @property
-    def has_all_rows(self) -> bool:
-        """True if there is a state row for every position but the last."""
-        return self.state_rows is not None and self.state_rows[1] == len(self.tokens) - 1
-
-    @property
-    def answer_rows(self) -> list[int]:
-        """Number of each answer's first state row."""
-        first = self.state_rows[0] if self.state_rows else 0
-        if self.has_all_rows:
-            return [first + start - 1 for start, _ in self.spans]
-        return [*accumulate((end - start for start, end in self.spans), initial=first)][:-1]
 
     def to_json(self) -> str:
         """Returns the conversation as a line of distill.jsonl."""
@@ -156,7 +141,7 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
         last = end
     if conversation.state_rows is None:
         return _within_context(conversation, backbone)
-    if conversation.state_rows[1] not in (len(conversation.tokens) - 1, conversation.positions):
+    if conversation.state_rows[1] != len(conversation.tokens) - 1:
         raise Malformed("state rows that do not match the spans")
     return conversation
 

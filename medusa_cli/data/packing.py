@@ -5,8 +5,8 @@ import json
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,33 +29,29 @@ class Example:
     """An answer, a conversation, or a piece of either, whose hidden states lie in rows of a file.
 
     tokens [n]: the token emitted at each position. segments [n]: number of the answer that the token belongs to, -1
-    for a position that is seen and not learnt; None: all of conversation answer.
+    for a position that is seen and not learnt.
     """
 
     id: str
     tokens: Tensor
     first_row: int
-    segments: Tensor | None = None
+    segments: Tensor
 
     @property
     def positions(self) -> int:
         """Number of positions that are trained on."""
-        return len(self.tokens) if self.segments is None else int((self.segments >= 0).sum())
+        return int((self.segments >= 0).sum())
 
     def pieces(self, positions: int) -> "Iterator[Example]":
         """Yields pieces with at most `positions` trained positions, and the other positions around them."""
         if self.positions <= positions:
             yield self
             return
-        learnt = (
-            torch.ones(len(self.tokens), dtype=torch.long) if self.segments is None else (self.segments >= 0).long()
-        )
-        piece_of = (learnt.cumsum(0) - 1).clamp(min=0) // positions
-        first = 0
-        for length in torch.bincount(piece_of).tolist():
-            part = None if self.segments is None else self.segments[first : first + length]
-            yield Example(self.id, self.tokens[first : first + length], self.first_row + first, part)
-            first += length
+        piece_of = ((self.segments >= 0).cumsum(0) - 1).clamp(min=0) // positions
+        row, sizes = self.first_row, torch.bincount(piece_of).tolist()
+        for tokens, segments in zip(self.tokens.split(sizes), self.segments.split(sizes), strict=True):
+            yield Example(self.id, tokens, row, segments)
+            row += len(tokens)
 
 
 # What a micro-batch consists of: answers with cached states, or whole conversations that the model runs.
@@ -80,13 +76,13 @@ class Dataset(Generic[Item]):
     columns: Tensor | None = None
 
     def answer_tokens(self) -> list[Tensor]:
-        """Returns the tokens of every answer to train on."""
+        """Returns the tokens of the answers to train on."""
         answers: list[Tensor] = []
         for item in self.train:
             if isinstance(item, Conversation):
                 answers += [torch.tensor(item.tokens[start:end]) for start, end in item.spans]
             else:
-                answers.append(item.tokens if item.segments is None else item.tokens[item.segments >= 0])
+                answers.append(item.tokens[item.segments >= 0])
         return answers
 
     def batch(self, examples: Sequence[Example], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
@@ -94,9 +90,7 @@ class Dataset(Generic[Item]):
         assert self.states is not None
         hidden = torch.cat([self.states[e.first_row : e.first_row + len(e.tokens)] for e in examples])
         hidden = hidden if self.columns is None else hidden[:, self.columns]
-        segment = number_segments(
-            [torch.zeros(len(e.tokens)).long() if e.segments is None else e.segments for e in examples]
-        )
+        segment = number_segments([e.segments for e in examples])
         sequence = torch.repeat_interleave(torch.tensor([len(e.tokens) for e in examples]))
         tokens = torch.cat([e.tokens for e in examples]).to(device)
         return Batch(hidden.to(device, dtype), tokens, segment.to(device), sequence=sequence.to(device))
@@ -144,78 +138,52 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def digest_of(conversations: Sequence[Conversation], held_out: Collection[str]) -> str:
-    """Returns a digest of conversations and of which are held out."""
-    digest = hashlib.sha256()
-    for conversation in conversations:
-        digest.update(
-            json.dumps([conversation.id, conversation.tokens, conversation.spans, conversation.id in held_out]).encode()
-        )
-    return digest.hexdigest()[:16]
-
-
-def learnable(conversations: Sequence[Conversation]) -> list[Conversation]:
-    """Returns the conversations with an answer of two tokens or more; raises UserError where there is none."""
-    kept = [conversation for conversation in conversations if any(end - start > 1 for start, end in conversation.spans)]
-    if not kept:
-        raise UserError("the training data holds no answer of two tokens or more", "distil more conversations")
-    return kept
-
-
-def split_answers(
-    conversations: Sequence[Conversation],
-    states: Tensor,
-    report: ReadReport,
-    held_out: Collection[str],
-    digest: str,
-    prompts: bool = False,
-) -> Dataset[Example]:
-    """Splits answers of two tokens or more, whose conversations name their rows in `states`.
-
-    prompts: an example is a conversation, whose prompts are seen, instead of an answer.
-    """
-    parts: dict[bool, list[Example]] = {False: [], True: []}
-    for conversation in conversations:
-        part = parts[conversation.id in held_out]
-        long = [span for span in conversation.spans if span[1] - span[0] > 1]
-        if prompts and long:
-            assert conversation.state_rows is not None
-            tokens = torch.tensor(conversation.tokens[: long[-1][1]])
-            part.append(
-                Example(conversation.id, tokens[1:], conversation.state_rows[0], segments_of(len(tokens), long))
-            )
-            continue
-        for (start, end), row in zip(conversation.spans, conversation.answer_rows, strict=True):
-            if end - start > 1:
-                part.append(Example(conversation.id, torch.tensor(conversation.tokens[start:end]), row))
-    return Dataset(parts[False], parts[True], report, digest, states)
-
-
 def split_conversations(
-    conversations: Sequence[Conversation], report: ReadReport, *, max_length: int, fraction: float
+    conversations: Sequence[Conversation], report: ReadReport, *, fraction: float, max_length: int | None = None
 ) -> Dataset[Conversation]:
-    """Splits whole conversations cut to max_length tokens, as stage 1 does; answers of one token are left out.
+    """Splits off a fraction of the conversations; they are cut to max_length tokens, and to answers of two or more.
 
     Raises UserError where none is left.
     """
     kept = []
     for conversation in conversations:
-        ends = [(start, min(end, max_length)) for start, end in conversation.spans]
+        ends = [(start, min(end, max_length or end)) for start, end in conversation.spans]
         spans = [(start, end) for start, end in ends if end - start > 1]
         if spans:
-            kept.append(
-                (conversation, Conversation(conversation.id, tokens=conversation.tokens[: spans[-1][1]], spans=spans))
-            )
+            kept.append(replace(conversation, tokens=conversation.tokens[: spans[-1][1]], spans=spans))
     if not kept:
         raise UserError(
-            f"no conversation has two tokens of an answer among its first {max_length:,}",
-            "raise train.max_length and train.batch_tokens, or distil other conversations",
+            f"the training data holds no answer of two tokens or more (train.max_length={max_length})",
+            "distil more or longer conversations, or raise train.max_length and train.batch_tokens",
         )
-    held_out = held_out_ids([conversation.id for conversation, _ in kept], fraction)
-    parts: dict[bool, list[Conversation]] = {False: [], True: []}
-    for _, conversation in kept:
-        parts[conversation.id in held_out].append(conversation)
-    return Dataset(parts[False], parts[True], report, digest_of([conversation for conversation, _ in kept], held_out))
+    held_out = held_out_ids([conversation.id for conversation in kept], fraction)
+    digest = hashlib.sha256()
+    for item in kept:
+        digest.update(json.dumps([item.id, item.tokens, item.spans, item.id in held_out]).encode())
+    train = [conversation for conversation in kept if conversation.id not in held_out]
+    others = [conversation for conversation in kept if conversation.id in held_out]
+    return Dataset(train, others, report, digest.hexdigest()[:16])
+
+
+def with_states(dataset: Dataset[Conversation], states: Tensor, prompts: bool = False) -> Dataset[Example]:
+    """Returns the answers of conversations that name their rows in `states` [rows, W].
+
+    prompts: an example is a whole conversation, whose prompts are seen, instead of an answer.
+    """
+
+    def examples(conversations: Sequence[Conversation]) -> Iterator[Example]:
+        for item in conversations:
+            assert item.state_rows is not None
+            tokens, segments = torch.tensor(item.tokens), segments_of(len(item.tokens), item.spans)
+            if prompts:
+                yield Example(item.id, tokens[1:], item.state_rows[0], segments)
+                continue
+            for start, end in item.spans:
+                answer = tokens[start:end]
+                yield Example(item.id, answer, item.state_rows[0] + start - 1, torch.zeros_like(answer))
+
+    train, held_out = list(examples(dataset.train)), list(examples(dataset.held_out))
+    return Dataset(train, held_out, dataset.report, dataset.digest, states)
 
 
 def micro_batches(items: Sequence[Item], limit: int, chance: random.Random | None = None) -> list[list[Item]]:

@@ -79,6 +79,9 @@ class StateStore:
         """Returns rows as `read_rows` does."""
         return read_rows(self.path, self.width, first, count)
 
+    def fileno(self) -> int:
+        return self._out.fileno()
+
     def sync(self) -> None:
         """Waits until every row is on disk."""
         os.fsync(self._out.fileno())

@@ -1,17 +1,30 @@
 """Calibration: how often the i-th guess of each head is right on held-out conversations (section 3.3.3)."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import Dataset, Example, micro_batches, whole_batch
+from medusa_cli.data.packing import Dataset, micro_batches, whole_batch
+from medusa_cli.drafters import drafter_kind, load_drafter
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.accuracies import STAMP, stamp_of
+from medusa_cli.runs.io import Document
+from medusa_cli.runs.provenance import describe_drafter
+from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.run import Run, provenance
+from medusa_cli.train.prefill import load_dataset
+from medusa_cli.train.setup import ROWS, engine_for, runs_model, whole_conversations
 
 # A batch's scores of one head [P, M] are held at once.
 POSITIONS = 512
@@ -20,6 +33,85 @@ TOKENS = 1024
 # Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
+# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a few minutes.
+WHOLE = 100
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Options of a calibration: the model and the drafter's folder, and how to load the model.
+
+    data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
+    """
+
+    model: str
+    drafter: Path
+    loading: LoadOptions = DEFAULT_LOADING
+    data: Path | None = None
+    top: int = 10
+    max_samples: int | None = None
+
+
+def calibrate(run: Run, options: CalibrateOptions, on_progress: Callable[..., None] = lambda *event: None) -> Document:
+    """Measures the best guesses of each head of a drafter; returns the calibration's document.
+
+    on_progress: called with a name, the units done, their number, and the unit. Raises UserError where nothing can be
+    measured.
+    """
+    kind, origin = drafter_kind(options.drafter), describe_drafter(options.drafter).provenance
+    recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
+    # A run that learnt from conversations elsewhere has none of its own.
+    learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
+    data, count = options.data or Path(learnt or run.data_path), options.max_samples
+    if count is None and options.data is None and kind.uses_verify_pass:
+        count = WHOLE
+    part = "" if options.data else "the held-out part of "
+    limit = f"at most {count:,} conversations" if count else "@data FILE takes others, @max_samples N fewer"
+    log.info(f"calibrating {options.drafter} on {part}{data}, top {options.top} guesses a head; {limit}")
+
+    own = options.drafter.resolve() == run.drafter_dir.resolve()
+    loading = replace(options.loading, engine=engine_for(kind, recipe.train, options.loading.engine))
+    backbone = load_backbone(
+        options.model, loading, adapter=run.adapter if own else None, chat_template=run.chat_template, rows=ROWS
+    )
+    run.bind(backbone.identity)
+    drafter = load_drafter(options.drafter, backbone)
+
+    def select(dataset: Dataset[Conversation]) -> Dataset[Conversation]:
+        chosen = dataset.train if options.data else dataset.held_out
+        if not chosen:
+            raise UserError("no conversation is held out for calibration", "distil more than one conversation")
+        return replace(dataset, train=[], held_out=chosen[:count])
+
+    fraction = 0.0 if options.data else origin.held_out(recipe.train.validation_fraction)
+    dataset: Dataset[Any]
+    if runs_model(kind, recipe.train):
+        dataset = select(whole_conversations(run, backbone, recipe, data, fraction))
+    else:
+        prompts = drafter.sees_prompt(drafter.config)
+        dataset = load_dataset(
+            run,
+            backbone,
+            data=data,
+            fraction=fraction,
+            taps=drafter.taps,
+            prompts=prompts,
+            select=select,
+            on_progress=lambda done, total: on_progress("hidden states", done, total, "tokens"),
+        )
+    measured = measure(backbone, drafter, dataset, options.top, on_progress)
+    source = {"path": str(data), "digest": dataset.digest}
+    return {
+        **provenance(backbone.identity, data=source, drafter=str(options.drafter)),
+        STAMP: stamp_of(options.drafter),
+        "accuracies": measured.accuracies,
+        "temperatures": measured.temperatures,
+        "heads": drafter.num_heads,
+        "top": options.top,
+        "positions": measured.positions,
+        "answers": measured.answers,
+    }
 
 
 @dataclass(frozen=True)
@@ -36,36 +128,28 @@ class Calibration:
     answers: int
 
 
-def calibrate(
+def measure(
     backbone: Backbone,
     drafter: HeadDrafter,
     dataset: Dataset[Any],
-    *,
     top: int = 10,
-    answers: Sequence[Example | Conversation] | None = None,
-    on_progress: Callable[[int], None] = lambda positions: None,
+    on_progress: Callable[..., None] = lambda *event: None,
 ) -> Calibration:
-    """Measure every head's `top` best guesses on the data set's held-out answers (or those given).
+    """Measures every head's `top` best guesses on a data set's held-out items.
 
-    A token that the heads' vocabulary does not hold counts as missed. UserError where no answer reaches a
-    head.
+    A token that the heads' vocabulary does not hold counts as missed. Raises UserError where no answer reaches a head.
     """
-    if top < 1:
-        raise UsageError(f"@top {top} is too small", "use 1 or more")
     vocabulary = len(drafter.draft_ids)
-    if top > vocabulary:
-        raise UsageError(f"@top {top} is more than the {vocabulary} tokens the heads know", f"use {vocabulary} or less")
-    chosen = dataset.held_out if answers is None else answers
-    if not chosen:
-        raise UserError("no conversation is held out for calibration", "distil more than one conversation")
+    if not 1 <= top <= vocabulary:
+        raise UsageError(f"@top {top} is not among the {vocabulary} tokens the heads know", f"use 1 to {vocabulary}")
     drafter.eval()
-    heads = drafter.num_heads
+    heads, total = drafter.num_heads, sum(item.positions for item in dataset.held_out)
     hits = torch.zeros(heads, top, dtype=torch.long)
     counted = torch.zeros(heads, dtype=torch.long)
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
-    places = drafter.vocabulary_index(backbone.device)
+    index = drafter.vocabulary_index(backbone.device)
     positions = 0
-    for batch in _batches(backbone, drafter, dataset, chosen):
+    for batch in _batches(backbone, drafter, dataset):
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
             rows = batch.targets(ahead)
@@ -76,35 +160,32 @@ def calibrate(
             hits[head] += right.sum(0).cpu()
             counted[head] += len(rows)
             if positions < FIT_POSITIONS:
-                log_loss[head] += _log_losses(scores, places[targets])
+                log_loss[head] += _log_losses(scores, index[targets])
         positions += len(batch.learnt)
-        on_progress(len(batch.learnt))
+        on_progress("calibrating", positions, total, "tokens")
     if not counted.all():
-        raise UserError(
-            f"the held-out answers are too short to calibrate {heads} heads", "distil longer or more answers"
-        )
+        raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
     shares = hits.double() / counted[:, None]
     temperatures = [TEMPERATURES[int(row.argmin())] for row in log_loss]
-    number = sum(len(one.spans) if isinstance(one, Conversation) else 1 for one in chosen)
-    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, number)
+    answers = sum(len(item.spans) if isinstance(item, Conversation) else 1 for item in dataset.held_out)
+    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, answers)
 
 
-def _batches(backbone: Backbone, drafter: HeadDrafter, dataset: Dataset[Any], chosen: Sequence[Any]) -> Iterator[Batch]:
-    """The chosen answers or conversations of a data set, in batches."""
+def _batches(backbone: Backbone, drafter: HeadDrafter, dataset: Dataset[Any]) -> Iterator[Batch]:
+    """Yields the held-out items in batches; none is cut: its rest would be measured without what came before it."""
+    items: Sequence[Any] = dataset.held_out
     if dataset.states is None:
-        for items in micro_batches(chosen, TOKENS):
-            yield whole_batch(backbone, drafter, items)
+        for conversations in micro_batches(items, TOKENS):
+            yield whole_batch(backbone, drafter, conversations)
         return
-    # A piece of a conversation whose prompt is seen would be measured without what came before it.
-    whole = [one.positions for one in chosen if one.segments is not None]
-    for piece in micro_batches(chosen, max([POSITIONS, *whole])):
-        yield dataset.batch(piece, backbone.device, backbone.dtype)
+    for examples in micro_batches(items, max([POSITIONS, *(item.positions for item in items)])):
+        yield dataset.batch(examples, backbone.device, backbone.dtype)
 
 
-def _log_losses(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Sum of the log losses of targets at `places` in scores [n, M] at each temperature; -1 is no target."""
-    known = places >= 0
-    scores, wanted = scores[known], places[known]
-    picked = scores.gather(1, wanted[:, None]).squeeze(1)
+def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
+    """Returns the summed log losses of targets among scores [n, M] at each temperature; target -1 is left out."""
+    known = targets >= 0
+    scores, targets = scores[known], targets[known]
+    picked = scores.gather(1, targets[:, None]).squeeze(1)
     sums = [(scores / heat).logsumexp(-1).sum() - picked.sum() / heat for heat in TEMPERATURES]
     return torch.stack(sums).double().cpu()

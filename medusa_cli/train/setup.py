@@ -27,6 +27,9 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.distributed import Distributed
 
+# Conversations run through the backbone whole, not as the few rows of a tree: kernels are chosen for so many rows.
+ROWS = 64
+
 
 def drafter_class(name: str) -> type[HeadDrafter]:
     """The class of a drafter's name; UsageError, with the nearest name, for an unknown one."""
@@ -40,6 +43,18 @@ def drafter_class(name: str) -> type[HeadDrafter]:
 def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
     """Whether a drafter of a kind learns in stage 1 beside passes of the model over whole conversations."""
     return kind.uses_verify_pass or train.states == "fresh"
+
+
+def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
+    """Returns the engine to load the backbone with; raises UsageError for fast if whole conversations run."""
+    if not runs_model(kind, train):
+        return engine
+    if engine == "fast":
+        raise UsageError(
+            f"@engine fast cannot run {kind.name} over whole conversations: it packs the layers' weights",
+            "leave @engine out; the trained drafter runs on either engine",
+        )
+    return "eager"
 
 
 def check_drafter(recipe: Recipe) -> None:
