@@ -5,8 +5,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from medusa_cli.distill import Outcome
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenise
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.http import ChatServers, retry_after
+from medusa_cli.runs.http import ChatServers
 from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
@@ -185,12 +183,6 @@ def test_failing_server_is_left_alone_and_the_other_takes_its_work(
     assert [c.id for c in conversations(answers(f"{server.url},{other.url}", model))] == IDS
     assert len(server.requests) <= 4 + 4  # those under way when it began to fail
     assert len(other.requests) >= 2 * len(SEEDS) - 4
-
-
-def test_retry_after_is_seconds_or_a_date() -> None:
-    soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
-    assert retry_after("7") == 7 and 90 < retry_after(soon) <= 100
-    assert retry_after("") == retry_after("soon") == 0
 
 
 def test_first_name_that_the_server_knows_is_taken(server: Server, model: str) -> None:

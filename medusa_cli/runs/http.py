@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible chat servers: several addresses asked in turn, retries, pauses that grow."""
+"""Client of OpenAI-compatible chat servers: several addresses in turn, retries, pauses that grow."""
 
 import os
 import random
@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import requests
@@ -17,8 +15,8 @@ from medusa_cli.errors import UserError
 ATTEMPTS = 8
 # Seconds before the first retry, and the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-# Seconds for an answer.
-TIMEOUT = 600.0
+# Seconds to connect, for an answer, and for a list of models.
+CONNECT_S, ANSWER_S, LIST_S = 10.0, 600.0, 5.0
 # Busy or broken for the moment; any other refusal will be the same next time.
 TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 KEY = "MEDUSA_API_KEY"
@@ -43,18 +41,17 @@ class ChatServers:
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
         self.model, self.flag = model, flag
         self.servers = [_Server(url.strip().rstrip("/").removesuffix("/v1")) for url in urls]
-        key = os.environ.get(KEY)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._local, self._lock, self._stopped = threading.local(), threading.Lock(), threading.Event()
         self._last = 0
 
     @property
     def _session(self) -> requests.Session:
-        """This thread's own connections: a session is not made to be shared."""
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = requests.Session()
-            session.headers.update(self._headers)
+        """Returns this thread's own connections: a session must not be shared."""
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            if key := os.environ.get(KEY):
+                self._local.session.headers["Authorization"] = f"Bearer {key}"
+        session: requests.Session = self._local.session
         return session
 
     def check(self) -> list[str]:
@@ -62,22 +59,21 @@ class ChatServers:
         silent = []
         for server in self.servers:
             try:
-                self._session.get(f"{server.url}/v1/models", timeout=5.0)
-            except ValueError as reason:  # what requests raises for addresses it cannot read
-                raise UserError(
-                    f"{self.flag} {server.url} is no address", "give one such as http://localhost:8000"
-                ) from reason
+                self._session.get(f"{server.url}/v1/models", timeout=LIST_S)
+            except ValueError as reason:  # an address that requests cannot read
+                fault = f"{self.flag} {server.url} is no address"
+                raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
                 silent.append(f"{server.url} does not answer ({type(reason).__name__})")
                 self._back_off(server, time.monotonic())
         if len(silent) == len(self.servers):
-            raise UserError(f"{self.flag} {', '.join(silent)}", "start it, or mend the address")
+            raise UserError(f"{self.flag} {', '.join(silent)}", "start it, or give another address")
         return silent
 
     def models(self) -> list[str]:
-        """Returns the names under which a server lists its models, none where it does not say."""
+        """Returns the names under which a server lists its models, none if it lists none."""
         try:
-            models = self._session.get(f"{self._next().url}/v1/models", timeout=5.0).json()["data"]
+            models = self._session.get(f"{self._next().url}/v1/models", timeout=LIST_S).json()["data"]
             return [str(model["id"]) for model in models]
         except (requests.RequestException, ValueError, KeyError, TypeError):
             return []
@@ -98,24 +94,25 @@ class ChatServers:
                 break
             server, start, pause = self._next(), time.monotonic(), 0.0
             try:
-                reply = self._session.post(f"{server.url}/v1/chat/completions", json=body, timeout=(10.0, TIMEOUT))
+                url = f"{server.url}/v1/chat/completions"
+                reply = self._session.post(url, json=body, timeout=(CONNECT_S, ANSWER_S))
                 if reply.status_code == 200:
                     choice = reply.json()["choices"][0]
                     answer = str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
-                    self._succeeded(server, start)
+                    server.failures = 0
                     return answer
                 fault = f"status {reply.status_code}: {reply.text[:200]}"
                 if reply.status_code not in TRANSIENT:
                     break
-                pause = retry_after(reply.headers.get("Retry-After", ""))
+                wait = reply.headers.get("Retry-After", "")
+                pause = min(float(wait), ANSWER_S) if wait.isdigit() else 0.0
             except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as reason:
                 fault = f"{type(reason).__name__}: {reason}"
             self._back_off(server, start, pause)
             if attempt + 1 < ATTEMPTS:
-                self._stopped.wait(self._seconds_left())
-        raise UserError(
-            f"{self.flag} {', '.join(server.url for server in self.servers)}: {fault}", "see the server's log"
-        )
+                self._stopped.wait(min(server.retry_at for server in self.servers) - time.monotonic())
+        urls = ", ".join(server.url for server in self.servers)
+        raise UserError(f"{self.flag} {urls}: {fault}", "see the server's log")
 
     def _next(self) -> _Server:
         """Returns the next server that is not left alone, else the one that is to be asked again first."""
@@ -135,25 +132,4 @@ class ChatServers:
                 seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**server.failures) * random.uniform(0.5, 1.0)
                 server.failures += 1
                 server.retry_at = time.monotonic() + seconds
-            server.retry_at = max(server.retry_at, time.monotonic() + min(pause, TIMEOUT))
-
-    def _succeeded(self, server: _Server, start: float) -> None:
-        """Forgets a server's failures, unless they are younger than the request it answered."""
-        with self._lock:
-            if start >= server.retry_at:
-                server.failures = 0
-
-    def _seconds_left(self) -> float:
-        """Returns the seconds until some server may be asked again."""
-        with self._lock:
-            return max(0.0, min(server.retry_at for server in self.servers) - time.monotonic())
-
-
-def retry_after(value: str) -> float:
-    """Returns the seconds of a Retry-After header, given as seconds or as a date; 0 without."""
-    if value.isdigit():
-        return float(value)
-    try:
-        return (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds()
-    except (ValueError, TypeError):  # no date, or one without a zone
-        return 0.0
+            server.retry_at = max(server.retry_at, time.monotonic() + pause)
