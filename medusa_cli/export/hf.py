@@ -56,8 +56,9 @@ drafts in every step.
 
 ## Files
 
-`drafter/` holds the drafter ({heads} heads), its provenance, its tree ({tree}) and its calibration, as medusa-cli
-{version} writes them. `sha256sum -c SHA256SUMS` checks all files.
+- `drafter/`: {heads} heads with their provenance and calibration, written by medusa-cli {version}
+- `drafter/tree.json`: {tree}
+- `SHA256SUMS`: `sha256sum -c SHA256SUMS` checks all files
 """
 
 
