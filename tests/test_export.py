@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_cli.drafters import Eagle, HydraHeads, MedusaHeads, load_drafter
+from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads, load_drafter
 from medusa_cli.drafters.base import NewTokens
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
@@ -136,11 +136,13 @@ def test_heads_for_another_model_are_refused(tmp_path: Path, backbone: Backbone)
         import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", wider)
 
 
-@pytest.mark.parametrize("format", ["medusa", "eagle3"])
-def test_other_kinds_are_refused(tmp_path: Path, model: str, format: str) -> None:
+@pytest.mark.parametrize(("format", "kind"), [("medusa", "hydra"), ("eagle3", "hydra"), ("hf", "firp")])
+def test_other_kinds_are_refused(tmp_path: Path, model: str, backbone: Backbone, format: str, kind: str) -> None:
     run = save_run(tmp_path / "run", model, kind=HydraHeads)
+    if kind == "firp":
+        Firp.create(backbone, 1, 1, "shared", layers=(1,)).save(run.drafter_dir, provenance(backbone.identity))
     done = medusa("export", "--to", format, "--run", f"{run.path}/", "--output", tmp_path / "out", exit_code=1)
-    assert "hydra" in done.stderr and f"--to {format}" in done.stderr
+    assert kind in done.stderr and f"--to {format}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -171,12 +173,6 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
     assert all(line in (tmp_path / "out" / "README.md").read_text() for line in launch)
 
 
-def test_two_aux_layers_are_noted_for_llama_cpp(tmp_path: Path, model: str) -> None:
-    source = source_of(eagle_run(tmp_path, model))
-    object.__setattr__(source.config, "taps", (1, 2))
-    assert len(export_eagle3(source, tmp_path / "out")[1]) == 1
-
-
 @pytest.mark.parametrize("left_out", ["eagle_config", "eagle_aux_hidden_state_layer_ids"])
 def test_an_eagle3_drafter_comes_back_bit_for_bit(
     tmp_path: Path, model: str, backbone: Backbone, left_out: str
@@ -191,13 +187,6 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     configs = [json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)]
     assert {**configs[0], "provenance": 0} == {**configs[1], "provenance": 0}
-    assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
-
-
-def test_a_trained_eagle_drafter_comes_back(tmp_path: Path, model: str, backbone: Backbone) -> None:
-    run = save_run(tmp_path / "run", model, kind=Eagle)
-    export_eagle3(source_of(run), tmp_path / "out")
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model).run
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 
 
@@ -218,15 +207,17 @@ def test_a_damaged_drafter_is_not_exported(tmp_path: Path, model: str, part: str
         source_of(run)
 
 
-def test_the_report_on_a_linked_model_is_found(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_report_on_this_drafter_is_found(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    linked = tmp_path / "mine"
-    linked.symlink_to(save_run(tmp_path / "x1", model).path)
-    report = tmp_path / "runs" / "mine" / "bench" / "2026-01.json"
-    report.parent.mkdir(parents=True)
-    report.write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp_of(linked / "drafter")}}}))
-    report.with_suffix(".md").write_text("the table")
-    assert Source(Run(linked), str(linked), "medusa", None, {}).bench == "the table"
+    run = save_run(tmp_path / "x1", model)  # beside a model's files: bench reports to runs/NAME
+    folder = tmp_path / "runs" / "x1" / "bench"
+    folder.mkdir(parents=True)
+    for name, stamp in (("2026-01", "old"), ("2026-02", stamp_of(run.drafter_dir)), ("2026-03", "another drafter")):
+        (folder / f"{name}.json").write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp}}}))
+        (folder / f"{name}.md").write_text(f"the table of {name}")
+    assert Source(run, str(run.path), "medusa", None, {}).bench == "the table of 2026-02"
 
 
 def test_a_failed_write_leaves_the_earlier_export(tmp_path: Path, backbone: Backbone, monkeypatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
-from medusa_cli.drafters import Amphista, Eagle, Firp, HydraHeads, MedusaHeads, load_drafter
+from medusa_cli.drafters import Amphista, Eagle, HydraHeads, MedusaHeads, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export.custom_generate import generate
@@ -22,7 +22,6 @@ from medusa_cli.export.custom_generate.policy import AdaptivePolicy, NgramIndex
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.hf import export_hf
 from medusa_cli.model import lora
-from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
@@ -189,16 +188,6 @@ def test_every_file_has_its_checksum(export: Export) -> None:
     assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
 
 
-def test_the_card_holds_the_newest_report_on_this_drafter(tmp_path: Path) -> None:
-    run = save_drafter(tmp_path / "run", save_model(tmp_path / "model"))
-    run.bench_dir.mkdir()
-    for stem, stamp in (("2026-01", stamp_of(run.drafter_dir)), ("2026-02", "another drafter")):
-        (run.bench_dir / f"{stem}.json").write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp}}}))
-        (run.bench_dir / f"{stem}.md").write_text(f"the table of {stem}")
-    export_hf(find_source(f"{run.path}/"), tmp_path / "out")
-    assert "the table of 2026-01" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
     run = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa")
     source = find_source(f"{run.path}/")
@@ -218,15 +207,6 @@ def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="5 deep"):
         export_hf(source, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
-
-
-def test_firp_is_refused(tmp_path: Path) -> None:
-    backbone = load_backbone(save_model(tmp_path / "model"), LoadOptions(dtype="fp32"))
-    drafter = Firp.create(backbone, 1, 1, "shared", layers=(1,))
-    drafter.save(tmp_path / "run" / "drafter", provenance(backbone.identity))
-    with pytest.raises(UserError, match="firp"):
-        export_hf(find_source(f"{tmp_path}/run"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -394,24 +374,6 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
             pass
 
     assert [generate.generate(PROMPT, model=model, streamer=Between(), **settings).tolist(), *answers] == alone
-
-
-def test_a_prompt_needs_no_mask_of_its_length_squared(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = export("hydra++")
-    drafter = generate.load_drafter(str(folder), AutoModelForCausalLM.from_pretrained(folder))
-    attend, masks = torch.nn.functional.scaled_dot_product_attention, list[torch.Tensor]()
-
-    def watched(*given, attn_mask=None, **more):
-        masks.extend([] if attn_mask is None else [attn_mask])
-        return attend(*given, attn_mask=attn_mask, **more)
-
-    x = torch.randn(9, drafter.size)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    whole = drafter.decoder_layer("prefix.0", x)
-    assert not masks
-    drafter.cache = {}
-    parts = torch.cat([drafter.decoder_layer("prefix.0", x[:4]), drafter.decoder_layer("prefix.0", x[4:])])
-    torch.testing.assert_close(whole, parts, atol=1e-5, rtol=1e-4)
 
 
 def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:

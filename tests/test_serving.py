@@ -1,7 +1,6 @@
 """The server's answers equal plain decoding, have OpenAI's form, and refusals name the field."""
 
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -109,15 +108,6 @@ def test_llama_tokens_are_decoded_in_context() -> None:
     (chat,) = logprobs_of(backbone, likely, chat=True)
     assert [token["token"] for token in chat["content"]] == words
     assert [token["top_logprobs"][0]["token"] for token in chat["content"]] == words
-
-
-def test_each_token_of_the_logprobs_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, decoded = tiny_backbone(), list[list[int]]()
-    decode = backbone.tokenizer.decode
-    monkeypatch.setattr(backbone.tokenizer, "decode", lambda tokens: decoded.append(tokens) or decode(tokens))
-    likely = [Likelihood(9, -1.0, tuple((token, -1.0) for token in range(9, 29))) for _ in range(10)]
-    logprobs_of(backbone, likely, chat=True)
-    assert len(decoded) <= 10 * (1 + 20 + 2)  # two for the context of the next
 
 
 def test_a_seed_draws_the_same_text_in_any_company(server: Served, medusa: Medusa) -> None:
@@ -245,16 +235,6 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         assert {name: server.number(f"medusa_{name}") for name in numbers} == numbers
         text = server.request("GET", "/metrics")[2]
         assert 'medusa_http_responses_total{code="400",path="/v1/completions"} 1.0' in text
-
-
-def test_threads_end_with_their_server(medusa: Medusa) -> None:
-    before = set(threading.enumerate())
-    with serving(medusa) as server:
-        server.post({"model": MODEL, "prompt": IDS, "max_tokens": 2})
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in left:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in left)
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:

@@ -1,10 +1,11 @@
 """Refusals in OpenAI's form: a message, the parameter at fault, a code."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from medusa_cli.errors import UserError, worded
 from medusa_cli.serve.schema import FIXED, LIST, TEXT
@@ -20,7 +21,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every refusal."""
+    """The body of every refusal, for the schema."""
 
     error: ErrorDetail
 
@@ -42,26 +43,17 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        detail = ErrorDetail(
-            message=_encodable(str(self)),
-            type=TYPES.get(self.status, "invalid_request_error"),
-            param=self.param and _encodable(self.param),
-            code=self.code,
-        )
-        return ErrorBody(error=detail).model_dump()
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self) -> Response:
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):  # the rest of the body is still on its way
             headers["Connection"] = "close"
-        return JSONResponse(self.body, self.status, headers)
-
-
-def _encodable(text: str) -> str:
-    """Returns a text without the halves of surrogate pairs that JSON can bring and UTF-8 cannot hold."""
-    return text.encode(errors="replace").decode()
+        # In ASCII: a request may bring halves of surrogate pairs, which UTF-8 cannot hold.
+        return Response(json.dumps(self.body), self.status, headers, "application/json")
 
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
