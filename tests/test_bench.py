@@ -5,6 +5,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ class Silent:
 
 
 def measure(backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1) -> None:
-    answer_all(backbone, methods, results, count, batch_size=size, watcher=Silent())
+    settings = SimpleNamespace(max_new_tokens=count, batch_size=size)
+    answer_all(settings, backbone, methods, results, Silent())  # type: ignore[arg-type]
 
 
 def ask(*turns: str) -> Result:

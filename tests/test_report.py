@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from medusa_cli.bench.report import Chart, draw_curves, svg
-from medusa_cli.bench.steps import ceilings
 from tests.chromium import PROGRAM, look
 from tests.helpers import bench, medusa, save_model, save_questions, save_run
 
@@ -34,7 +33,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 def test_the_page_needs_nothing_beside_it(place: Path) -> None:
     page = only(place / "mine/bench", "*.html").read_text()
-    assert page.count("<section") >= 8 and page.count("<svg") == page.count("</svg>") >= 7
+    assert page.count("<section") >= 8 and page.count("<svg") == page.count("</svg>") >= 6
     # Namespaces are names, not addresses; nothing else leads out of the page.
     addresses = set(re.findall(r'https?://[^"\s<]*', page))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
@@ -79,11 +78,6 @@ def test_powers_on_an_axis_are_numbers() -> None:
     curves = {"a": [(2.0**power, 1.0, None) for power in range(12)]}
     drawn = svg(Chart("title", lambda axes: draw_curves(axes, curves, "rows", "ms", log=True)), 1)
     assert ">64</text>" in drawn and "$" not in drawn
-
-
-def test_ceilings_follow_from_weights_and_rates() -> None:
-    rows = {"weight_bytes": 2e9, "copy_bytes_per_s": 1e11, "weights": 1e9, "operations_per_s": 1e12}
-    assert ceilings(rows, 4) == pytest.approx((20.0, 8.0))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa_cli import __version__
-from medusa_cli.bench.steps import ceilings
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.io import Document, read_object, write_atomic
-from medusa_cli.tree.draw import columns
+from medusa_cli.tree.draw import draw_nodes
 from medusa_cli.tree.tree import Tree
 
 MARKERS = "osD^vPX*"
@@ -173,10 +172,8 @@ def bars(
     return Chart(title, draw, height=1.4 + 0.27 * sum(len(methods) + 0.6 for methods in groups.values()))
 
 
-def draw_curves(
-    axes: Any, curves: Mapping[str, Curve], x: str, y: str, limits: Mapping[str, Curve] | None = None, log: bool = False
-) -> None:
-    """Draws lines with their intervals as bands, and `limits` without marks. log: the x axis doubles between ticks."""
+def draw_curves(axes: Any, curves: Mapping[str, Curve], x: str, y: str, log: bool = False) -> None:
+    """Draws lines with their intervals as bands. log: the x axis doubles between ticks."""
     for number, (name, points) in enumerate(curves.items()):
         marks = {"marker": MARKERS[number % len(MARKERS)], "linestyle": ("-", "--", "-.", ":")[number // 8 % 4]}
         color = f"C{number % 10}"
@@ -184,8 +181,6 @@ def draw_curves(
         bands = [(p[0], *p[2]) for p in points if p[2] is not None]
         if len(bands) > 1:
             axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.16, linewidth=0)
-    for (name, points), dash in zip((limits or {}).items(), (":", "--"), strict=False):
-        axes.plot([p[0] for p in points], [p[1] for p in points], color="gray", linestyle=dash, linewidth=1, label=name)
     ticks = sorted({point[0] for points in curves.values() for point in points})
     if log:
         axes.set_xscale("log", base=2)
@@ -194,39 +189,6 @@ def draw_curves(
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_ylim(bottom=0)
     axes.set(xlabel=x, ylabel=y)
-
-
-def draw_gains(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Draws acceptance length against overhead, with lines of equal gain."""
-    for number, (name, point) in enumerate(points.items()):
-        axes.plot(*point, MARKERS[number % len(MARKERS)], color=f"C{number % 10}", label=name)
-    right, top = (1.15 * max([1.0, *(point[axis] for point in points.values())]) for axis in (0, 1))
-    for gain in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
-        end = min(right, top / gain)
-        axes.plot([0, end], [0, gain * end], color="lightgray", linewidth=1.6 if gain == 1 else 0.9, zorder=1)
-        axes.annotate(f"{gain:g}x", (end, gain * end), (-4, -1), textcoords="offset points", ha="right", va="top")
-    axes.set(xlabel="overhead (step over plain step)", ylabel=LENGTH, xlim=(0, right), ylim=(0, top))
-
-
-def draw_tree(axes: Any, tree: Tree, hits: Sequence[int]) -> None:
-    """Draws a tree, every node shaded and marked by the percentage of steps that accepted it."""
-    x, steps = columns(tree), max(hits[0], 1)
-    for node in range(tree.size):
-        share, spot = hits[node] / steps, (x[node], -tree.depths[node])
-        if node:
-            parent = tree.parents[node]
-            ends = [x[parent], x[node]], [-tree.depths[parent], -tree.depths[node]]
-            axes.plot(*ends, color="C0" if share else "lightgray", linewidth=0.6 + 6 * share, alpha=0.55, zorder=1)
-            axes.annotate(str(tree.ranks[node] + 1), spot, ha="center", va="center", size=6.5, zorder=4)
-        axes.scatter(*spot, s=120, color="white", edgecolors="gray", linewidths=0.7, zorder=2)
-        axes.scatter(*spot, s=120, color="C0", alpha=min(1.0, share), linewidths=0, zorder=3)
-        label = f"{100 * share:.{0 if share >= 0.0995 else 1}f}" if node else "root"
-        axes.annotate(label, spot, (0, -13), textcoords="offset points", ha="center", size=7)
-    depths = range(tree.max_depth + 1)
-    axes.set_yticks([-depth for depth in depths], ["root", *(f"head {depth}" for depth in depths[1:])])
-    axes.set_xticks([])
-    axes.grid(False)
-    axes.margins(x=0.03, y=0.16)
 
 
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
@@ -243,12 +205,6 @@ def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str
     for bench in benches:
         for method, figures in bench.document["methods"].items():
             yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench.document, method, figures
-
-
-def _asked(benches: Sequence[SavedBench]) -> str:
-    """Returns the number of questions as words."""
-    counts = sorted({figures["questions"] for *_, figures in _methods(benches)})
-    return f"{' / '.join(map(str, counts))} question{'s' if counts != [1] else ''}"
 
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -270,7 +226,7 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     )
     groups = {bench.name: bench.document["methods"] for bench in benches}
     order = list(dict.fromkeys(name for methods in groups.values() for name in methods))
-    chart = bars(f"Speedup over {base}, {_asked(benches)}", groups, "speedup", "x", order)
+    chart = bars(f"Speedup over {base}", groups, "speedup", "x", order)
     yield Section("What it gains", words, [Table([*head, "identical answers", "tokens"], rows)], [chart])
 
 
@@ -297,23 +253,21 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def decomposition(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    rows, points = [], {}
+    rows = []
     for name, document, _, figures in _methods(benches):
         if "ar" in document["methods"] and figures["overhead"] is not None:
             length, overhead = figures["acceptance_length"], figures["overhead"]
             engine, drafts = document["methods"]["ar"]["speedup"], length / overhead
-            points[name] = (overhead, length)
             values = (engine, length, overhead, drafts, figures["speedup"] / (engine * drafts), figures["speedup"])
             rows.append([name, *(f"{value:.2f}" for value in values)])
     if rows:
         head = ["method", "engine: ar over baseline", "acceptance length", "overhead", "length / overhead"]
-        table = Table([*head, "prefill and the rest", "speedup over baseline"], rows)
         words = (
             "Drafts gain acceptance length / overhead. The engine's own gain is that of our plain loop over the "
             "baseline. The rest is the prefill, which drafts do not shorten, and the time between steps."
         )
-        chart = Chart("Acceptance length against overhead", partial(draw_gains, points=points))
-        yield Section("Where the gain comes from", words, [table], [chart])
+        table = Table([*head, "prefill and the rest", "speedup over baseline"], rows)
+        yield Section("Where the gain comes from", words, [table])
 
 
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -332,7 +286,7 @@ def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
         )
         draw = partial(draw_curves, curves=curves, x="k, position of the draft token", y="share of steps")
         table = Table(["method", "position", "of all steps", "of those before", "steps"], rows)
-        chart = Chart(f"Steps that accepted at least k draft tokens, {_asked(benches)}", draw)
+        chart = Chart("Steps that accepted at least k draft tokens", draw)
         yield Section("Acceptance by position", words, [table], [chart])
 
 
@@ -342,38 +296,28 @@ def trees(benches: Sequence[SavedBench]) -> Iterator[Section]:
         saved, hits = document["drafting"].get(method, {}).get("static_tree"), figures["hits"]
         if saved is not None and len(saved["parents"]) == len(hits):
             tree = Tree.from_json(saved)
-            title = f"{name}: {tree.size} nodes, {hits[0]:,} steps; below each node the % of steps that accepted it"
+            draw = partial(draw_nodes, tree=tree, values=[count / max(hits[0], 1) for count in hits])
             width = max(5.2, 0.3 * len(tree.leaves) + 1.2)
-            charts.append(Chart(title, partial(draw_tree, tree=tree, hits=hits), width, 0.9 + 0.85 * tree.max_depth))
+            charts.append(Chart(f"{name}: {hits[0]:,} steps", draw, width, 0.9 + 0.85 * tree.max_depth))
     if charts:
-        words = "Static trees. Numbers in the nodes are ranks; a node that is hardly ever accepted costs a row."
+        words = "Static trees; the darker a node, the more steps accepted it. Numbers are ranks."
         yield Section("Which nodes of the tree were accepted", words, charts=charts)
 
 
 def passes(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    words = (
-        "Memory's ceiling is reading the weights once, at the bandwidth of a copy; arithmetic's is two operations "
-        "a weight and row, at the rate of a large product of matrices."
-    )
-    section = Section("What a step costs", words)
+    section = Section("What a step costs", "The weights are read once a pass: at the bandwidth of a copy, no faster.")
     for bench in benches:
         if not (rows := bench.document.get("rows")):
             continue
         times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
-        limits = {count: ceilings(rows, count) for count, _ in times}
-        cells = [
-            [str(count), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", *(f"{limit:.1f}" for limit in limits[count])]
-            for count, ms in times
-        ]
-        head = ["rows", "ms a pass", "over one row", "memory's ceiling, ms", "arithmetic's, ms"]
+        limit = 1e3 * rows["weight_bytes"] / rows["copy_bytes_per_s"]
+        cells = [[str(count), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", f"{limit:.1f}"] for count, ms in times]
+        head = ["rows", "ms a pass", "over one row", "reading the weights, ms"]
         section.tables.append(Table(head, cells, f"{bench.name}: {rows['engine']}"))
-        lines = {
-            "memory's ceiling": [(count, limit[0], None) for count, limit in limits.items()],
-            "arithmetic's": [(n, limit[1], None) for n, limit in limits.items() if limit[1] <= 1.5 * times[-1][1]],
-        }
         curves = {rows["engine"]: [(count, ms, None) for count, ms in times]}
+        curves["reading the weights"] = [(count, limit, None) for count, _ in times]
         title = f"{bench.name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
-        draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", limits=lines, log=True)
+        draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", log=True)
         section.charts.append(Chart(title, draw))
     if section.charts:
         yield section
@@ -429,7 +373,7 @@ def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
         for name, figures in compared
         for part in figures["differences"]
     ]
-    words = f"All answers are token for token the same, {_asked(benches)}."
+    words = "All answers are token for token the same."
     if rows:
         words = (
             "The first token at which an answer differs from the reference's, and the margin between the model's "

@@ -119,13 +119,13 @@ class Bench:
         time_rows: times passes by rows for the report, too.
         """
         results = [Result(question) for question in self.questions]
-        plain_dtype = self._answer_by_transformers(results, watcher)
+        self._answer_by_transformers(results, watcher)
         loaded = load(self.choice)
         backbone, drafting = loaded.backbone, self._drafting(loaded)
         for name, (choice, drafter, policy) in drafting.items():
             if name in self.competitors:
                 log.info("%s: %s drafter %s, %s", name, drafter.name, choice.drafter, policy.description)
-        self._answer(backbone, self._our_methods(backbone, drafting), results, watcher)
+        answer_all(self, backbone, self._our_methods(backbone, drafting), results, watcher)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
         kernel = backbone.engine.kernel.name
@@ -133,7 +133,7 @@ class Bench:
         asks_quality = not self.sampling.greedy or kernel in BITS
         document = {
             "title": self.title,
-            "facts": self._facts(backbone, drafting, plain_dtype),
+            "facts": self._facts(backbone, drafting),
             **provenance(backbone.identity),
             "drafting": {name: _describe(*parts) for name, parts in drafting.items()},
             "max_new_tokens": self.max_new_tokens,
@@ -154,17 +154,11 @@ class Bench:
         }
         return document, texts
 
-    def _answer(
-        self, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watcher: Watcher
-    ) -> None:
-        if methods:
-            answer_all(backbone, methods, results, self.max_new_tokens, batch_size=self.batch_size, watcher=watcher)
-
-    def _answer_by_transformers(self, results: list[Result], watcher: Watcher) -> torch.dtype | None:
-        """Runs transformers' methods on the unmodified model, frees it, and returns its number type."""
+    def _answer_by_transformers(self, results: list[Result], watcher: Watcher) -> None:
+        """Runs transformers' methods on the unmodified model and frees it."""
         names = [name for name in self.methods if name in TRANSFORMERS]
         if not names:
-            return None
+            return
         backbone = self._plain_backbone()
         assistant = None if self.draft_model is None else self._assistant(backbone)
         methods = {
@@ -173,13 +167,11 @@ class Bench:
             )
             for name in names
         }
-        self._answer(backbone, methods, results, watcher)
-        dtype = backbone.dtype
+        answer_all(self, backbone, methods, results, watcher)
         del backbone, assistant, methods
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return dtype
 
     def _plain_backbone(self) -> Backbone:
         """Loads the transformers model with the run's adapter, in the number type that our engine will compute in."""
@@ -251,9 +243,7 @@ class Bench:
         }
         return {name: [difference for difference in row if difference] for name, row in parted.items()}
 
-    def _facts(
-        self, backbone: Backbone, drafting: Mapping[str, Drafting], plain_dtype: torch.dtype | None
-    ) -> list[str]:
+    def _facts(self, backbone: Backbone, drafting: Mapping[str, Drafting]) -> list[str]:
         """Returns sentences on what was measured."""
         mode = "greedy" if self.sampling.greedy else self.sampling.mode
         facts = [
@@ -263,8 +253,6 @@ class Bench:
         for name, (choice, drafter, policy) in drafting.items():
             day = _describe(choice, drafter, policy)["created"][:10]
             facts.append(f"{name}: {drafter.name} drafter {choice.drafter} of {day}, {policy.description}.")
-        if plain_dtype is not None and plain_dtype != backbone.dtype:
-            facts.append(f"hf ran in {_dtype(plain_dtype)}.")
         if self.draft_model:
             facts.append(f"hf-assisted: transformers' assisted generation, {self.draft_model} drafts.")
         if self.batch_size > 1:
@@ -295,30 +283,26 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def answer_all(
-    backbone: Backbone,
-    methods: Mapping[str, Method],
-    results: Sequence[Result],
-    max_new_tokens: int,
-    *,
-    batch_size: int = 1,
-    watcher: Watcher,
+    bench: Bench, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watcher: Watcher
 ) -> None:
     """Adds each method's answers to the results, after a warm-up. The order of methods rotates between questions.
 
     All methods get the same prompts: the reference's answer is the history of the next turn. Results that other methods
-    have answered before keep their prompts. `batch_size` questions are answered side by side, turn by turn. Raises
+    have answered before keep their prompts. A batch of questions is answered turn by turn. Raises
     UserError, before anything is measured, for a question longer than the context; later turns that are longer than the
     context are left out.
     """
-    names, fresh = list(methods), not results[0].prompts
+    names, fresh, count, size = list(methods), not results[0].prompts, bench.max_new_tokens, bench.batch_size
+    if not names:
+        return
     for result in results if fresh else ():
         _add_prompt(backbone, result, 0, "")
     watcher.begin(backbone, names)
     for method in methods.values():
-        warm_up = [results[0].prompts[0]] * min(batch_size, len(results))
-        method(warm_up, min(WARM_UP_TOKENS, max_new_tokens), lambda tokens: None)
-    for number, first in enumerate(range(0, len(results), batch_size)):
-        group, shift = results[first : first + batch_size], number % len(names)
+        warm_up = [results[0].prompts[0]] * min(size, len(results))
+        method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
+    for number, first in enumerate(range(0, len(results), size)):
+        group, shift = results[first : first + size], number % len(names)
         for result in group:
             result.answers |= {name: Answer() for name in names}
         for turn in range(max(len(result.question.turns) for result in group)):
@@ -327,7 +311,7 @@ def answer_all(
             asked = [result for result in group if len(result.prompts) > turn]
             for name in names[shift:] + names[:shift] if asked else ():
                 prompts = [result.prompts[turn] for result in asked]
-                answers = methods[name](prompts, max_new_tokens, partial(watcher.tokens, name))
+                answers = methods[name](prompts, count, partial(watcher.tokens, name))
                 watcher.tokens(name, [])
                 for result, answer in zip(asked, answers, strict=True):
                     result.answers[name].extend(answer)

@@ -61,13 +61,6 @@ def operations_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * PRODUCT_SIDE**3 / best_time(device, lambda: left @ right)
 
 
-def multiplied_weights(backbone: Backbone) -> int:
-    """Returns the weights that a row is multiplied by: those of all linear layers, in any engine's layout."""
-    layers = [module for module in backbone.model.modules() if "in_features" in vars(module)]
-    # An adapter's layer repeats the sizes of the layer inside it.
-    return sum(int(layer.in_features * layer.out_features) for layer in layers if not hasattr(layer, "base_layer"))
-
-
 def time_rows(
     backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int = CONTEXT, rounds: int = ROUNDS
 ) -> dict[str, Any]:
@@ -102,16 +95,8 @@ def time_passes(backbone: Backbone) -> dict[str, Any]:
         "rounds": ROUNDS,
         "step_ms": time_rows(backbone, context=context)["step_ms"],
         "weight_bytes": backbone.engine.weight_bytes,
-        "weights": multiplied_weights(backbone),
         "copy_bytes_per_s": copy_bandwidth(backbone.device),
-        "operations_per_s": operations_rate(backbone.device, backbone.dtype),
     }
-
-
-def ceilings(rows: dict[str, Any], count: int) -> tuple[float, float]:
-    """Returns the least milliseconds of a pass over so many rows, by memory and by arithmetic, from `time_passes`."""
-    memory = 1e3 * rows["weight_bytes"] / rows["copy_bytes_per_s"]
-    return memory, 1e3 * 2 * rows["weights"] * count / rows["operations_per_s"]
 
 
 def find_budget(

@@ -19,7 +19,7 @@ from medusa_cli.bench.run import Bench, environment
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.identity import weights_of
-from medusa_cli.runs.accuracies import read_calibration, stamp_of
+from medusa_cli.runs.accuracies import read_calibration
 from medusa_cli.runs.io import read_object, write_json
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.io import save_tree
@@ -80,11 +80,10 @@ def sweep(
     if "medusa" not in base.methods or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
-    points, rows, known = list(_points(base, axis, values, folder / "sweep")), list[dict[str, Any]](), 0
-    document: dict[str, Any] = {}
+    points = list(_points(base, axis, values, folder / "sweep"))
+    document, rows, known = dict[str, Any](), list[dict[str, Any]](), 0
     for number, (series, x, bench) in enumerate(points, 1):
-        text = json.dumps(_settings(bench), sort_keys=True, ensure_ascii=False, default=str)
-        path = folder / "sweep" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+        path = folder / "sweep" / f"{_digest(bench)}.json"
         if path.is_file():
             known += 1
         else:
@@ -150,28 +149,15 @@ def _accuracies(bench: Bench) -> Accuracies:
     return read_calibration(path).accuracies
 
 
-def _settings(bench: Bench) -> dict[str, Any]:
-    """Returns everything that a point's figures depend on; files by their digests."""
+def _digest(bench: Bench) -> str:
+    """Returns a digest of everything that a point's figures depend on."""
     choice = bench.choice
-    files = {"tree": choice.tree, "calibration": choice.calibration}
-    return {
-        "version": __version__,
-        "environment": environment(torch.device("cpu")),
-        "model": [choice.model, weights_of(choice.model)],
-        "adapter": choice.adapter and lora.digest(choice.adapter),
-        "drafter": choice.drafter and stamp_of(choice.drafter),
-        "trees": [choice.static, choice.dynamic, choice.auto, choice.lookup],
-        **{
-            name: hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else None
-            for name, path in files.items()
-        },
-        "methods": bench.methods,
-        "questions": [asdict(question) for question in bench.questions],
-        "tokens": bench.max_new_tokens,
-        "sampling": vars(bench.sampling),
-        "batch_size": bench.batch_size,
-        "options": asdict(bench.options),
-    }
+    files = [choice.tree, choice.calibration, choice.drafter and choice.drafter / "config.json"]
+    contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()]
+    model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
+    facts = [__version__, environment(torch.device("cpu")), model, contents, asdict(bench)]
+    text = json.dumps(facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value)))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:

@@ -30,45 +30,39 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
     """Writes the tree as PNG or SVG by the path's suffix: depth downwards, the likeliest branch to the left."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     values = node_values(tree, accuracies) if accuracies else [1.0] * tree.size
+    figure = Figure(figsize=(max(6.0, 0.24 * len(tree.leaves)), 1.4 + 0.95 * tree.max_depth))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    draw_nodes(axes, tree, values)
+    title = f"{tree.size} nodes, root included; numbers are ranks"
+    axes.set_title(title + (f"; {sum(values):.2f} tokens a step expected" if accuracies else ""), fontsize=9)
+    with replacing(Path(path)) as part:
+        figure.savefig(part, format=Path(path).suffix.lstrip(".").lower(), dpi=160, bbox_inches="tight")
+
+
+def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
+    """Draws a tree on matplotlib's axes, its nodes and edges the stronger the larger their values."""
     x = columns(tree)
-    width = max(6.0, 0.24 * len(tree.leaves))
-    figure, axes = pyplot.subplots(figsize=(width, 1.4 + 0.95 * tree.max_depth))
-    try:
-        for node in range(1, tree.size):
-            parent = tree.parents[node]
-            axes.plot(
-                [x[parent], x[node]],
-                [-tree.depths[parent], -tree.depths[node]],
-                color="0.6",
-                linewidth=0.6 + 3.0 * values[node],
-                zorder=1,
-            )
-        shades = [min(1.0, 0.15 + value / STRONG * 0.85) for value in values]
-        axes.scatter(x, [-depth for depth in tree.depths], c=shades, cmap="viridis_r", vmin=0, vmax=1, s=95, zorder=2)
-        for node in range(tree.size):
-            text = str(tree.ranks[node] + 1) if node else ""
-            tint = "white" if shades[node] > 0.45 else "black"
-            axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
-        for depth in range(tree.max_depth + 1):
-            count = tree.depths.count(depth)
-            name = "root" if depth == 0 else f"head {depth}: {count} node{'s' if count > 1 else ''}"
-            axes.text(min(x) - 1.2, -depth, name, ha="right", va="center", fontsize=8)
-        axes.margins(x=0.02, y=0.12)
-        axes.axis("off")
-        title = f"{tree.size} nodes, root included; numbers are ranks"
-        if accuracies:
-            title += f"; {sum(values):.2f} tokens a step expected"
-        axes.set_title(title, fontsize=9)
-        with replacing(Path(path)) as part:
-            figure.savefig(part, format=Path(path).suffix.lstrip(".").lower(), dpi=160, bbox_inches="tight")
-    finally:
-        pyplot.close(figure)
+    for node in range(1, tree.size):
+        parent = tree.parents[node]
+        ends = [x[parent], x[node]], [-tree.depths[parent], -tree.depths[node]]
+        axes.plot(*ends, color="0.6", linewidth=0.6 + 3.0 * values[node], zorder=1)
+    shades = [min(1.0, 0.15 + value / STRONG * 0.85) for value in values]
+    axes.scatter(x, [-depth for depth in tree.depths], c=shades, cmap="viridis_r", vmin=0, vmax=1, s=95, zorder=2)
+    for node in range(tree.size):
+        text = str(tree.ranks[node] + 1) if node else ""
+        tint = "white" if shades[node] > 0.45 else "black"
+        axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
+    for depth in range(tree.max_depth + 1):
+        count = tree.depths.count(depth)
+        name = "root" if depth == 0 else f"head {depth}: {count} node{'s' if count > 1 else ''}"
+        axes.text(min(x) - 1.2, -depth, name, ha="right", va="center", fontsize=8)
+    axes.margins(x=0.02, y=0.12)
+    axes.axis("off")
 
 
 def columns(tree: Tree) -> list[float]:
