@@ -1,13 +1,13 @@
-"""Training losses: the heads' loss, sampled softmax, soft targets, and the blockwise softmax loss under them all."""
+"""Losses of drafters: hard and soft targets, sampled softmax, and the blockwise cross-entropy under them all."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch
@@ -46,7 +46,7 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
 
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the accuracy. Heads that read
-    the drafted tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
+    the draft tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
     (`train.regress`; EAGLE, arXiv:2401.15077). That part is in the total alone. Heads that do not read them could only
     learn the mean of the possible states.
     """
@@ -54,88 +54,54 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     index, bias = drafter.vocabulary_index(device), drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
     p = teacher_probabilities(drafter, backbone, batch) if soft or train.loss == "lk" else None
-    select: Callable[[Tensor], Tensor] = lambda matrix: matrix  # noqa: E731
+    scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
     if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
         emitted = index[batch.next[batch.learnt]]
         counts = torch.bincount(emitted[emitted >= 0], minlength=len(drafter.draft_ids))
         mass = counts.float() if p is None else p.sum(0, dtype=torch.float)
-        sampled = SampledSoftmax.draw(mass, counts > 0, train.scored)
-        index, bias = sampled.index(index), sampled.bias(bias)
-        p = None if p is None else sampled.teacher(p)
-        select = cache(sampled.select)  # heads may share a matrix
+        rows, log_weight = sample_rows(mass, counts > 0, train.scored)
+        number = rows.new_full((len(mass) + 1,), -1)  # of each row among those; the last entry is that of row -1
+        number[rows] = torch.arange(len(rows), device=device)
+        index, bias = number[index], log_weight if bias is None else bias[rows] + log_weight
+        if p is not None:
+            p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
+            p /= p.sum(-1, keepdim=True)
+        scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     positions = [batch.targets(k) for k in heads]
-    targets = [index[batch.next[rows + k]] for k, rows in zip(heads, positions, strict=True)]
-    known = [rows[ids >= 0] for rows, ids in zip(positions, targets, strict=True)]
-    count = max(1, len(batch.learnt))
-    regress = _regress_weight(drafter, train)
+    targets = [index[batch.next[at + k]] for k, at in zip(heads, positions, strict=True)]
+    known = [at[ids >= 0] for at, ids in zip(positions, targets, strict=True)]
+    regress = 0.0
+    if drafter.autoregressive:  # in stage 2 the backbone's states are no fixed target: they move with the heads
+        regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
     total, per_head, correct = torch.zeros((), device=device), [], []
-    for k, rows, ids, states in zip(heads, known, targets, drafter.head_states(backbone, batch, known), strict=True):
-        read, matrix = drafter.product(backbone, k - 1, states, batch.next[rows + k - 1])
-        teacher = None if p is None else p[rows + k]
-        loss, hits = linear_loss(read, select(matrix), ids[ids >= 0], teacher, soft=soft, kind=train.loss, bias=bias)
+    for k, at, ids, states in zip(heads, known, targets, drafter.head_states(backbone, batch, known), strict=True):
+        hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
+        teacher = None if p is None else p[at + k]
+        loss, hits = linear_loss(hidden, scored(matrix), ids[ids >= 0], teacher, soft=soft, kind=train.loss, bias=bias)
         per_head.append(loss)
         correct.append(hits)
-        if regress and len(rows):
-            own = batch.hidden[rows + k, -drafter.config.hidden_size :].detach()
+        if regress and len(at):
+            own = batch.hidden[at + k, -drafter.config.hidden_size :].detach()
             loss = loss + regress * F.smooth_l1_loss(states.float(), own.float())
-        total = total + train.decay**k * len(rows) / count * loss
-    counted, learnt = (torch.tensor([len(rows) for rows in kind], device=device) for kind in (positions, known))
+        total = total + train.decay**k * len(at) / max(1, len(batch.learnt)) * loss
+    counted, learnt = (torch.tensor([len(at) for at in kind], device=device) for kind in (positions, known))
     return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
 
 
-def _regress_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
-    """Returns the recipe's weight of the distance between states, or the drafter's default in stage 1.
+def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the rows [m] of a vocabulary that a batch scores, and the log of how many rows each stands for [m].
 
-    In stage 2 the backbone's states are no fixed target: they move with the heads.
+    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at random stand for the
+    rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights added to the scores, the softmax is that
+    over all rows in the mean.
     """
-    if not drafter.autoregressive:
-        return 0.0
-    default = drafter.regress if train.stage == 1 else 0.0
-    return default if train.regress is None else train.regress
-
-
-@dataclass(frozen=True)
-class SampledSoftmax:
-    """The rows [m] of a vocabulary of `size` that one batch scores, and the log of how many rows each stands for [m].
-
-    With the log weights added to the scores, the softmax is that over all rows in the mean. The likely rows are scored
-    for certain, rows drawn at random stand for the rest (sampled softmax, Jean et al., arXiv:1412.2007).
-    """
-
-    rows: Tensor
-    log_weight: Tensor
-    size: int
-
-    @classmethod
-    def draw(cls, mass: Tensor, required: Tensor, count: int) -> "SampledSoftmax":
-        """Draws `count` rows: all `required` [M], most others by their mass [M], the rest by chance."""
-        order = torch.where(required, torch.inf, mass).argsort(descending=True)
-        likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
-        first = max(likely, int(required.sum()))
-        rest = order[first:]
-        drawn = rest[torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)]
-        each = math.log(len(rest) / max(1, len(drawn))) if len(rest) else 0.0
-        weights = torch.cat([mass.new_zeros(first), mass.new_full((len(drawn),), each)])
-        return cls(torch.cat([order[:first], drawn]), weights, len(mass))
-
-    def index(self, index: Tensor) -> Tensor:
-        """Maps an index token id -> row [V] to token id -> number among the scored rows [V], -1 where not scored."""
-        number = index.new_full((self.size + 1,), -1)  # the last entry is that of row -1
-        number[self.rows] = torch.arange(len(self.rows), device=index.device)
-        return number[index]
-
-    def select(self, matrix: Tensor) -> Tensor:
-        """Returns the scored rows [m, H] of a vocabulary matrix [M, H]."""
-        return matrix.index_select(0, self.rows)
-
-    def bias(self, bias: Tensor | None) -> Tensor:
-        """Returns the log weights [m] plus the scored part of a bias [M]."""
-        return self.log_weight if bias is None else bias[self.rows] + self.log_weight
-
-    def teacher(self, p: Tensor) -> Tensor:
-        """Returns probabilities [P, M] over the scored rows alone [P, m]."""
-        part = p.index_select(1, self.rows) * self.log_weight.exp().to(p.dtype)
-        return part / part.sum(-1, keepdim=True)
+    order = torch.where(required, torch.inf, mass).argsort(descending=True)
+    likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
+    first = max(likely, int(required.sum()))
+    rest = order[first:]
+    drawn = rest[torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)]
+    each = math.log(len(rest) / len(drawn)) if len(drawn) else 0.0
+    return torch.cat([order[:first], drawn]), torch.cat([mass.new_zeros(first), mass.new_full((len(drawn),), each)])
 
 
 @torch.no_grad()
@@ -210,11 +176,11 @@ def lk_loss(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     kl = torch.special.xlogy(p, p).sum() - torch.dot(p.view(-1), log_q.view(-1))
     q = log_q.exp_()
     difference = q - p
-    variation = 0.5 * difference.abs().sum()
-    share = torch.exp(-ETA * (1.0 - variation / max(1, len(p))))
+    tv = 0.5 * difference.abs().sum()
+    weight = torch.exp(-ETA * (1.0 - tv / max(1, len(p))))
     sign = 0.5 * difference.sign()
-    by_variation = q * (sign - (q * sign).sum(-1, keepdim=True))
-    return share * kl + (1.0 - share) * variation, difference.mul_(share).add_((1.0 - share) * by_variation)
+    tv_slope = q * (sign - (q * sign).sum(-1, keepdim=True))
+    return weight * kl + (1.0 - weight) * tv, difference.mul_(weight).add_((1.0 - weight) * tv_slope)
 
 
 class LogSoftmax:
@@ -250,12 +216,14 @@ def blockwise_loss(
     weights: Sequence[Tensor],
     rows: int | None = None,
 ) -> Tensor:
-    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])), with its gradients made on the way.
+    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); its gradients are computed with it.
 
     Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach hidden and the weights,
     which must be all that `linear` learns by.
     """
-    total: Tensor = _BlockwiseLoss.apply(loss, linear, rows, torch.is_grad_enabled(), hidden, *weights)
+    total: Tensor = _BlockwiseLoss.apply(
+        loss, linear, rows or max(1, len(hidden)), torch.is_grad_enabled(), hidden, *weights
+    )
     return total
 
 
@@ -265,19 +233,19 @@ class _BlockwiseLoss(torch.autograd.Function):
         ctx: Any,
         loss: RowLoss,
         linear: Callable[[Tensor], Tensor],
-        rows: int | None,
+        rows: int,
         learning: bool,
         hidden: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[4:] if learning else (False,) * (1 + len(weights))
-        leaves = [weight for weight, want in zip(weights, wanted[1:], strict=True) if want]
+        to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
+        leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
         total, log_softmax = torch.zeros((), device=hidden.device), LogSoftmax()
         hidden_grads: list[Tensor] = []
         weight_grads: list[Tensor] = []
-        for start in range(0, max(1, len(hidden)), rows or max(1, len(hidden))):
-            part = hidden[start : start + (rows or len(hidden))].detach().requires_grad_(wanted[0])
-            with torch.set_grad_enabled(any(wanted)):
+        for start in range(0, max(1, len(hidden)), rows):
+            part = hidden[start : start + rows].detach().requires_grad_(to_hidden)
+            with torch.set_grad_enabled(to_hidden or bool(leaves)):
                 logits = linear(part)
             gradient = logits.detach()
             for first in range(0, len(part), ROWS):  # the gradient takes the logits' memory, block by block
@@ -285,17 +253,18 @@ class _BlockwiseLoss(torch.autograd.Function):
                 value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
                 total += value
                 block.copy_(slope)
-            if any(wanted):
-                grads = list(torch.autograd.grad(logits, [part, *leaves] if wanted[0] else leaves, gradient))
-                if wanted[0]:
+            if logits.requires_grad:
+                grads = list(torch.autograd.grad(logits, [part, *leaves] if to_hidden else leaves, gradient))
+                if to_hidden:
                     hidden_grads.append(grads.pop(0))
                 if weight_grads:
                     torch._foreach_add_(weight_grads, grads)
                 else:
                     weight_grads = grads
-        kept = iter(weight_grads)
+        by_weight = iter(weight_grads)
         ctx.save_for_backward(
-            torch.cat(hidden_grads) if wanted[0] else None, *(next(kept) if want else None for want in wanted[1:])
+            torch.cat(hidden_grads) if to_hidden else None,
+            *(next(by_weight) if needed else None for needed in to_weights),
         )
         return total
 
