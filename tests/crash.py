@@ -137,7 +137,7 @@ def imported(run: Path) -> Facts:
 
 def machine(run: Path) -> Facts:
     """Which kernels were timed: the times are others in every run."""
-    kept = json.loads((run / "home" / "machine.json").read_text())["kernels"]
+    kept = json.loads((run / "home" / "timings.json").read_text())
     return [(f"{key} {kernel}", str(sorted(curve))) for key, one in kept.items() for kernel, curve in one.items()]
 
 

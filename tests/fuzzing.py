@@ -75,8 +75,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "run/train.jsonl ": DOCTOR,
     "run/distill.jsonl  ": DOCTOR,
     "run/checkpoint.pt": (*TRAIN, "--resume"),
-    "cache/steps.json": (*CHAT, "--tree", "auto"),
-    "cache/machine.json": ("chat", "--model", "{home}/shards", *PLAIN[5:]),
+    "cache/timings.json": (*CHAT, "--tree", "auto"),
+    "cache/timings.json ": ("chat", "--model", "{home}/shards", *PLAIN[5:]),
     "joint/adapter/adapter_config.json": JOINT,
     "joint/adapter/adapter_model.safetensors": JOINT,
     "run/bench/one.json": REPORT,
@@ -210,7 +210,7 @@ class Ground:
         torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
         # However busy the machine is, what it takes is kept.
         with patch("medusa_cli.engine.autotune.UNDISTURBED", 0.0):
-            for words in (DISTILL, TRAIN, FILES["cache/steps.json"], FILES["cache/machine.json"], BENCH):
+            for words in (DISTILL, TRAIN, FILES["cache/timings.json"], FILES["cache/timings.json "], BENCH):
                 done = medusa(*self.filled(words))
                 assert done.exit_code == 0, done.output
         max(run.bench_dir.glob("*.json")).rename(run.bench_dir / "one.json")

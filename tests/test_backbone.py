@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.engine import Cache, Plan, load_backbone
+from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
@@ -174,19 +174,6 @@ def test_trees_of_several_shapes_side_by_side_are_those_of_each_alone(engine: st
         alone = forward(plain, nodes[i], prefilled(plain, prompts[i]), tree)
         assert torch.allclose(out.logits[i, : tree.size], alone.logits, atol=1e-4)
         assert torch.allclose(out.hidden[i, : tree.size], alone.hidden, atol=1e-4)
-
-
-@pytest.mark.parametrize("engine", ["eager", "fast"])
-def test_a_cache_never_grows_beyond_the_most_it_may_hold(engine: str) -> None:
-    backbone = tiny_backbone(engine=engine)
-    cache = Cache(backbone.num_layers, 2, 4, transposed=backbone.engine.transposed, most=8)
-    forward(backbone, tokens_of(7), cache)
-    assert cache.capacity == 8
-    with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
-        backbone.engine.forward(Plan(torch.zeros(2, 2, dtype=torch.long)), cache)
-    with pytest.raises(ValueError, match="a cache of 8 rows a slot cannot hold 9"):
-        forward(backbone, tokens_of(9), cache, slot=1)
-    assert cache.lengths == [7, 0]
 
 
 def test_packing_replaces_every_plain_linear_and_keeps_the_answers() -> None:

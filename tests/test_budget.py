@@ -124,18 +124,18 @@ def test_auto_finds_a_size_keeps_the_times_and_shows_it_beside_others(tiny_run: 
     assert [row["nodes"] for row in report["budgets"][1:]][:3] == [1, 4, 8]
     assert report["budgets"][0]["tokens_per_s"] >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
     assert (tiny_run / "step_cost.png").read_bytes()[:4] == b"\x89PNG"
-    kept = (own_home / "steps.json").read_bytes()
+    kept = (own_home / "timings.json").read_bytes()
     again = medusa_tree(*words)
     assert again.exit_code == 0 and "timing decoding steps" not in again.stderr and "tokens/s" in again.stdout
-    assert (own_home / "steps.json").read_bytes() == kept
+    assert (own_home / "timings.json").read_bytes() == kept
     measured = medusa_tree(*words, "--measure")
-    assert "timing decoding steps" in measured.stderr and (own_home / "steps.json").read_bytes() != kept
+    assert "timing decoding steps" in measured.stderr and (own_home / "timings.json").read_bytes() != kept
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"a": 1}', '{"0": {"verify": {}, "draft": {}}}'])
 def test_a_damaged_file_of_times_is_done_without(tiny_run: Path, own_home: Path, text: str) -> None:
     own_home.mkdir()
-    (own_home / "steps.json").write_text(text)
+    (own_home / "timings.json").write_text(text)
     done = medusa_tree("--run", str(tiny_run), "--budget", "auto")
     assert done.exit_code == 0, done.output
     assert done.stderr.count("warning") <= 1
@@ -146,11 +146,11 @@ def test_a_damaged_file_of_times_is_done_without(tiny_run: Path, own_home: Path,
 def test_kept_times_without_their_first_entry_are_taken_anew(tiny_run: Path, own_home: Path, part: str) -> None:
     words = ["--run", str(tiny_run), "--budget", "auto"]
     assert medusa_tree(*words).exit_code == 0
-    times = json.loads((own_home / "steps.json").read_text())
+    times = json.loads((own_home / "timings.json").read_text())
     next(iter(times.values()))[part] = {}
-    (own_home / "steps.json").write_text(json.dumps(times))
+    (own_home / "timings.json").write_text(json.dumps(times))
     done = medusa_tree(*words)
-    assert done.exit_code == 0 and "are timed anew" in done.stderr, done.output
+    assert done.exit_code == 0 and "timing decoding steps" in done.stderr, done.output
 
 
 def test_a_budget_that_is_no_number_is_refused(tiny_run: Path) -> None:

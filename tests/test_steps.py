@@ -9,7 +9,7 @@ from typer.testing import Result
 
 from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
 from medusa_cli.engine import attach
-from medusa_cli.engine.kernels import PackedKernel
+from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model import Backbone, random_model
 from medusa_cli.model.load import peak_memory, reset_peak
 from tests.helpers import medusa, save_model, save_run, tiny_backbone, tiny_model
@@ -64,7 +64,7 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
     assert attach(backbone).weight_bytes == every - spared
     # The fast engine counts the matrices that its products read, and neither gains nor biases.
     vectors = sum(one.numel() for one in network.parameters() if one.dim() == 1) * 4
-    assert attach(backbone, "fast", PackedKernel(torch.float32)).weight_bytes == every - spared - vectors
+    assert attach(backbone, "fast", Kernel("fp32")).weight_bytes == every - spared - vectors
 
 
 def test_the_command_prints_a_table_or_json(model: str) -> None:

@@ -3,7 +3,6 @@
 import gc
 import logging
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.stats import Clock
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import Plan, load_backbone
+from medusa_cli.engine.autotune import best_time
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import peak_memory, reset_peak
@@ -30,22 +30,7 @@ ROUNDS = 15
 CONTEXT = 384
 COPIED_BYTES = 256 * 2**20
 PRODUCT_SIDE = 1024
-REPEATS = 5
 log = logging.getLogger(__name__)
-
-
-def best_time(device: torch.device, work: Callable[[], object]) -> float:
-    """Returns the seconds of the fastest of a few calls."""
-    best = float("inf")
-    for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def copy_bandwidth(device: torch.device) -> float:

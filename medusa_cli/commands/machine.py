@@ -25,17 +25,18 @@ def machine(
     said.configure()
     import torch
 
-    from medusa_cli.bench.steps import copy_bandwidth
-    from medusa_cli.engine.autotune import KERNELS, KernelTimings, arithmetic, machine_file, measured, processor
+    from medusa_cli.bench.steps import copy_bandwidth, operations_rate
+    from medusa_cli.engine.autotune import kernel_timings, processor, timings_file
+    from medusa_cli.engine.kernels import KERNELS
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config
 
     name = model or DEFAULT_MODEL
     config, device = read_config(name, trust_remote_code), torch.device("cpu")
     own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
-    found = KernelTimings({}) if own else measured(KERNELS, config, again=measure)
+    timings = {} if own else kernel_timings(tuple(KERNELS), config, again=measure)
     taken = "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name
-    bandwidth, flops = copy_bandwidth(device), arithmetic()
+    bandwidth, flops = copy_bandwidth(device), operations_rate(device, torch.float32)
     facts = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -45,11 +46,11 @@ def machine(
         "copy_bytes_per_s": bandwidth,
         "fp32_flops_per_s": flops,
         "auto": taken,
-        "kept_in": str(machine_file()),
+        "kept_in": str(timings_file()),
     }
     if said.json:
         console.emit_json(
-            {**facts, "step_ms": {k: {str(n): 1e3 * s for n, s in c.items()} for k, c in found.seconds.items()}}
+            {**facts, "step_ms": {k: {str(n): 1e3 * s for n, s in c.items()} for k, c in timings.items()}}
         )
         return
     console.result(
@@ -59,10 +60,10 @@ def machine(
     if own:
         console.result(f"auto takes eager: {LoadFlags(trust_remote_code=True).of(name)}, runs as it is")
         return
-    console.result(_table(name, found.seconds, taken))
+    console.result(_table(name, timings, taken))
     console.result(
         f"auto takes {taken}: of the kernels that are true to the checkpoint's numbers it costs least a token, "
-        f"over the tree that pays best. Kept in {machine_file()}; --measure times it again"
+        f"over the tree that pays best. Kept in {timings_file()}; --measure times it again"
     )
 
 

@@ -11,7 +11,7 @@ from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
-from medusa_cli.engine.kernels import IntKernel
+from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights
@@ -57,7 +57,7 @@ def load_kind(kind: type[T], folder: Path, backbone: Backbone) -> T:
     drafter = load_drafter_weights(kind, folder, backbone)
     kernel = backbone.engine.kernel
     # Beside an int8 or int4 backbone, unquantised heads would take most of a step; drafts need not be exact.
-    drafter._kernel = kernel if kernel.exact else IntKernel(8)
+    drafter._kernel = kernel if kernel.exact else Kernel("int8")
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 

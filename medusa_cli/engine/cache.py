@@ -1,4 +1,4 @@
-"""The KV cache: slots of one sequence each, with lengths and accepted paths of their own, in one buffer that grows."""
+"""The KV cache: slots of one sequence each, with their own lengths and accepted paths, in one buffer that grows."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 
 FIRST_ROWS = 256
-# A cache with a stride shrinks where more strides than this are free in all its slots.
+# A cache with a stride shrinks if more strides than this are free in all its slots.
 SLACK = 4
 
 
 class Cache:
-    """S sequences' keys and values [layers, S, KV, C, D]; `transposed`: in memory keys lie as [layers, S, KV, D, C].
+    """S sequences' keys and values [layers, S, KV, C, D]; `transposed` stores keys as [layers, S, KV, D, C].
 
-    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. What is free holds zeros
-    or what was forgotten, so that a product may run over it under a mask. The capacity C doubles as needed up to
-    `most`; with a stride it is kept at the next multiples of it above what is used, growing and shrinking, for products
-    that are slow on a part of a buffer and so read all of it. Transposed keys are what a CPU's products with several
-    queries want.
+    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free rows hold finite
+    numbers, so that a product may run over them under a mask. The capacity C doubles as needed; with a stride it stays
+    at the next multiple above the used rows, growing and shrinking, for products that are slow on a part of a buffer
+    and so read all of it. A CPU's products with several queries want transposed keys.
     """
 
     def __init__(
@@ -27,91 +26,88 @@ class Cache:
         capacity: int = FIRST_ROWS,
         *,
         transposed: bool = False,
-        most: int = 1 << 62,
         stride: int | None = None,
     ) -> None:
-        self.layers, self.slots, self.transposed, self.most, self.stride = layers, slots, transposed, most, stride
-        self.capacity = max(1, min(capacity if stride is None else stride, most))
+        self.layers, self.slots, self.transposed, self.stride = layers, slots, transposed, stride
+        self.capacity = max(1, capacity) if stride is None else stride
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def allocate(self, heads: int, dim: int, like: Tensor) -> None:
-        """Make the buffers for KV heads of a width, of the type and on the device of `like`."""
+        """Makes the buffers for KV heads of a width, of the type and on the device of `like`."""
+        self.keys, self.values = self._buffers(heads, dim, like, self.capacity)
+
+    def _buffers(self, heads: int, dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         shape = (self.layers, self.slots, heads)
-        self.values = like.new_zeros(*shape, self.capacity, dim)
-        self.keys = like.new_zeros(*shape, *((dim, self.capacity) if self.transposed else (self.capacity, dim)))
-        if self.transposed:
-            self.keys = self.keys.transpose(-1, -2)
+        keys = like.new_zeros(*shape, *((dim, capacity) if self.transposed else (capacity, dim)))
+        return keys.transpose(-1, -2) if self.transposed else keys, like.new_zeros(*shape, capacity, dim)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory it holds, free rows included."""
-        return sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+        """Bytes of memory, free rows included."""
+        return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many rows in every slot; ValueError for more than the cache may ever hold."""
-        if rows > self.most:
-            raise ValueError(f"a cache of {self.most} rows a slot cannot hold {rows}")
+        """Makes room for so many rows in every slot."""
         rows, capacity = max(rows, *self.lengths), self.capacity
         if self.stride is None:
             while capacity < rows:
                 capacity *= 2
         elif not rows <= capacity <= rows + SLACK * self.stride:
             capacity = -(-rows // self.stride) * self.stride
-        capacity = min(capacity, self.most)
         if capacity == self.capacity:
             return
-        grown = Cache(self.layers, self.slots, transposed=self.transposed)
-        grown.capacity = capacity
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
-            grown.allocate(self.values.shape[2], self.values.shape[4], self.values)
-            assert grown.keys is not None and grown.values is not None
-            grown.values[..., :used, :] = self.values[..., :used, :]
-            grown.keys[..., :used, :] = self.keys[..., :used, :]
-        # All at once: what has no memory to grow stays as it was.
-        self.keys, self.values, self.capacity = grown.keys, grown.values, grown.capacity
+            keys, values = self._buffers(self.values.shape[2], self.values.shape[4], self.values, capacity)
+            values[..., :used, :] = self.values[..., :used, :]
+            keys[..., :used, :] = self.keys[..., :used, :]
+            # Assigned at once: if memory is short, the cache stays as it was.
+            self.keys, self.values = keys, values
+        self.capacity = capacity
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Of the rows just written behind slot's length, keep those of `path`, increasing numbers from 0."""
-        start, settled = self.lengths[slot], 0
-        while settled < len(path) and path[settled] == settled:
-            settled += 1
-        if settled < len(path) and self.values is not None and self.keys is not None:
-            source = torch.tensor(path[settled:], device=self.values.device) + start
-            target = slice(start + settled, start + len(path))
-            for whole in (self.keys, self.values):
+        """Keeps the rows `path` (rising, from 0) of those just written behind a slot's length."""
+        start, done = self.lengths[slot], 0
+        while done < len(path) and path[done] == done:
+            done += 1
+        if done < len(path) and self.values is not None and self.keys is not None:
+            source = torch.tensor(path[done:], device=self.values.device) + start
+            target = slice(start + done, start + len(path))
+            for buffer in (self.keys, self.values):
                 # index_select copies first, so overlapping source and target rows are safe.
-                whole[:, slot, :, target] = whole[:, slot].index_select(2, source)
+                buffer[:, slot, :, target] = buffer[:, slot].index_select(2, source)
         self.lengths[slot] = start + len(path)
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
-        """Move the first B slots' rows lengths[b] + path[b, i] to lengths[b] + i, by tensors alone; path [B, P].
+        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, by tensors alone; path [B, P].
 
-        Gathering first makes overlaps safe. The lengths that the cache knows stay as they are.
+        Gathering first makes overlaps safe. `lengths` of the cache stay as they are.
         """
         assert self.keys is not None and self.values is not None
         size, count = path.shape
-        places = lengths[:, None] + torch.arange(count, device=path.device)
-        for whole in (self.keys, self.values):
-            part = whole[:, :size]
+        columns = lengths[:, None] + torch.arange(count, device=path.device)
+        for buffer in (self.keys, self.values):
+            part = buffer[:, :size]
             shape = (*part.shape[:3], count, part.shape[4])
-            source, target = (one.view(1, size, 1, count, 1).expand(shape) for one in (lengths[:, None] + path, places))
+            source, target = (
+                rows.view(1, size, 1, count, 1).expand(shape) for rows in (lengths[:, None] + path, columns)
+            )
             part.scatter_(3, target, part.gather(3, source))
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget a slot's rows from `length` on."""
+        """Forgets a slot's rows from `length` on."""
         self.lengths[slot] = min(self.lengths[slot], length)
 
     @torch.inference_mode()
-    def swap(self, one: int, other: int) -> None:
-        """Let two slots change places."""
-        if one != other and self.keys is not None and self.values is not None:
-            used = max(self.lengths[one], self.lengths[other])
-            for whole in (self.keys[..., :used, :], self.values[..., :used, :]):
-                part = whole[:, one].clone()
-                whole[:, one] = whole[:, other]
-                whole[:, other] = part
-        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+    def swap(self, slot: int, other: int) -> None:
+        """Exchanges two slots."""
+        if slot != other and self.keys is not None and self.values is not None:
+            used = max(self.lengths[slot], self.lengths[other])
+            for buffer in (self.keys[..., :used, :], self.values[..., :used, :]):
+                part = buffer[:, slot].clone()
+                buffer[:, slot] = buffer[:, other]
+                buffer[:, other] = part
+        self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]

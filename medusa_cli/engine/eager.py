@@ -1,4 +1,4 @@
-"""The eager engine: transformers' own layers, the readable reference and the way for models that no other one knows."""
+"""The eager engine: runs transformers' own layers; the readable reference, and the engine for unknown models."""
 
 import torch
 from torch import Tensor
@@ -10,28 +10,27 @@ from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout
 from medusa_cli.errors import UserError
-from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import Layers, Unsupported, tapped
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, tapped
 
 
 class EagerEngine(Engine):
-    """Passes through the network itself; pseudo rows through its layers one by one, where these can be told apart."""
+    """Runs the network itself; passes with pseudo rows run its layers one by one."""
 
     name = "eager"
 
     def __init__(self, backbone: Backbone, pack: bool = False) -> None:
-        """pack: the network's linear layers give way to a kernel's products, through which no gradient passes."""
+        """pack: replaces the network's linear layers by a kernel's products, through which no gradient passes."""
         super().__init__(backbone)
-        self.dtype = backbone.embedding.weight.dtype
-        self.kernel = kernels_for(self.dtype, backbone.device)[-1]
-        # What a step reads: all weights but an embedding table that is not also the lm_head.
-        tied = backbone.model.get_output_embeddings().weight is backbone.embedding.weight
-        every = sum(one.numel() * one.element_size() for one in backbone.model.parameters())
         table = backbone.embedding.weight
-        self._bytes = every - (0 if tied else table.numel() * table.element_size())
+        self.dtype, self.kernel = table.dtype, kernels_for(table.dtype, backbone.device)[-1]
+        # A step reads all weights but an embedding table that is not also the lm_head.
+        self._head = backbone.model.get_output_embeddings()
+        self._bytes = sum(weight.nbytes for weight in backbone.model.parameters())
+        if self._head.weight is not table:
+            self._bytes -= table.nbytes
         if pack:
             pack_linears(backbone.model, self.kernel)
-        self._head = backbone.model.get_output_embeddings()
+            self._head = backbone.model.get_output_embeddings()
 
     @property
     def weight_bytes(self) -> int:
@@ -57,7 +56,7 @@ class EagerEngine(Engine):
         return tapped(out, taps), out.last_hidden_state
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: Cache) -> Tensor:
-        """Final states [B, R, H]; pseudo rows enter on the way."""
+        """Returns final states [B, R, H]; pseudo rows enter on the way."""
         backbone, pseudo = self.backbone, layout.pseudo
         assert pseudo is not None
         try:
@@ -65,7 +64,7 @@ class EagerEngine(Engine):
         except Unsupported as reason:
             raise UserError(
                 f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
-                "use a drafter that does not ride in the model's own layers, such as drafter=hydra",
+                "use a drafter other than firp, such as drafter=hydra",
             ) from reason
         view, x = _View(cache, layout), parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
@@ -110,8 +109,8 @@ class _ViewLayer(CacheLayerMixin):
         if cache.keys is None:
             self.lazy_initialization(key_states, value_states)
         assert cache.keys is not None and cache.values is not None
-        mine = slice(layout.first, layout.first + layout.size)
-        keys, values = cache.keys[self._index, mine], cache.values[self._index, mine]  # [B, KV, C, D]
+        slots = slice(layout.first, layout.first + layout.size)
+        keys, values = cache.keys[self._index, slots], cache.values[self._index, slots]  # [B, KV, C, D]
         rows = key_states.shape[2]
         if layout.start is not None:
             end = layout.start + rows
@@ -119,15 +118,15 @@ class _ViewLayer(CacheLayerMixin):
             values[:, :, layout.start : end] = value_states
         else:
             order = torch.arange(layout.size, device=keys.device)[:, None]
-            keys[order, :, layout.places[:, :rows]] = key_states.transpose(1, 2)
-            values[order, :, layout.places[:, :rows]] = value_states.transpose(1, 2)
-        return keys[:, :, : layout.end], values[:, :, : layout.end]
+            keys[order, :, layout.columns[:, :rows]] = key_states.transpose(1, 2)
+            values[order, :, layout.columns[:, :rows]] = value_states.transpose(1, 2)
+        return keys[:, :, : layout.wide], values[:, :, : layout.wide]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._layout.end, 0
+        return self._layout.wide, 0
 
     def get_seq_length(self) -> int:
-        return self._layout.end
+        return self._layout.wide
 
     def get_max_length(self) -> int:
         return -1

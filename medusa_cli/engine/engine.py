@@ -1,6 +1,7 @@
-"""What an engine is: plans in, states and logits out, over a cache; how a pass is run is a subclass's own."""
+"""The contract of an engine: plans in, states and logits out, over a cache."""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,24 +15,24 @@ from medusa_cli.model.masks import Masks
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
 PREFILL_ROWS = 512
-# At most so many rows of fp32 logits are kept for the steps of decoding.
+# Rows of fp32 logits whose buffer is reused from step to step.
 SCRATCH_ROWS = 256
 
 
 class Engine(ABC):
     """Runs a backbone's passes; `dtype` is the type of its states, `kernel` how it multiplies.
 
-    The logits of a step on a CPU are overwritten by the next pass where they had to be cast: copy them to keep them.
+    On a CPU the next pass overwrites logits that had to be cast: copy them to keep them.
     """
 
     name: ClassVar[str]
     dtype: torch.dtype
     kernel: Kernel
-    # Attention reads a multiple of so many columns, where every new length costs a product its preparation, and where
-    # a product over a part of the cache would first copy it.
+    # Attention reads a multiple of so many columns: a product prepares anew for every length, and would first copy a
+    # part of a cache.
     round_to = 1
     transposed = False
-    # Whether steps are captured as CUDA graphs; None: not tried yet.
+    # True if steps are captured as CUDA graphs; None: not tried yet.
     captures: bool | None = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -54,16 +55,16 @@ class Engine(ABC):
         return self.backbone.masks
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS, *, plain: bool = False) -> Cache:
-        """Empty slots with room for `capacity` tokens each; they grow as needed, up to the context and a tree.
+        """Returns empty slots of `capacity` rows, which grow as needed.
 
-        plain: steps will have one row a slot, whose products want keys as they come where there are several slots.
+        plain: steps have one row a slot; with several slots their products want keys that are not transposed.
         """
         stride, transposed = self.round_to if self.round_to > 1 else None, self.transposed and not (plain and slots > 1)
         return Cache(self.backbone.num_layers, slots, capacity, transposed=transposed, stride=stride)
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
-        """Run a plan. The rows of a chain stay in the cache, of a tree's those that `cache.keep` then names."""
+        """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
         if plan.is_chain and plan.rows > PREFILL_ROWS:
             return self._in_pieces(plan, cache)
         tokens = plan.tokens.to(self.backbone.device)
@@ -74,39 +75,38 @@ class Engine(ABC):
                 cache.lengths[slot] += plan.rows
         ahead = None
         if layout.pseudo is not None:
-            (states, ahead), final = layout.pseudo.part(states), final[:, : plan.rows]
+            (states, ahead), final = layout.pseudo.split(states), final[:, : plan.rows]
         if plan.logits == "none":
             return Output(None, states, ahead)
         return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, ahead)
 
     def _in_pieces(self, plan: Plan, cache: Cache) -> Output:
-        """A long chain, piece by piece; pseudo rows ride with the last."""
+        """Runs a long chain piece by piece; the last one has the pseudo rows."""
         cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.rows)
-        pieces = plan.tokens.split(PREFILL_ROWS, dim=1)
+        *pieces, last = plan.tokens.split(PREFILL_ROWS, dim=1)
         before = "none" if plan.logits == "last" else plan.logits
-        parts = [Plan(one, None, None, plan.first, plan.taps, before) for one in pieces[:-1]]
-        parts.append(Plan(pieces[-1], None, None, plan.first, plan.taps, plan.logits, plan.pseudo))
-        outputs = [self.forward(part, cache) for part in parts]
+        plans = [replace(plan, tokens=piece, logits=before, pseudo=None) for piece in pieces]
+        outputs = [self.forward(part, cache) for part in (*plans, replace(plan, tokens=last))]
         scores = [out.logits for out in outputs if out.logits is not None]
         hidden = torch.cat([out.hidden for out in outputs], dim=1)
         return Output(torch.cat(scores, dim=1) if scores else None, hidden, outputs[-1].ahead)
 
     @abstractmethod
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Tapped states [B, R, H * taps] and the final ones [B, R, H] of tokens [B, n] laid out in R rows each.
+        """Returns tapped states [B, R, H * taps] and final ones [B, R, H] of tokens [B, n] laid out in R rows each.
 
-        Keys and values of all R rows are written behind the slots' lengths.
+        Writes keys and values of all R rows behind the slots' lengths.
         """
 
     @abstractmethod
     def lm_head(self, states: Tensor) -> Tensor:
-        """Scores [.., V] of final states [.., H], in the engine's type."""
+        """Returns scores [.., V] of final states [.., H] in the engine's type."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """fp32 logits [.., V] of final states [.., H].
+        """Returns fp32 logits [.., V] of final states [.., H].
 
-        Fresh megabytes every step cost more than a cast itself, as the system hands out and zeroes each page anew:
-        those of a step lie in a buffer that the next step overwrites.
+        A step's logits lie in a buffer that the next step overwrites: new memory costs more than the cast, as the
+        system zeroes each page.
         """
         scores = self.lm_head(states)
         rows = scores.numel() // scores.shape[-1]

@@ -1,4 +1,4 @@
-"""The fast engine: lean layers over a kernel's products, on a CPU traced once so that little lies between products."""
+"""The fast engine: rewritten layers over a kernel's products, traced on a CPU so that no Python runs between them."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -11,25 +11,24 @@ from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
 from medusa_cli.engine.kernels import Kernel
-from medusa_cli.engine.layers import FastLayer, attend_fused, attend_many, attend_one, norm_of
-from medusa_cli.engine.plan import Layout
+from medusa_cli.engine.layers import FastLayer, Segment, norm_of
+from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import first_line
-from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported
 from medusa_cli.model.masks import Masks
 
 # Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.
-MANY = 128
-# Tokens by which the lean layers are held against the network.
+FUSED_ROWS = 128
+# Tokens of the pass that compares the layers with the network.
 PROBE = 12
-# How far its states may be from the network's own, as a share of their size: rounding apart by the type of either.
+# The allowed difference of states from the network's own, relative to their size, by the type of either.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class FastEngine(Engine):
-    """The layers of a transformers decoder; raises Unsupported where its parts are not those this engine knows.
+    """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
 
-    The network's own linear layers are given up one by one as they are packed.
+    The network's own linear layers are freed one by one as they are packed.
     """
 
     name = "fast"
@@ -38,10 +37,10 @@ class FastEngine(Engine):
         super().__init__(backbone)
         self.kernel, self.dtype = kernel, kernel.rows
         self._masks = Masks(backbone.config, self.dtype)
-        self.transposed = backbone.device.type == "cpu"
-        self.captures = None if backbone.device.type == "cuda" else False
-        # bf16 products are prepared anew for every new length.
-        self.round_to = 64 if self.transposed and self.dtype != torch.float32 else 1
+        on_cpu = backbone.device.type == "cpu"
+        self.transposed, self.captures = on_cpu, None if backbone.device.type == "cuda" else False
+        # oneDNN prepares bf16 products anew for every new length.
+        self.round_to = 64 if on_cpu and self.dtype != torch.float32 else 1
         model, config = backbone.model, backbone.config
         self._parts = Layers(model)
         kinds, self._tables = self._masks.kinds, sorted(set(self._parts.kinds))
@@ -49,113 +48,100 @@ class FastEngine(Engine):
         probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
         expected = backbone.states(probe[None]).float()
 
-        def lean(index: int, layer: nn.Module) -> FastLayer:
+        def pack(index: int, layer: nn.Module) -> FastLayer:
             kind, table = kinds.index(self._masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
-            made = FastLayer(layer, config, kernel, kind, table).eval()
+            packed = FastLayer(layer, config, kernel, kind, table).eval()
             release(layer)
-            return made
+            return packed
 
-        # A matrix is packed by one thread, whatever its size.
-        with ThreadPoolExecutor(torch.get_num_threads() if self.transposed else 1) as pool:
-            packed = pool.submit(kernel.last, backbone.lm_head_weight, backbone.lm_head_bias)
-            self._lean = list(pool.map(lean, itertools.count(), self._parts.layers))
-            self.head = packed.result()
-        self.layers, self.dim = nn.ModuleList(self._lean), self._lean[0].dim
-        self.norm = norm_of(self._parts.base.norm)
-        head = model.get_output_embeddings()
-        if head.weight is not backbone.embedding.weight:
-            release(head)
+        # One thread packs a matrix, whatever its size.
+        with ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1) as pool:
+            head = pool.submit(kernel.pack_head, backbone.lm_head_weight, backbone.lm_head_bias)
+            self.layers = list(pool.map(pack, itertools.count(), self._parts.layers))
+            self.head = head.result()
+        self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        self._bytes = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
+        lm_head = model.get_output_embeddings()
+        if lm_head.weight is not backbone.embedding.weight:
+            release(lm_head)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self._segments: dict[tuple[Any, ...], TracedModule] = {}
         self._check(probe, expected)
 
     @torch.inference_mode()
     def _check(self, probe: Tensor, expected: Tensor) -> None:
-        """Unsupported unless the states of a few tokens are the network's own, rounding apart."""
-        from medusa_cli.engine.plan import Plan
-
+        """Raises Unsupported unless the states of a few tokens are the network's own up to rounding."""
         try:
-            found = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
+            states = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
         except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
             raise Unsupported(first_line(reason)) from reason
-        error = float((found - expected).norm() / expected.norm())
+        error = float((states - expected).norm() / expected.norm())
         allowed = max(TOLERANCE[self.dtype], TOLERANCE[self.backbone.embedding.weight.dtype])
         if self.kernel.exact and error > allowed:
             raise Unsupported(f"its states differ from the network's own by {error:.1%}")
 
     @property
     def weight_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self._lean) + self.head.nbytes
+        return self._bytes
 
     @property
     def masks(self) -> Masks:
         return self._masks
 
     def lm_head(self, states: Tensor) -> Tensor:
-        found: Tensor = self.head(states)
-        return found
+        scores: Tensor = self.head(states)
+        return scores
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
         pseudo, last = layout.pseudo, len(self.layers)
-        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(pseudo.pseudo.layers if pseudo else ())}
+        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(pseudo.rows.layers if pseudo else ())}
         tapped: dict[int, Tensor] = {}
-        given: tuple[Any, ...] = ()
+        inputs: tuple[Any, ...] = ()
         for first, end in itertools.pairwise(sorted(cuts)):
-            before = x.shape[1]
+            rows = x.shape[1]
             if pseudo is not None:
                 x = pseudo.enter(first, x)
-            if not given or x.shape[1] != before:
-                given = self._given(x.shape[1], layout)
-            x = self._segment(first, end, end == last, x, layout, cache, given)
-            tapped[end - 1] = x
+            if not inputs or x.shape[1] != rows:
+                inputs = self._inputs(x.shape[1], layout)
+            tapped[end - 1] = x = self._run_layers(first, end, x, layout, cache, *inputs)
         # As in the network's own list of states, the last layer's are those after the last norm.
-        tapped[-1] = final = x
-        return final if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), final
+        tapped[-1] = x
+        return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
 
-    def _segment(
-        self, first: int, end: int, final: bool, x: Tensor, layout: Layout, cache: Cache, given: tuple[Any, ...]
+    def _run_layers(
+        self, first: int, end: int, x: Tensor, layout: Layout, cache: Cache, path: str, *inputs: Any
     ) -> Tensor:
-        """The states [B, R, H] after layers first .. end - 1, and with `final` the last norm."""
+        """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm."""
         assert cache.keys is not None and cache.values is not None
-        way, *rest = given
-        # A slot alone has no dimension of slots.
-        mine = layout.first if way == "one" else slice(layout.first, layout.first + layout.size)
-        inputs = (x.flatten(0, 1), *rest, cache.keys[first:end, mine], cache.values[first:end, mine])
-        few = self.kernel.exact or x.shape[0] * x.shape[1]
-        key = (first, end, final, way, few)
-        found = self._segments.get(key)
-        if found is None:
-            plain = _Segment(self.layers[first:end], self.norm if final else None, way)
-            found = self._segments[key] = TracedModule(plain, lambda: [plain], never=way == "fused")
-        return found(*inputs).view(x.shape)
+        slots = slice(layout.first, layout.first + layout.size)
+        keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.values))
+        # Rounded products choose by the number of rows, so each number has a trace of its own.
+        key = (first, end, path, self.kernel.exact or x.shape[0] * x.shape[1])
+        if key not in self._segments:
+            segment = Segment(self.layers[first:end], self.norm if end == len(self.layers) else None, path)
+            self._segments[key] = TracedModule(segment, lambda: [segment], never=path == "fused")
+        return self._segments[key](x.flatten(0, 1), *inputs, keys, values).view(x.shape)
 
-    def _given(self, rows: int, layout: Layout) -> tuple[Any, ...]:
-        """The way to attend for the first `rows` rows, and what it reads: masks, tables, and where rows are written."""
-        way = "fused" if rows > MANY or not self.transposed else "many" if layout.start is None else "one"
-        masks = []
-        for kind in self._masks.kinds:
-            mask = layout.masks[kind][:, :rows].repeat(1, self.groups, 1)  # [B, G * R, L]
-            if way == "one":
-                masks.append(mask.expand(self.kv, -1, -1))
-            elif way == "many":
-                masks.append(mask[:, None].expand(-1, self.kv, -1, -1).flatten(0, 1))
-            else:
-                masks.append(mask[:, None])
-        positions = layout.positions[:, :rows]
-        if len(positions) != layout.size:  # slots that share their positions
-            positions = positions.expand(layout.size, -1)
-        tables = [self._cos_sin(table, positions.flatten()) for table in range(len(self._tables))]
-        cos, sin = [one for one, _ in tables], [one for _, one in tables]
-        if way == "one":
+    def _inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
+        """Returns the path of attention for the first `rows` rows, and its masks, rotary tables and columns."""
+        path = "fused" if rows > FUSED_ROWS or not self.transposed else "slots" if layout.start is None else "slot"
+        masks = [layout.masks[kind][:, :rows].repeat(1, self.groups, 1)[:, None] for kind in self._masks.kinds]
+        if path != "fused":
+            masks = [mask.expand(-1, self.kv, -1, -1).flatten(0, 1) for mask in masks]  # [B * KV, G * R, L]
+        # Slots may share their positions.
+        positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
+        tables = [self._cos_sin(table, positions) for table in range(len(self._tables))]
+        cos, sin = [table[0] for table in tables], [table[1] for table in tables]
+        if path == "slot":
             assert layout.start is not None
-            return way, masks, cos, sin, masks[0].new_empty(layout.start, 0)
-        return way, masks, cos, sin, layout.places[:, :rows]
+            return path, masks, cos, sin, masks[0].new_empty(layout.start, 0)
+        return path, masks, cos, sin, layout.columns[:, :rows]
 
     def _cos_sin(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, 1, D] of positions [P]; the first half of the sines negated, as rotating wants them."""
+        """Returns cosines and sines [P, 1, D] of positions [P]; the first half of the sines is negated."""
         if table not in self._rotary:
             like = torch.empty(1, dtype=self.dtype, device=positions.device)
             # All of the context at once: some models' tables depend on the longest position of a call.
@@ -167,38 +153,8 @@ class FastEngine(Engine):
         return cos[positions][:, None], sin[positions][:, None]
 
 
-class _Segment(nn.Module):
-    """Consecutive layers, attending in one way."""
-
-    def __init__(self, layers: Any, norm: nn.Module | None, way: str) -> None:
-        super().__init__()
-        self.layers, self.norm, self.way = layers, norm, way
-
-    def forward(
-        self,
-        x: Tensor,
-        masks: list[Tensor],
-        cos: list[Tensor],
-        sin: list[Tensor],
-        where: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
-        """States [B * R, H] from those before; the rest as the ways to attend want it, keys and values by layer."""
-        for layer, key, value in zip(self.layers, keys.unbind(0), values.unbind(0), strict=True):
-            rows = layer.project(x, cos[layer.table], sin[layer.table])
-            if self.way == "one":
-                seen = attend_one(layer, rows, masks[layer.kind], where, (key, value))
-            elif self.way == "many":
-                seen = attend_many(layer, rows, masks[layer.kind], where, (key, value))
-            else:
-                seen = attend_fused(layer, rows, masks[layer.kind], where, (key, value))
-            x = layer.finish(x, seen)
-        return x if self.norm is None else self.norm(x)
-
-
 def release(module: nn.Module) -> None:
-    """Free the weights of a module's linear layers, which packed ones replace."""
-    for one in module.modules():
-        if type(one) is nn.Linear:
-            one.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    """Frees the weights of a module's linear layers, which packed ones replace."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Operator calls recorded once and run without Python between them; the one place that knows how."""
+"""Records a computation's operators once and runs them without Python between them."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from medusa_cli.engine.kernels import Fp16Product, PackedProduct
 
 Computation = Callable[..., Tensor]
-# The call from which on a computation is traced: a trace costs as long as some fifty calls gain by it, and a short
+# The call from which on a computation is traced: a trace takes as long as some fifty calls gain by it, and a short
 # answer would wait for it.
 TRACED_FROM = 3
 
 
 class TracedModule:
-    """A computation that comes again and again: called as it is at first, then traced, where that can be done.
+    """Calls a computation as it is at first, and later as a graph.
 
-    It takes tensors of any sizes (and lists of them), gives one tensor, and multiplies by packed weights of the modules
-    `within()` alone. never: not to be traced, as off the CPU, where graphs of the device take the calls out.
+    The computation takes tensors of any sizes (and lists of them), returns one tensor, and multiplies by packed weights
+    of the modules `within()` alone. never: do not trace, as off the CPU.
     """
 
     def __init__(self, compute: Computation, within: Callable[[], Iterable[nn.Module]], *, never: bool = False) -> None:
@@ -34,57 +34,56 @@ class TracedModule:
 
 
 def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Module]) -> Computation | None:
-    """The calls that a computation makes on `inputs` as one graph over inputs of any sizes; None where that fails.
+    """Returns the operators of a computation on `inputs` as a graph over inputs of any sizes; None if that fails.
 
-    Sizes stay open where they come from shapes within the computation. oneDNN's packed weights cannot be held by a
-    graph: those of the modules `within` are handed to it with every call.
+    Sizes stay open if they come from shapes within the computation. oneDNN's packed weights cannot be held by a graph:
+    those of the modules `within` are passed to it with every call.
     """
-    products = [one for module in within for one in module.modules()]
-    slots = [one.slot for one in products if isinstance(one, PackedProduct)]
+    modules = [inner for module in within for inner in module.modules()]
+    products = [module for module in modules if isinstance(module, PackedProduct)]
 
-    class Given(nn.Module):
+    class Graph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # A graph knows weights that are no tensors only as a module's own. It has nothing else of theirs: torch
-            # looks long at every module that it is shown.
-            for number, one in enumerate(products):
-                if isinstance(one, Fp16Product):
-                    setattr(self, f"packed_{number}", one.packed)
+            # A graph can hold fbgemm's weights, which are no tensors, only as attributes of its own module. It has no
+            # other parts: torch examines each at length.
+            for number, module in enumerate(modules):
+                if isinstance(module, Fp16Product):
+                    setattr(self, f"packed_{number}", module.packed)
 
         def forward(self, bank: list[Tensor], *rest: Any) -> Tensor:
-            for slot, tensor in zip(slots, bank, strict=False):
-                slot.tensor = tensor
+            for product, packed in zip(products, bank, strict=False):
+                product.packed = packed
             return compute(*rest)
 
     # An empty list has no type that a trace could record.
-    bank = [slot.own for slot in slots] or [torch.zeros(())]
+    bank = [product.own for product in products] or [torch.zeros(())]
     try:
         with warnings.catch_warnings(), torch.inference_mode():
-            # torch.jit is deprecated without a successor for CPUs that costs less than half a minute a model; and sizes
-            # that a trace keeps look to it like numbers that it might freeze.
+            # torch.jit is deprecated, but its successor takes half a minute a model on CPUs. It also warns of sizes.
             warnings.simplefilter("ignore")
-            made = _alone(torch.jit.trace(Given().eval(), (bank, *inputs), check_trace=False))
+            graph = _detached(torch.jit.trace(Graph().eval(), (bank, *inputs), check_trace=False))
     except RuntimeError:
         return None
     finally:
-        for slot in slots:
-            slot.tensor = slot.own
-    return lambda *rest: made(bank, *rest)
+        for product in products:
+            product.packed = product.own
+    return lambda *rest: graph(bank, *rest)
 
 
-def _alone(traced: Any) -> Computation:
-    """A traced module as a function that holds its weights and goes when nobody has it any more.
+def _detached(traced: Any) -> Computation:
+    """Returns a traced module as a function that holds its weights and frees them.
 
-    torch keeps the graph of every module it ever traced or froze, with the weights in it: 400 MB for each load of the
-    default model. Theirs are emptied once their copy is made.
+    torch keeps the graph of every module it ever traced or froze with its weights: 400 MB for each load of the default
+    model. These graphs are emptied once they are copied.
     """
     frozen = torch.jit.freeze(traced)
-    graph = frozen.graph.copy()
-    graph.eraseInput(0)  # the module: what it held are constants now
-    found: Computation = torch._C._create_function_from_graph("traced", graph)
-    for kept in (frozen.graph, traced.graph):
-        for _ in list(kept.outputs()):
-            kept.eraseOutput(0)
-        for node in reversed(list(kept.nodes())):
+    copy = frozen.graph.copy()
+    copy.eraseInput(0)  # the module: its attributes are constants now
+    function: Computation = torch._C._create_function_from_graph("traced", copy)
+    for graph in (frozen.graph, traced.graph):
+        for _ in list(graph.outputs()):
+            graph.eraseOutput(0)
+        for node in reversed(list(graph.nodes())):
             node.destroy()
-    return found
+    return function

@@ -1,10 +1,10 @@
-"""A decoder's layers written out over fused products, with little between them; made so that they can be traced.
+"""A decoder's layers written out over fused products, with few operations between them; fit to be traced.
 
-Known are the parts most decoders are made of: RMS norms, rotary self-attention with or without norms on queries and
-keys, a gated MLP, and Gemma's norms after attention and MLP. Any other layer is `Unsupported`.
+Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP, and Gemma's norms
+after attention and MLP. Any other layer is `Unsupported`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from medusa_cli.model.backbone import Unsupported
 
 
 class Norm(nn.Module):
-    """x / rms(x) * gain over the last dimension, computed in fp32."""
+    """Computes x / rms(x) * gain over the last dimension in fp32."""
 
     gain: Tensor
     eps: Tensor
@@ -34,7 +34,7 @@ class Norm(nn.Module):
 
 
 def norm_of(module: Any) -> Norm:
-    """The same norm in fewer operations; Unsupported if it is no RMS norm with gain w (Llama) or 1 + w (Gemma)."""
+    """Returns the same norm in fewer operations; Unsupported unless it is an RMS norm with gain w or 1 + w (Gemma)."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
@@ -49,7 +49,10 @@ def norm_of(module: Any) -> Norm:
 
 
 class FastLayer(nn.Module):
-    """One decoder layer on rows [B * R, H] of B slots, written into the slots' keys and values in place."""
+    """One decoder layer on rows [B * R, H] of B slots, whose keys and values it writes in place.
+
+    kind and table: the indices of its masks and rotary tables.
+    """
 
     def __init__(self, layer: Any, config: Any, kernel: Kernel, kind: int, table: int) -> None:
         super().__init__()
@@ -62,7 +65,6 @@ class FastLayer(nn.Module):
         after = hasattr(layer, "post_feedforward_layernorm")
         if after != hasattr(layer, "pre_feedforward_layernorm"):
             raise Unsupported("its norms are placed in a way not known here")
-        # Which of the pass's masks and rotary tables are this layer's.
         self.kind, self.table = kind, table
         self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
@@ -79,15 +81,12 @@ class FastLayer(nn.Module):
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.down = kernel.join([mlp.down_proj])
         self.down_norm = norm_of(layer.post_feedforward_layernorm) if after else None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.qkv, self.out, self.gate_up, self.down))
+        self.nbytes = sum(product.nbytes for product in (self.qkv, self.out, self.gate_up, self.down))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B * R, heads, D], keys and values [B * R, KV, D] of rows, turned by tables [B * R, 1, D]."""
-        found = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
-        query_key, value = found.split([self.heads + self.kv, self.kv], dim=1)
+        """Returns queries [B * R, heads, D], keys and values [B * R, KV, D], rotated by tables [B * R, 1, D]."""
+        qkv = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
+        query_key, value = qkv.split([self.heads + self.kv, self.kv], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key.split([self.heads, self.kv], dim=1)
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
@@ -95,9 +94,9 @@ class FastLayer(nn.Module):
         query, key = query_key.split([self.heads, self.kv], dim=1)
         return query, key, value
 
-    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
-        """The layer's rows [B * R, H], from what they were and what attention gave [B * R, heads * D]."""
-        x = self.out.plus(seen, x) if self.out_norm is None else x + self.out_norm(self.out(seen))
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns the layer's output [B * R, H] from its input and the attention's [B * R, heads * D]."""
+        x = self.out.plus(attended, x) if self.out_norm is None else x + self.out_norm(self.out(attended))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         inner = self.activation(gate).mul_(up)
         if self.down_norm is not None:
@@ -105,51 +104,69 @@ class FastLayer(nn.Module):
         return self.down.plus(inner, x)
 
 
-def attend_one(layer: FastLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, past: Tensor, kv: Any) -> Tensor:
-    """What the rows [R] of one slot see; mask [KV, G * R, L], past [length, 0] (its size is a number that a trace keeps
-    open), kv: keys and values [KV, C, D] to write into. Gives [R, heads * D]."""
-    (query, key, value), (keys, values) = rows, kv
-    start, wide = past.shape[0], mask.shape[-1]
-    end = start + query.shape[0]
-    keys[:, start:end].copy_(key.transpose(0, 1))
-    values[:, start:end].copy_(value.transpose(0, 1))
-    query = query.transpose(0, 1).reshape(layer.kv, -1, layer.dim)
-    scores = torch.baddbmm(mask, query, keys[:, :wide].transpose(1, 2), alpha=layer.scale)
-    seen = torch.bmm(scores.softmax(-1), values[:, :wide])
-    return seen.view(layer.heads, -1, layer.dim).transpose(0, 1).reshape(-1, layer.heads * layer.dim)
-
-
-def attend_many(layer: FastLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, places: Tensor, kv: Any) -> Tensor:
-    """What the rows [B * R] of B slots see; mask [B * KV, G * R, L], places [B, R] (where rows are written), kv:
-    keys and values [B, KV, C, D]. Gives [B * R, heads * D]."""
-    (query, key, value), (keys, values) = rows, kv
-    size, count = places.shape[0], places.shape[1]
-    order = torch.arange(size, device=places.device)[:, None]
-    keys.transpose(1, 2).index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
-    values.transpose(1, 2).index_put_((order, places), value.view(size, count, layer.kv, layer.dim))
-    wide = mask.shape[-1]
-    query = query.view(size, count, layer.heads, layer.dim).transpose(1, 2)
-    query = query.reshape(size * layer.kv, -1, layer.dim)
-    scores = torch.baddbmm(mask, query, keys.flatten(0, 1)[:, :wide].transpose(1, 2), alpha=layer.scale)
-    seen = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[:, :wide])
-    seen = seen.view(size, layer.heads, count, layer.dim).transpose(1, 2)
-    return seen.reshape(size * count, layer.heads * layer.dim)
-
-
-def attend_fused(
-    layer: FastLayer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor, places: Tensor, kv: Any
+def attention(
+    layer: FastLayer,
+    rows: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    columns: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    path: str,
 ) -> Tensor:
-    """The same by torch's fused attention, for many rows and for GPUs; mask [B, 1, G * R, L]."""
-    (query, key, value), (keys, values) = rows, kv
-    size, count = places.shape[0], places.shape[1]
-    order = torch.arange(size, device=places.device)[:, None]
-    keys.transpose(1, 2).index_put_((order, places), key.view(size, count, layer.kv, layer.dim))
-    values.transpose(1, 2).index_put_((order, places), value.view(size, count, layer.kv, layer.dim))
+    """Writes projected rows into the cache and attends them to it; returns [B * R, heads * D].
+
+    keys, values [B * KV, C, D]; mask [B * KV, G * R, L], over the first L columns; columns [B, R]: where each slot's
+    rows are written. path "slot" is for one slot, with columns [start, 0]: a trace keeps that size open. path "fused"
+    is torch's fused attention, for many rows and for GPUs; its mask is [B, 1, G * R, L].
+    """
+    query, key, value = rows
     wide = mask.shape[-1]
-    query = query.view(size, count, layer.heads, layer.dim).transpose(1, 2).reshape(size, layer.kv, -1, layer.dim)
-    seen_keys = keys[:, :, :wide]
-    if seen_keys.stride(-1) != 1:  # transposed keys are slow there
-        seen_keys = seen_keys.contiguous()
-    seen = F.scaled_dot_product_attention(query, seen_keys, values[:, :, :wide], attn_mask=mask, scale=layer.scale)
-    seen = seen.reshape(size, layer.heads, count, layer.dim).transpose(1, 2)
-    return seen.reshape(size * count, layer.heads * layer.dim)
+    if path == "slot":
+        size, start = 1, columns.shape[0]
+        end = start + query.shape[0]
+        keys[:, start:end].copy_(key.transpose(0, 1))
+        values[:, start:end].copy_(value.transpose(0, 1))
+    else:
+        size, count = columns.shape[0], columns.shape[1]
+        slots = torch.arange(size, device=columns.device)[:, None]
+        for cached, new in ((keys, key), (values, value)):
+            by_slot = cached.unflatten(0, (size, layer.kv)).transpose(1, 2)
+            by_slot.index_put_((slots, columns), new.view(size, count, layer.kv, layer.dim))
+    query = query.view(size, -1, layer.heads, layer.dim).transpose(1, 2).reshape(size * layer.kv, -1, layer.dim)
+    seen_keys, seen_values = keys[:, :wide], values[:, :wide]
+    if path == "fused":
+        if seen_keys.stride(-1) != 1:  # transposed keys are slow there
+            seen_keys = seen_keys.contiguous()
+        # Only products of four dimensions have fused kernels.
+        q, k, v = (x.unflatten(0, (size, layer.kv)) for x in (query, seen_keys, seen_values))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
+    else:
+        scores = torch.baddbmm(mask, query, seen_keys.transpose(1, 2), alpha=layer.scale)
+        attended = torch.bmm(scores.softmax(-1), seen_values)
+    attended = attended.reshape(size, layer.heads, -1, layer.dim).transpose(1, 2)
+    return attended.reshape(-1, layer.heads * layer.dim)
+
+
+class Segment(nn.Module):
+    """Consecutive layers, and with a norm the last one after them."""
+
+    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None, path: str) -> None:
+        super().__init__()
+        self.layers, self.norm, self.path = nn.ModuleList(layers), norm, path
+
+    def forward(
+        self,
+        x: Tensor,
+        masks: list[Tensor],
+        cos: list[Tensor],
+        sin: list[Tensor],
+        columns: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Returns states [B * R, H] after the layers; masks and tables as their indices say, keys, values by layer."""
+        layer: Any
+        for layer, key, value in zip(self.layers, keys.unbind(0), values.unbind(0), strict=True):
+            rows = layer.project(x, cos[layer.table], sin[layer.table])
+            x = layer.finish(x, attention(layer, rows, masks[layer.kind], columns, key, value, self.path))
+        return x if self.norm is None else self.norm(x)

@@ -1,4 +1,4 @@
-"""From a name to a backbone with the engine that runs it, chosen by what was measured on this machine."""
+"""Loads a backbone with the engine and kernel that suit it."""
 
 import logging
 from dataclasses import replace
@@ -11,20 +11,12 @@ from medusa_cli.engine.autotune import fastest
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.fast import FastEngine
-from medusa_cli.engine.kernels import BITS, IntKernel, Kernel, PlainKernel, kernels_for
+from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
 from medusa_cli.errors import UsageError
-from medusa_cli.model import Backbone
-from medusa_cli.model import lora as adapters
+from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.identity import weights_of
-from medusa_cli.model.load import (
-    DTYPES,
-    checkpoint_dtype,
-    has_own_code,
-    load_network,
-    read_config,
-    resolve_device,
-)
+from medusa_cli.model.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 ENGINES = ("auto", "eager", "fast")
@@ -42,93 +34,101 @@ def load_backbone(
     shard: bool = False,
     rows: int | None = None,
 ) -> Backbone:
-    """Load a causal LM and its tokenizer for decoding, or, with gradients, for what learns beneath its layers.
+    """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train what its states feed.
 
-    engine "fast" is the fast one over a kernel's products, also with quantize "int8" and "int4"; "eager"
-    is transformers' own layers; "auto" is "fast" where that can run the model. dtype and engine "auto" together mean
-    the fastest kernel, as measured on this machine, that computes what the checkpoint says: for steps of a few rows, or
-    of so many `rows`. adapter is a folder from joint training: merged into the weights, or beside them where they are
-    quantised. Gradients pass through plain weights alone, which the engine "eager" then keeps. The rest is
-    load_network's. Raises UserError for what cannot be found or used.
+    engine "eager" runs transformers' layers, "fast" rewritten ones over a kernel, as do quantize "int8" and "int4";
+    "auto" is "fast" if that can run the model. dtype and engine "auto" take the kernel that was fastest on this
+    machine, for steps of a few rows or of `rows`. adapter: a folder from stage 2, merged into the weights or kept
+    beside quantised ones. The rest is load_network's. Raises UserError for anything missing or unusable.
     """
     if options.engine not in ENGINES:
         raise UsageError(f"@engine {options.engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
-    engine, dtype, quantised = options.engine, options.dtype, options.quantised
-    if options.quantize in BITS:
-        engine = options.quantize
-    if shard and engine not in ("auto", "eager"):
+    dtype, quantised = options.dtype, options.quantised
+    engine = options.quantize if options.quantize in BITS else options.engine
+    assert engine is not None
+    fast_only = engine not in ("auto", "eager")
+    if shard and fast_only:
         raise UsageError(f"{_flag(engine)} cannot run layers split by @shard", "leave one of them out")
-    stamp = adapters.digest(adapter) if adapter is not None else None
+    foreign = options.trust_remote_code and has_own_code(model)  # only the eager engine runs a model's own code
+    if foreign and fast_only:
+        raise UsageError(f"{_flag(engine)} cannot run the own code of {model!r}", "use @engine auto or eager")
+    stamp = lora.digest(adapter) if adapter is not None else None
 
-    def made(kind: str) -> Backbone:
+    def load(kind: str) -> Backbone:
         network, tokenizer = load_network(model, replace(options, dtype=kind), shard=shard, chat_template=chat_template)
         if adapter is not None:
-            network = adapters.merge(network, adapter, beside=quantised)
+            network = lora.merge(network, adapter, beside=quantised)
         return Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
 
-    foreign = options.trust_remote_code and has_own_code(model)  # whose layers no other engine knows
-    if foreign and engine not in ("auto", "eager"):
-        raise UsageError(f"{_flag(engine)} cannot run the own code of {model!r}", "use @engine auto or eager")
     if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
         kernel = choose_kernel(model, resolve_device(options.device), dtype, engine, rows)
         try:
-            backbone = made(_stored(model, dtype, kernel, adapter))
+            backbone = load(_stored(model, dtype, kernel, adapter))
             backbone.engine = FastEngine(backbone, kernel)
             return backbone
         except Unsupported as reason:
             if engine != "auto":
-                raise refusal(engine, model, reason) from reason
+                raise _refusal(engine, model, reason) from reason
             log.info("%s runs on the eager engine: %s", model, reason)
-    backbone = made(dtype)
-    pack = backbone.device.type == "cpu" and not (gradients or shard or quantised)
-    backbone.engine = EagerEngine(backbone, pack)
+    backbone = load(dtype)
+    backbone.engine = EagerEngine(backbone, backbone.device.type == "cpu" and not (gradients or shard or quantised))
     return backbone
 
 
 def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
-    """Give a backbone the engine of a name, over a kernel or the first there is for its type.
+    """Gives a backbone the engine of a name, over a kernel or the first one for its type.
 
-    UsageError where that is in vain; the network, of whose layers some have been packed by then, is spent.
+    Raises UsageError if the engine cannot run the network, which is spent then: some of its layers are packed.
     """
     dtype = backbone.embedding.weight.dtype
     if engine == "eager":
         backbone.engine = EagerEngine(backbone)
         return backbone.engine
     if engine in BITS:
-        check_rounding(engine, dtype, backbone.device)
-        kernel = IntKernel(BITS[engine])
+        _check_rounded(engine, dtype, backbone.device)
+        kernel = Kernel(engine)
     try:
         backbone.engine = FastEngine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
     except Unsupported as reason:
-        raise refusal(engine, backbone.id, reason) from reason
+        raise _refusal(engine, backbone.id, reason) from reason
     return backbone.engine
 
 
 def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
-    """The kernel that dtype and engine come to on a device; UsageError for those that contradict each other."""
+    """Returns the kernel that dtype and engine name, the fastest one if several do; UsageError if they conflict."""
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     place, own = torch.device(device), checkpoint_dtype(model)
     if engine in BITS:
-        check_rounding(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
-        return IntKernel(BITS[engine])
+        _check_rounded(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
+        return Kernel(engine)
     if dtype != "auto":
         kinds = [DTYPES[dtype]]
     elif place.type != "cpu":
         kinds = [own]
     else:
-        # fp32 arithmetic is never less than the checkpoint says; fp16's is slow on every CPU.
+        # fp32 arithmetic is never less exact than the checkpoint; fp16's is slow on every CPU.
         kinds = [torch.float32, torch.bfloat16] if own == torch.bfloat16 else [torch.float32]
-    found = [kernel for kind in kinds for kernel in kernels_for(kind, place)]
-    if dtype == "auto" and len(kinds) > 1:  # bf16 without instructions for it
-        found = [kernel for kernel in found if not isinstance(kernel, PlainKernel)]
+    kernels = [kernel for kind in kinds for kernel in kernels_for(kind, place)]
+    if len(kinds) > 1:  # a CPU without bf16 instructions has but a plain, slow product for it
+        kernels = [kernel for kernel in kernels if kernel.name != "plain"]
     if own not in SIXTEEN:
-        found = [kernel for kernel in found if kernel.name != "fp16-weights"] or found
-    return found[0] if len(found) == 1 else fastest(found, read_config(model), rows)
+        kernels = [kernel for kernel in kernels if kernel.name != "fp16-weights"] or kernels
+    return kernels[0] if len(kernels) == 1 else fastest(kernels, read_config(model), rows)
 
 
-def check_rounding(engine: str, dtype: torch.dtype, device: torch.device) -> None:
-    """UsageError where an engine of rounded weights has no kernels."""
+def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:
+    """Returns the type to load the network in: the checkpoint's, at half the size, if an fp32 kernel packs it exactly.
+
+    A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are kept in fp32.
+    """
+    own = checkpoint_dtype(model)
+    half = kernel.rows == torch.float32 and own in SIXTEEN and not (dtype == "fp32" and adapter is not None)
+    return next(name for name, kind in DTYPES.items() if kind == (own if half else kernel.rows))
+
+
+def _check_rounded(engine: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UsageError unless rounded weights have kernels for a type on a device."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         raise UsageError(
             f"@quantize {engine} needs bf16 on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
@@ -136,20 +136,8 @@ def check_rounding(engine: str, dtype: torch.dtype, device: torch.device) -> Non
         )
 
 
-def refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
-    """What to tell of an engine that cannot run a model."""
+def _refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
     return UsageError(f"{_flag(engine)} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
-
-
-def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:
-    """The type to load the network in: the checkpoint's where the kernel packs that without a change, at half the size.
-
-    A merged adapter's sums are rounded to the type they lie in, so fp32 that was asked for is kept.
-    """
-    own = checkpoint_dtype(model)
-    wide = kernel.rows == torch.float32 and own in SIXTEEN
-    kept = own if wide and not (dtype == "fp32" and adapter is not None) else kernel.rows
-    return next(name for name, kind in DTYPES.items() if kind == kept)
 
 
 def _flag(engine: str) -> str:

@@ -1,4 +1,4 @@
-"""What one forward pass is to compute: which tokens, where they stand, who sees whom, what is read of it."""
+"""The plan of a forward pass: its tokens, their positions and mask, and the outputs wanted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
-from medusa_cli.model.masks import Masks, additive
+from medusa_cli.model.masks import Masks
 
 
 class TreeShape(Protocol):
-    """What verification needs of a tree of N nodes: who sees whom, and how deep each node is."""
+    """A tree of N nodes as verification sees it."""
 
     @property
-    def mask(self) -> Tensor: ...  # bool [N, N]
+    def mask(self) -> Tensor: ...  # bool [N, N]: the nodes that a node sees
 
     @property
     def depth(self) -> Tensor: ...  # long [N]
@@ -27,11 +27,10 @@ class TreeShape(Protocol):
 class Plan:
     """One pass over tokens [B, n] in the B slots of a cache from `first` on, each after its slot's own rows.
 
-    Row i stands at its slot's length + depth[.., i] and sees all that the slot holds and, of this pass, the rows
-    sees[.., i, :]; depth is [n] or [B, n], sees bool [n, n] or [B, n, n], both None for a chain. taps name the layers
-    whose outputs are wanted side by side; -1 is the final state after the last norm, which the lm_head reads. logits:
-    of "all" rows, the "last" one alone, or "none". pseudo: rows that ride with every row, or with a chain's last, and
-    leave nothing in the cache; the tap is -1 then.
+    Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass, sees[.., i, :].
+    depth is [n] or [B, n], sees bool [n, n] or [B, n, n]; both None for a chain. taps: the layers whose outputs are
+    wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one, or "none". pseudo: FIRP's
+    rows beside every row, or a chain's last, which leave nothing in the cache; the tap is -1 then.
     """
 
     tokens: Tensor
@@ -52,7 +51,7 @@ class Plan:
         logits: str = "last",
         pseudo: ExtraRows | None = None,
     ) -> "Plan":
-        """A pass over one sequence's next tokens [n], such as a prompt's."""
+        """Returns a pass over one sequence's next tokens [n], such as a prompt's."""
         return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, pseudo)
 
     @classmethod
@@ -65,39 +64,37 @@ class Plan:
         taps: Sequence[int] = (-1,),
         pseudo: ExtraRows | None = None,
     ) -> "Plan":
-        """A pass over the nodes [N] of one sequence's tree."""
+        """Returns a pass over the nodes [N] of one sequence's tree."""
         return cls(torch.as_tensor(tokens)[None], shape.depth, shape.mask, slot, tuple(taps), "all", pseudo)
 
     @property
     def rows(self) -> int:
-        """Rows of one sequence, pseudo rows apart."""
+        """Rows of one sequence without pseudo rows."""
         return self.tokens.shape[1]
 
     @property
     def is_chain(self) -> bool:
         return self.sees is None
 
-    def pseudo_rows(self, device: torch.device) -> ExtraRowStates | None:
-        """The pseudo rows of this pass: beside every node of a tree, or the last row of a chain."""
-        if self.pseudo is None:
-            return None
+    def visibility(self, device: torch.device) -> tuple[Tensor, Tensor, ExtraRowStates | None]:
+        """Returns who sees whom [B or 1, R, R], depths [B or 1, R], and pseudo rows, which are last of the R rows."""
         every = torch.arange(self.rows, device=device)
-        return ExtraRowStates(self.pseudo, every[-1:] if self.is_chain else every)
-
-    def visibility(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Who sees whom [B or 1, n, n] and depths [B or 1, n], without pseudo rows."""
         if self.depth is None or self.sees is None:
-            depth = torch.arange(self.rows, device=device)[None]
-            return depth[0, :, None] >= depth[:, None], depth
-        depth, sees = self.depth.to(device), self.sees.to(device)
-        return (sees if sees.dim() == 3 else sees[None]), (depth if depth.dim() == 2 else depth[None])
+            depth, sees = every[None], (every[:, None] >= every)[None]
+        else:
+            depth, sees = self.depth.to(device), self.sees.to(device)
+            depth, sees = (depth if depth.dim() == 2 else depth[None]), (sees if sees.dim() == 3 else sees[None])
+        if self.pseudo is None:
+            return sees, depth, None
+        pseudo = ExtraRowStates(self.pseudo, every[-1:] if self.is_chain else every)
+        return *pseudo.extend(sees, depth), pseudo
 
 
 @dataclass(frozen=True)
 class Output:
     """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
 
-    ahead: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of pseudo rows, where there were any.
+    ahead: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of pseudo rows.
     """
 
     logits: Tensor | None
@@ -105,16 +102,16 @@ class Output:
     ahead: Tensor | None = None
 
 
-# From so many rows on, computing over columns that nobody needs costs more than copying those that somebody does.
+# From so many rows on, computing over unneeded columns costs more than copying the needed ones.
 LONG = 32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One pass as layers see it, R = n + K m rows of each of B sequences, pseudo rows last.
+    """One pass as layers see it: R rows of each of B slots from `first` on, pseudo rows last.
 
-    positions [B, R]; masks by kind of attention, additive [B, R, L] over the first L columns of the slots; start: the
-    slot's length where B is 1 and it is known on the host, and places [B, R]: the columns that the rows are written to.
+    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns; start: the slot's
+    length, if B is 1 and the host knows it; columns [B, R]: where rows are written.
     """
 
     first: int
@@ -122,37 +119,37 @@ class Layout:
     positions: Tensor
     masks: dict[str, Tensor]
     start: int | None
-    places: Tensor
-    end: int
-    pseudo: ExtraRowStates | None
+    columns: Tensor
+    wide: int
+    pseudo: ExtraRowStates | None = None
 
 
-def lay_out(plan: Plan, cache: Cache, masks: Masks, most: int, device: torch.device, round_to: int = 1) -> Layout:
-    """The layout of a plan in a cache, for which room is made.
+def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device, round_to: int = 1) -> Layout:
+    """Returns the layout of a plan in a cache, which grows as needed.
 
-    most: the model's context: near its end pseudo rows may stand beyond it, where rotary tables may change. round_to:
-    attention reads a multiple of so many columns, and few rows all of a cache that is kept small (its `stride`).
+    context: the model's; pseudo rows may stand beyond it, where rotary tables may change. round_to: attention reads a
+    multiple of so many columns, and for few rows all of a cache that is kept small (its `stride`).
     """
-    sees, depth = plan.visibility(device)
-    pseudo = plan.pseudo_rows(device)
-    if pseudo is not None:
-        sees, depth = pseudo.place(sees, depth)
+    sees, depth, pseudo = plan.visibility(device)
     size, rows = len(plan.tokens), depth.shape[1]
-    used = cache.lengths[plan.first : plan.first + size]
-    end = max(used) + rows
+    lengths = cache.lengths[plan.first : plan.first + size]
+    end = max(lengths) + rows
     cache.reserve(end)
     wide = min(-(-end // round_to) * round_to, cache.capacity)
     if cache.stride is not None and rows < LONG:
         wide = cache.capacity
-    if size == 1:
-        start = used[0]
-        visible = F.pad(sees, (start, wide - end), value=False)
-        visible[..., :start] = True
-        found = _masks(masks, visible, start + depth, depth, start, wide, most)
-        places = start + torch.arange(rows, device=device)[None]
-        return Layout(plan.first, 1, (start + depth).clamp(max=most - 1), found, start, places, wide, pseudo)
-    lengths = torch.tensor(used, device=device)
-    return lay_out_at(lengths, sees, depth, masks, most, plan.first, wide, pseudo)
+    if size > 1:
+        used = torch.tensor(lengths, device=device)
+        return lay_out_at(used, sees, depth, masks, context, plan.first, wide, pseudo)
+    start = lengths[0]
+    visible = F.pad(sees, (start, wide - end), value=False)
+    visible[..., :start] = True
+    columns = start + torch.arange(rows, device=device)
+    positions = start + depth
+    by_column = torch.arange(wide, device=device)
+    by_column[start:end] = positions[0]
+    additive = masks.additive(visible, positions, by_column)
+    return Layout(plan.first, 1, positions.clamp(max=context - 1), additive, start, columns[None], wide, pseudo)
 
 
 def lay_out_at(
@@ -160,30 +157,22 @@ def lay_out_at(
     sees: Tensor,
     depth: Tensor,
     masks: Masks,
-    most: int,
+    context: int,
     first: int,
     wide: int,
     pseudo: ExtraRowStates | None = None,
 ) -> Layout:
-    """The layout of rows with sees [B or 1, R, R] and depth [B or 1, R] behind lengths [B], by tensors alone."""
+    """Returns the layout of rows with sees [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
+
+    It reads no value of a tensor, so it can be captured in a CUDA graph.
+    """
     size, rows = len(lengths), depth.shape[1]
-    node = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
-    inside = node.clamp(0, rows - 1)
+    row = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
+    inside = row.clamp(0, rows - 1)
     among = sees.expand(size, -1, -1).gather(2, inside[:, None].expand(-1, rows, -1))
-    visible = (node < 0)[:, None] | (among & (node < rows)[:, None])  # [B, R, L]
+    visible = (row < 0)[:, None] | (among & (row < rows)[:, None])  # [B, R, L]
     positions = lengths[:, None] + depth
-    columns = torch.where(node < 0, node + lengths[:, None], positions.expand(size, -1).gather(1, inside))
-    found = {
-        kind: additive(masks.visible(kind, visible, positions, columns[:, None]), masks.dtype) for kind in masks.kinds
-    }
-    places = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    return Layout(first, size, positions.clamp(max=most - 1), found, None, places, wide, pseudo)
-
-
-def _masks(
-    masks: Masks, visible: Tensor, positions: Tensor, depth: Tensor, start: int, wide: int, most: int
-) -> dict[str, Tensor]:
-    """Additive masks by kind for one sequence; a sliding window counts positions, not rows."""
-    columns = torch.arange(wide, device=visible.device)
-    columns[start : start + depth.shape[1]] = positions[0]
-    return {kind: additive(masks.visible(kind, visible, positions, columns), masks.dtype) for kind in masks.kinds}
+    by_column = torch.where(row < 0, row + lengths[:, None], positions.expand(size, -1).gather(1, inside))
+    additive = masks.additive(visible, positions, by_column[:, None])
+    columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    return Layout(first, size, positions.clamp(max=context - 1), additive, None, columns, wide, pseudo)

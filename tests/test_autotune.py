@@ -1,0 +1,183 @@
+"""Timings are measured once and kept; a damaged, foreign or read-only file costs a measurement."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_cli.engine import autotune, load_backbone
+from medusa_cli.engine.autotune import (
+    cost,
+    fastest,
+    keep_timings,
+    kernel_timings,
+    machine_key,
+    read_timings,
+    timings_file,
+)
+from medusa_cli.engine.kernels import Kernel
+from medusa_cli.engine.load import choose_kernel
+from medusa_cli.errors import UsageError
+from tests.helpers import save_network, tiny_model
+
+CONFIG = tiny_model().config
+KEY = machine_key(CONFIG)
+CURVE = {1: 0.01, 4: 0.012, 64: 0.1}
+SPEED = ("fp16-weights", "bf16", "fp32", "plain")  # the first is the fastest
+KERNELS = [Kernel("fp32"), Kernel("fp16-weights")]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sets a cache folder of the test's own."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("MEDUSA_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the measurement; returns the kernels that it measures, in order."""
+    names_timed: list[str] = []
+
+    def time_kernels(names: Any, config: Any) -> dict[str, dict[int, float]]:
+        names_timed.extend(names)
+        return {name: {rows: (1 + SPEED.index(name)) * s for rows, s in CURVE.items()} for name in names}
+
+    monkeypatch.setattr(autotune, "time_kernels", time_kernels)
+    return names_timed
+
+
+def test_kernels_are_timed_once_and_kept(timed: list[str]) -> None:
+    assert fastest(KERNELS, CONFIG).name == "fp16-weights" and timed == ["fp32", "fp16-weights"]
+    assert fastest(KERNELS, CONFIG).name == "fp16-weights" and len(timed) == 2
+    # Another kernel is timed alone, and all are kept.
+    assert set(kernel_timings(["fp32", "plain"], CONFIG)) == {"fp32", "plain"} and timed[2:] == ["plain"]
+    kept = read_timings(KEY)
+    assert kept["fp32"] == {rows: 3 * seconds for rows, seconds in CURVE.items()} and len(kept) == 3
+    assert not list(timings_file().parent.glob(".*"))  # no partial file is left
+    kernel_timings(["fp32"], CONFIG, again=True)
+    assert timed[3:] == ["fp32"]
+
+
+def test_timings_of_a_busy_machine_are_not_kept_unless_asked_for(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    time_kernels = autotune.time_kernels
+
+    def disturbed(names: Any, config: Any) -> dict[str, dict[int, float]]:
+        time.sleep(1.2 * autotune.SHORT)
+        return time_kernels(names, config)
+
+    monkeypatch.setattr(autotune, "time_kernels", disturbed)
+    monkeypatch.setattr(autotune, "_disturbed", {})
+    timings = kernel_timings(["fp32"], CONFIG)
+    assert kernel_timings(["fp32"], CONFIG) == timings and len(timed) == 1
+    assert not timings_file().exists() and caplog.records
+    monkeypatch.setattr(autotune, "_disturbed", {})  # as in another process
+    kernel_timings(["fp32"], CONFIG)
+    assert len(timed) == 2 and not timings_file().exists()
+    kernel_timings(["fp32"], CONFIG, again=True)
+    assert len(timed) == 3 and timings_file().exists()
+
+
+def test_each_shape_processor_and_thread_count_has_its_own_timings(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_timings(["fp32"], CONFIG)
+    kernel_timings(["fp32"], tiny_model(hidden=64).config)
+    limited = autotune.limited()
+    changes = (
+        (autotune, "processor", lambda: "another"),
+        (autotune, "limited", lambda: not limited),
+        (torch, "get_num_threads", lambda: 77),
+    )
+    for count, (owner, name, value) in enumerate(changes, 3):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(owner, name, value)
+            kernel_timings(["fp32"], CONFIG)
+        assert len(timed) == count, name
+    kernel_timings(["fp32"], CONFIG)  # the first ones are still there
+    assert len(timed) == 5 and len(json.loads(timings_file().read_text())) == 5
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", '{"KEY": 3}', '{"KEY": {"fp32": 3}}', '{"KEY": {"fp32": {"1": "fast"}}}',
+    '{"KEY": {"fp32": {"1": -1}}}', '{"KEY": {"fp32": {"1": NaN}}}', '{"KEY": {"fp32": {"one": 1}}}',
+    '{"KEY": {"fp32": {"0": 1}}}', '{"KEY": {"fp32": {"1000000": 1}}}', '{"KEY": {"fp32": [1, 2]}}', "\x00\x01",
+    "\udcff",
+])  # fmt: skip
+def test_damaged_file_is_replaced_by_new_timings(text: str, timed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    timings_file().parent.mkdir(parents=True)
+    text = text.replace("KEY", json.dumps(KEY)[1:-1])
+    timings_file().write_bytes(text.encode("utf-8", "surrogateescape"))
+    with caplog.at_level(logging.WARNING):
+        timings = kernel_timings(["fp32"], CONFIG)
+    assert timed == ["fp32"] and cost(timings["fp32"], 1) == pytest.approx(0.03)
+    messages = [record.message for record in caplog.records]
+    assert messages and all(str(timings_file()) in message and "\n" not in message for message in messages)
+    caplog.clear()
+    assert kernel_timings(["fp32"], CONFIG) == timings and timed == ["fp32"] and not caplog.records
+
+
+def test_timings_of_other_keys_stay(timed: list[str]) -> None:
+    keep_timings("another machine", {"fp32": {1: 1e-9}})
+    assert cost(kernel_timings(["fp32"], CONFIG)["fp32"], 1) == pytest.approx(0.03) and timed == ["fp32"]
+    assert read_timings("another machine") == {"fp32": {1: 1e-9}}
+
+
+@pytest.mark.parametrize("folder", ["a file", pytest.param("read-only", marks=pytest.mark.skipif(
+    os.geteuid() == 0, reason="root may write anywhere"))])  # fmt: skip
+def test_unwritable_folder_costs_the_timings_alone(
+    folder: str, timed: list[str], home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if folder == "a file":
+        home.write_text("")
+    else:
+        home.mkdir(mode=0o500)
+    with caplog.at_level(logging.WARNING):
+        assert fastest(KERNELS, CONFIG).name == "fp16-weights"
+    assert "timings.json" in caplog.text and not timings_file().exists()
+
+
+def test_kernels_that_cannot_be_had_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: {"fp16-weights": {}, "fp32": dict(CURVE)})
+    assert fastest(KERNELS[::-1], CONFIG).name == "fp32"
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: {name: {} for name in names})
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "other"))
+    assert fastest(KERNELS[::-1], CONFIG).name == "fp16-weights"  # the first is the choice without timings
+
+
+def test_cost_is_that_of_the_best_tree_or_of_the_rows_asked_for() -> None:
+    single, several = {1: 0.010, 4: 0.030, 64: 0.400}, {1: 0.015, 4: 0.016, 64: 0.060}
+    assert cost(several, None) == pytest.approx(0.016 / 1.65) and cost(several, None) < cost(single, None)
+    assert cost(single, 1) < cost(several, 1) and cost(several, 60) == pytest.approx(0.060 / 64)
+
+
+def test_auto_runs_the_model_on_a_timed_kernel(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "UNDISTURBED", 0.0)  # other tests may run
+    backbone = load_backbone(save_network(tiny_model().to(torch.bfloat16), tmp_path / "model"))
+    [timings] = json.loads((home / "timings.json").read_text()).values()
+    assert backbone.engine.name == "fast" and backbone.engine.kernel.name in timings
+    assert all(seconds > 0 for curve in timings.values() for seconds in curve.values())
+    assert backbone.engine.kernel.exact and "plain" not in timings
+
+
+def test_dtype_and_engine_limit_the_kernels(timed: list[str], tmp_path: Path) -> None:
+    model = save_network(tiny_model().to(torch.bfloat16), tmp_path / "model")
+    assert choose_kernel(model, "cpu", "bf16", "auto", None).rows == torch.bfloat16 and not timed
+    assert choose_kernel(model, "cpu", "fp32", "auto", None).rows == torch.float32
+    assert set(timed) <= {"fp32", "fp16-weights"}
+    assert choose_kernel(model, "cpu", "bf16", "int8", None).name == "int8"
+    with pytest.raises(UsageError, match="quantize int8"):
+        choose_kernel(model, "cpu", "fp32", "int8", None)
+    whole = save_network(tiny_model(), tmp_path / "whole")
+    assert choose_kernel(whole, "cpu", "auto", "auto", None).name in ("fp32", "plain")  # 16 bits cannot hold it
+    half = save_network(tiny_model().to(torch.float16), tmp_path / "half")
+    assert choose_kernel(half, "cpu", "auto", "auto", None).rows == torch.float32
+    assert choose_kernel(half, "cpu", "fp16", "auto", None).name == "plain"

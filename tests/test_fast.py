@@ -1,0 +1,264 @@
+"""The fast engine against the eager one: chains, trees, kept paths, slots, taps, pseudo rows, traces, refusals."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from medusa_cli.decode import Decoder
+from medusa_cli.drafters import HydraHeads
+from medusa_cli.engine import Plan, attach, fast, jit, load_backbone
+from medusa_cli.engine.kernels import Kernel
+from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.tree import Tree
+from medusa_cli.tree.tree import batch_trees
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    answer,
+    forward,
+    generate,
+    medusa_drafter,
+    plain,
+    rows_of,
+    save_network,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    tokens_of,
+)
+from tests.test_firp import firp
+
+TRACED_FROM = jit.TRACED_FROM
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 6), (0, 0, 1, 0, 1, 0, 0, 0))
+
+
+@pytest.fixture(autouse=True)
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces from the first pass of a kind on; decoding waits for the third."""
+    monkeypatch.setattr(jit, "TRACED_FROM", 1)
+
+
+def engines(family: str = "llama", **shape: int) -> tuple[Backbone, Backbone]:
+    """Returns the same backbone with the fast and the eager engine."""
+    ours = tiny_backbone(family, engine="fast", **shape)
+    assert ours.engine.name == "fast"
+    return ours, tiny_backbone(family, **shape)
+
+
+def assert_close(results: list[list[torch.Tensor]], atol: float = 1e-4) -> None:
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, atol=atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("taps", [(-1,), (1, 2, -1), (0, 2)])
+def test_chain_tree_and_kept_path_equal_the_eager_engine(family: str, taps: tuple[int, ...]) -> None:
+    results = []
+    for backbone in engines(family, layers=4):
+        cache = backbone.engine.new_cache(1, 4)
+        prompt = forward(backbone, torch.arange(5, 18), cache, taps=taps)
+        nodes = forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE, taps=taps)
+        cache.keep(0, TREE.path(7))  # not contiguous
+        after = forward(backbone, torch.tensor([9, 8]), cache, taps=taps)
+        results.append([part for out in (prompt, nodes, after) for part in (out.logits, out.hidden)])
+    assert_close(results)
+
+
+def test_free_cache_rows_are_not_seen() -> None:
+    backbone, outputs = engines()[0], []
+    for rest in (0.0, 50.0):
+        cache = backbone.engine.new_cache(1, 200)
+        forward(backbone, torch.arange(5, 18), cache)
+        with torch.inference_mode():
+            cache.values[:, :, :, 13:] = rest
+            cache.keys[:, :, :, 13:] = rest
+        outputs.append(forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plain", [False, True], ids=["several rows", "one row"])
+def test_slots_of_different_lengths_equal_the_eager_engine(family: str, plain: bool) -> None:
+    trees, taps, results, caches = [TREE, Tree.chain(3), Tree.root_only()], (0, -1), [], []
+    for backbone in engines(family):
+        cache = backbone.engine.new_cache(3, 4, plain=plain)  # grows
+        assert cache.transposed == (backbone.engine.name == "fast" and not plain)
+        for slot, count in enumerate((3, 21, 7)):
+            forward(backbone, torch.arange(5, 5 + count), cache, slot=slot)
+        outputs = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]
+        nodes = [torch.arange(30 + i, 30 + i + tree.size) for i, tree in enumerate(trees)]
+        outputs.append(backbone.engine.forward(Plan(*batch_trees(nodes, trees), taps=taps), cache))
+        for slot, path in enumerate((TREE.path(7), [0, 1, 2], [0])):
+            cache.keep(slot, path)
+        outputs.append(backbone.engine.forward(Plan(torch.tensor([[8], [7], [6]]), taps=taps), cache))
+        assert cache.lengths == [4 + 5 + 1, 22 + 3 + 1, 8 + 1 + 1]
+        results.append([part for out in outputs for part in (out.logits, out.hidden)])
+        caches.append(cache)
+    assert_close(results)
+    assert_close([[rows_of(cache, slot) for slot in range(3)] for cache in caches])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_pseudo_rows_equal_the_eager_engine(family: str, masked: bool) -> None:
+    results = []
+    for backbone in engines(family, layers=6):
+        pseudo = firp(backbone, masked=masked, layers=[2, 3, 3]).extra_rows(3)
+        cache = backbone.engine.new_cache(3, 4)
+        outputs = [
+            backbone.engine.forward(Plan.chain(torch.arange(5, 5 + count), slot=slot, pseudo=pseudo), cache)
+            for slot, count in enumerate((3, 21, 7))
+        ]
+        nodes = torch.stack([torch.arange(30 + i, 30 + i + TREE.size) for i in range(3)])
+        outputs.append(backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, pseudo=pseudo), cache))
+        assert outputs[0].ahead.shape == (1, 1, 3, 32) and outputs[-1].ahead.shape == (3, TREE.size, 3, 32)
+        results.append([part.clone() for out in outputs for part in (out.logits, out.hidden, out.ahead)])
+    assert_close(results, 2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_of_several_pieces_equals_the_eager_engine(family: str) -> None:
+    ids = torch.arange(700) * 37 % 59 + 5
+    assert fast.FUSED_ROWS < 512 < len(ids)
+    results = []
+    for backbone in engines(family, positions=1024):
+        cache = backbone.engine.new_cache(2, 4)
+        out = forward(backbone, ids, cache, slot=1)
+        after = backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache)
+        results.append([out.logits, out.hidden, after.logits.clone()])
+    assert_close(results, 1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["fp32", "plain"])
+def test_every_fp32_kernel_computes_as_the_network(family: str, name: str) -> None:
+    ours, theirs = Backbone(tiny_model(family)), tiny_backbone(family)
+    attach(ours, "fast", Kernel(name, torch.float32))
+    for rows in (1, 5, 40):
+        ids = torch.arange(5, 5 + rows)
+        assert torch.allclose(forward(ours, ids).logits, forward(theirs, ids).logits, atol=1e-4)
+
+
+def passes(backbone: Backbone) -> list[torch.Tensor]:
+    """Returns the logits of passes of several sizes over one slot and two."""
+    cache, logits = backbone.engine.new_cache(2, 4), []
+    for count in (9, 1, 30):
+        logits.append(forward(backbone, torch.arange(5, 5 + count), cache).logits.clone())
+        logits.append(forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
+        logits.append(backbone.engine.forward(Plan(torch.tensor([[9], [8]])), cache).logits.clone())
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_layers_compute_as_untraced_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, trace = [], jit.trace
+    monkeypatch.setattr(jit, "trace", lambda *args: traces.append(trace(*args)) or traces[-1])
+    ours = passes(tiny_backbone(family, engine="fast"))
+    assert traces and None not in traces
+    monkeypatch.setattr(jit, "trace", lambda *args: None)
+    assert_close([ours, passes(tiny_backbone(family, engine="fast"))], 1e-5)
+
+
+def test_a_pass_is_traced_from_its_third_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, trace = [], jit.trace
+    monkeypatch.setattr(jit, "TRACED_FROM", TRACED_FROM)
+    monkeypatch.setattr(jit, "trace", lambda *args: traces.append(trace(*args)) or traces[-1])
+    ours, theirs = engines("qwen3")
+    for count in range(1, TRACED_FROM + 3):
+        states = [forward(backbone, [5, 9, 11 + count]).hidden for backbone in (ours, theirs)]
+        assert torch.allclose(*states, atol=1e-4)
+        assert len(traces) == (count + 1 >= TRACED_FROM)  # the check at loading was the first pass
+
+
+def test_the_lm_heads_bias_is_kept() -> None:
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(32, 64, bias=True)
+    ours, theirs = (Backbone(network) for network in (model, copy.deepcopy(model)))
+    attach(ours, "fast")
+    attach(theirs)
+    assert torch.allclose(forward(ours, [5, 6, 7]).logits, forward(theirs, [5, 6, 7]).logits, atol=1e-4)
+
+
+def stateful(backbone: Backbone) -> HydraHeads:
+    """Returns random Hydra heads with a prefix layer, which has a state."""
+    torch.manual_seed(1)
+    heads = HydraHeads.create(backbone, 4, 2, "own", prefix_layers=1)
+    for weight in heads.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    return heads.eval()
+
+
+@pytest.mark.parametrize("drafter", [medusa_drafter, stateful])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_greedy_decoding_equals_the_eager_engines_plain_decoding(family: str, drafter: Any) -> None:
+    ours, theirs = engines(family)
+    steps = generate(ours, drafter(ours), SPARSE, PROMPT, max_new_tokens=60, stop_ids=())
+    assert tokens_of(steps) == plain(theirs, 60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fast_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
+    theirs, ours = (Backbone(tiny_model(family).cuda(), tiny_tokenizer()) for _ in range(2))
+    attach(theirs)
+    attach(ours, "fast")
+    expected = plain(theirs, 60)
+    assert plain(ours, 60) == expected
+    decoder = Decoder(ours, stateful(ours).cuda(), SPARSE)
+    for _ in range(2):  # the second prompt is in the prefix cache
+        assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_logits_are_fp32_over_bf16_weights(engine: str) -> None:
+    backbone = Backbone(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+    attach(backbone, engine)
+    for rows in (1, 3):
+        logits = forward(backbone, torch.arange(5, 5 + rows)).logits
+        assert logits.dtype == torch.float32 and logits.shape == (rows, backbone.vocab_size)
+
+
+class SwappedMLP(torch.nn.Module):
+    """An MLP with the usual parts that activates the other factor."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_layers_that_compute_something_else_are_refused() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp = SwappedMLP(model.model.layers[1].mlp)
+    with pytest.raises(UsageError, match="states differ"):
+        attach(Backbone(model), "fast")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+        hf.StableLmForCausalLM(
+            hf.StableLmConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, partial_rotary_factor=0.5,
+            )
+        ),
+    ],
+    ids=["gpt2", "partly-rotary"],
+)  # fmt: skip
+def test_unknown_models_get_the_eager_engine(model: Any, tmp_path: Path) -> None:
+    path = save_network(model.eval(), tmp_path)
+    assert load_backbone(path, LoadOptions(dtype="fp32")).engine.name == "eager"
+    with pytest.raises(UsageError, match="engine fast"):
+        load_backbone(path, LoadOptions(dtype="fp32", engine="fast"))
