@@ -1,6 +1,7 @@
 """The Python API: loads a model with its drafter and draft policy, then streams, generates and batches answers."""
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,7 +283,7 @@ class Medusa:
         return Request(
             tuple(self.encode(prompt, raw=raw)),
             max_new_tokens,
-            sampling_of(sampling, temperature, top_p, top_k, seed),
+            sampling_of(sampling, temperature, top_p, top_k, secrets.randbits(62) if seed is None else seed),
             None if stop_ids is None else frozenset(stop_ids),
             (stop,) if isinstance(stop, str) else tuple(stop),
             logprobs,

@@ -82,8 +82,8 @@ def test_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
 
 def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     rules = {"max_new_tokens": 24, "temperature": 1.5, "stop_ids": ()}
-    first, again, other = (medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2))
-    assert first == again != other
+    first, again, other, *unseeded = (medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2, None, None))
+    assert first == again != other and unseeded[0] != unseeded[1]
 
 
 def test_later_turn_runs_only_new_tokens(medusa: Medusa) -> None:
@@ -126,7 +126,16 @@ def test_likelihoods_come_on_request(medusa: Medusa) -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"sampling": "lucky"}, {"logprobs": -1}]
+    "rules",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"sampling": "lucky"},
+        {"logprobs": -1},
+    ],
 )
 def test_refusals_name_the_argument(medusa: Medusa, rules: dict) -> None:
     with pytest.raises(UsageError) as caught:

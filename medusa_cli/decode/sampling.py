@@ -65,9 +65,17 @@ class Sampling:
 def sampling_of(
     mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
 ) -> Sampling:
-    """Returns the sampling that options ask for; a temperature alone means exact sampling."""
+    """Returns the sampling that options ask for; a temperature alone means exact sampling.
+
+    Raises UsageError for top-p or top-k without a temperature: greedy decoding would not read them.
+    """
     if temperature is None:
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
+        for name, value in {"@top_p": top_p if top_p < 1 else None, "@top_k": top_k or None}.items():
+            if not temperature and value is not None:
+                raise UsageError(
+                    f"{name} {value} has no effect without a temperature", f"give @temperature, or leave {name} out"
+                )
     return Sampling(
         mode or ("exact" if temperature > 0 else "greedy"), temperature, top_p, top_k, seed=random_seed or 0
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -140,7 +139,7 @@ class Handler:
                     temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else body.top_p,
                     top_k=body.top_k or 0,
-                    seed=body.seed if body.seed is not None else secrets.randbits(62),
+                    seed=body.seed,
                     stop=body.stop_strings,
                     logprobs=body.top,
                     raw=True,
