@@ -7,8 +7,14 @@ import typer
 
 from medusa_cli import console, extras, options
 from medusa_cli.errors import UserError
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
+
+_DATA = "Conversations never trained on, all of them used. [default: those held out in training]"
+_OUTPUT = (
+    "Where to save it. [default: the run's calibration.json; nowhere with --drafter, or --data beside conversations of "
+    "the run's own]"
+)
 
 
 def calibrate(
@@ -17,25 +23,9 @@ def calibrate(
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     drafter: options.Drafter = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="Conversations never trained on, all of them used. [default: those held out in training]",
-        ),
-    ] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Guesses of each head to measure.")] = 10,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            metavar="FILE",
-            dir_okay=False,
-            help="Where to save it. [default: the run's calibration.json; nowhere with --drafter, or --data beside "
-            "conversations of the run's own]",
-        ),
-    ] = None,
+    data: Annotated[Path | None, flag("--data FILE", _DATA, dir_okay=False)] = None,
+    top: Annotated[int, flag("--top N", "Guesses of each head to measure.", min=1, show_default=True)] = 10,
+    file: Annotated[Path | None, flag("--output FILE", _OUTPUT, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
     place: LoadFlags,
     output: OutputFlags,

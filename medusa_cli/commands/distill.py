@@ -9,11 +9,19 @@ import typer
 
 from medusa_cli import console, extras, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
 # Conversations of a bare run: about ten minutes of two cores with the default model.
 BARE_SAMPLES = 800
+Size = int | None
+_ENDPOINT = (
+    "OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, transformers "
+    "serve). They get the key in MEDUSA_API_KEY."
+)
+_BATCH = "Conversations decoded at a time. [default: as many as the memory holds, at most 64]"
+_TAPS = "Also keep the states after these layers, such as 10,20, for `train drafter.taps=[10,20]`."
+_DEDUP = "Answer one of the seeds whose first prompts differ in case and white space alone."
 
 
 def distill(
@@ -24,74 +32,48 @@ def distill(
     model: options.Model = None,
     max_samples: options.MaxSamples = None,
     max_new_tokens: options.MaxNewTokens = None,
-    max_turns: Annotated[
-        int | None, typer.Option(metavar="N", help="Turns answered in each conversation. [default: 2]")
-    ] = None,
+    max_turns: Annotated[Size, flag("--max-turns N", "Turns answered in each conversation. [default: 2]")] = None,
     positions: Annotated[
-        int | None,
-        typer.Option(
-            "--context", metavar="N", help="Positions of a conversation; longer prompts are skipped. [default: 512]"
-        ),
+        Size, flag("--context N", "Positions of a conversation; longer prompts are skipped. [default: 512]")
     ] = None,
     temperature: options.Temperature = None,
     random_seed: options.RandomSeed = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL[,URL]",
-            help="OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, "
-            "transformers serve). A key goes into the variable MEDUSA_API_KEY.",
-        ),
-    ] = None,
+    endpoint: Annotated[str | None, flag("--endpoint URL[,URL]", _ENDPOINT)] = None,
     endpoint_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name on the servers. [default: found by asking]")
+        str | None, flag("--endpoint-model NAME", "The model's name on the servers. [default: found by asking]")
     ] = None,
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: conversations at a time.")] = 8,
+    concurrency: Annotated[
+        int, flag("--concurrency N", "With --endpoint: conversations at a time.", min=1, show_default=True)
+    ] = 8,
     recipe: Annotated[
-        Path | None, typer.Option(help="Recipe YAML whose model and distill section are the defaults here.")
+        Path | None, flag("--recipe FILE", "Recipe YAML whose model and distill section are the defaults here.")
     ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Conversations decoded at a time. [default: as many as the memory holds, at most 64]",
-            show_default=False,
-        ),
-    ] = None,
-    taps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Also keep the states after these layers, such as 10,20, for `train drafter.taps=[10,20]`.",
-        ),
-    ] = None,
-    dedup: Annotated[
-        bool, typer.Option(help="Answer one of the seeds whose first prompts differ in case and white space alone.")
-    ] = True,
+    batch_size: Annotated[Size, flag("--batch-size N", _BATCH, min=1)] = None,
+    taps: Annotated[str | None, flag("--taps LIST", _TAPS)] = None,
+    dedup: Annotated[bool, flag("--dedup/--no-dedup", _DEDUP, show_default=True)] = True,
     min_answer_tokens: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Drop conversations with a shorter answer.")
+        int, flag("--min-answer-tokens N", "Drop conversations with a shorter answer.", min=0, show_default=True)
     ] = 0,
     chat_template: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Jinja template for a model whose tokenizer has none; the run keeps it."),
+        flag("--chat-template FILE", "Jinja template for a model whose tokenizer has none; the run keeps it."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Fail unless there is a distillation to resume.")] = False,
+    resume: Annotated[bool, flag("--resume", "Fail unless there is a distillation to resume.")] = False,
     place: LoadFlags,
     output: OutputFlags,
 ) -> None:
-    """Let the model answer seed prompts: training data in its own words.
+    """Make training data: the model answers seed prompts in its own words.
 
     Appends to RUN/distill.jsonl and keeps the hidden states beside it, so that training needs no second pass.
     Run the same command again to resume after an interruption, or with a larger --max-samples to get more.
     Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = os.environ.get("RANK", "0") == "0"
     output.configure(first=first)
     extras.need("train", "`medusa distill`")
     if endpoint is not None and taps is not None:
         raise UsageError("--taps has no effect with --endpoint: servers send no states", "leave one of them out")
-    if endpoint is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if endpoint is not None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("--endpoint needs one process", "start it without torchrun and raise --concurrency")
     from medusa_cli.runs.recipe import load_recipe
 
@@ -126,21 +108,13 @@ def distill(
         f"{place.of(name)} answers {count:,} of {len(seeds):,} conversations of {settings.seed} into {target.path}; "
         f"--max-samples N takes more ({report})"
     )
-    wanted = DistillOptions(
-        name,
-        settings,
-        replace(place, device=processes.device(place.device)),
-        chat_template=plan.chat_template,
-        endpoint=endpoint,
-        endpoint_model=endpoint_model,
-        concurrency=concurrency,
-        dedup=dedup,
-        min_answer_tokens=min_answer_tokens,
-    )
+    loading = replace(place, device=processes.device(place.device))
+    servers = (endpoint, endpoint_model, concurrency)
+    wanted = DistillOptions(name, settings, loading, plan.chat_template, *servers, dedup, min_answer_tokens)
     with console.bars() as on_progress:
         summary = answer_seeds(target, seeds, wanted, processes, on_progress)
     processes.destroy()
-    if summary is None:  # the first process speaks for all
+    if summary is None:  # the first process prints for all
         return
     if output.json:
         console.emit_json(summary)

@@ -91,11 +91,11 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 def id_of(record: dict[str, Any]) -> str:
     """Returns a record's id, or a digest of the record where it has none; raises Malformed for an unusable id."""
-    name = record.get("id")
+    name = record.get("id") or record.get("prompt_id")
     if not isinstance(name, str | int | None):
         raise Malformed("an id that is no text")
     try:
-        name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16])
+        name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16])
     except RecursionError:
         raise Malformed("nested too deep") from None
     if not is_whole(name):
@@ -103,56 +103,42 @@ def id_of(record: dict[str, Any]) -> str:
     return name
 
 
-def distilled_of(record: Any) -> Conversation:
-    """Returns a line of distill.jsonl as a conversation; raises ValueError for anything else."""
-    conversation = msgspec.convert(record, Conversation)
-    if not conversation.spans or not all(start < end for start, end in conversation.spans):
-        raise ValueError("no answers")
+def tokenised_of(record: Any) -> Conversation:
+    """Returns a conversation with token ids, such as a line of distill.jsonl; raises Malformed for anything else."""
+    try:
+        conversation = msgspec.convert(record, Conversation)
+    except ValueError as reason:
+        raise Malformed("a field of another type") from reason
+    bounds = [bound for span in conversation.spans for bound in span]
+    if not bounds or any(start >= end for start, end in conversation.spans):
+        raise Malformed("no answers")
+    if bounds != sorted(bounds) or not 1 <= bounds[0] < bounds[-1] <= len(conversation.tokens):
+        raise Malformed("assistant spans out of order or range")
+    if conversation.state_rows is not None and conversation.state_rows[1] != len(conversation.tokens) - 1:
+        raise Malformed("state rows that do not match the tokens")
     return conversation
 
 
 def conversation_of(record: Any, backbone: Backbone) -> Conversation:
-    """Returns a parsed record as a tokenised conversation that fits the model; raises Malformed, with the reason."""
+    """Returns a parsed record as a tokenised conversation, cut to the model's context; raises Malformed."""
     if not isinstance(record, dict):
         raise Malformed("not an object")
-    name = id_of(record)
-    try:
+    name, limit = id_of(record), backbone.max_positions
+    if "tokens" in record:
+        conversation = tokenised_of({**record, "id": name})
+        if any(token >= backbone.vocab_size for token in conversation.tokens):
+            raise Malformed("token ids outside the model's vocabulary")
+    else:
         messages = messages_of(record)
         if not any(message["role"] == "assistant" for message in messages[1:]):
             raise Malformed("no answer to a question")
-    except Malformed:
-        if "tokens" not in record:
-            raise
-        messages = []
-    if "tokens" not in record:
-        return _within_context(Conversation(name, messages, *encode(backbone, messages)), backbone)
-    try:
-        conversation = msgspec.convert({**record, "id": name, "messages": messages}, Conversation)
-    except ValueError as reason:
-        raise Malformed("a field of another type") from reason
-    if any(token >= backbone.vocab_size for token in conversation.tokens):
-        raise Malformed("token ids outside the model's vocabulary")
-    if not conversation.spans:
-        raise Malformed("no assistant spans")
-    last = 1
-    for start, end in conversation.spans:
-        if not last <= start < end <= len(conversation.tokens):
-            raise Malformed("assistant spans out of order or range")
-        last = end
-    if conversation.state_rows is None:
-        return _within_context(conversation, backbone)
-    if conversation.state_rows[1] != len(conversation.tokens) - 1:
-        raise Malformed("state rows that do not match the spans")
-    return conversation
-
-
-def _within_context(conversation: Conversation, backbone: Backbone) -> Conversation:
-    """Cuts a conversation to the model's context: no states can be computed past it."""
-    end = min(len(conversation.tokens), backbone.max_positions)
-    spans = [(start, min(stop, end)) for start, stop in conversation.spans if start < end]
-    if not spans:
+        conversation = Conversation(name, messages, *encode(backbone, messages))
+    if conversation.state_rows is not None or len(conversation.tokens) <= limit:
+        return conversation
+    spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
+    if not spans:  # no states can be computed past the context
         raise Malformed("answers past the model's context")
-    return Conversation(conversation.id, conversation.messages, conversation.tokens[:end], spans)
+    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans)
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:

@@ -1,7 +1,5 @@
 """Seed prompts from ShareGPT, any JSON or JSONL file of conversations, or a hub dataset: the user's turns."""
 
-import hashlib
-import json
 import random
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import assets
-from medusa_cli.data.conversation import Conversation, messages_of
+from medusa_cli.data.conversation import Conversation, id_of, messages_of
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.chat_template import HALF, is_whole
 from medusa_cli.runs.io import Malformed, ReadReport, read_jsonl, usable
@@ -79,15 +77,10 @@ def seed_of(record: Any) -> Conversation:
     turns = [message["content"] for message in messages if message["role"] == "user" and message["content"].strip()]
     if not turns:
         raise Malformed("no user turn")
-    systems = [message["content"] for message in messages if message["role"] == "system"]
-    system = systems[-1] if systems else None
-    name = record.get("id") or record.get("prompt_id")
-    content = json.dumps([system, turns], ensure_ascii=False)
-    if not isinstance(name, str | int) or not name:
-        name = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]
-    if not is_whole(f"{name}{content}"):
+    system = next((message["content"] for message in reversed(messages) if message["role"] == "system"), None)
+    if not is_whole("".join([system or "", *turns])):
         raise Malformed(HALF)
-    return Conversation.from_turns(str(name), turns, system)
+    return Conversation.from_turns(id_of(record), turns, system)
 
 
 def in_order(

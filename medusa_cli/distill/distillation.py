@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from medusa_cli.data.conversation import Conversation, distilled_of
+from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
 from medusa_cli.data.states import StateStore, read_rows, seal
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
@@ -276,7 +276,7 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
         )
 
     if run.distill_path.exists():
-        yield from read_jsonl(run.distill_path, refuse, distilled_of)
+        yield from read_jsonl(run.distill_path, refuse, tokenised_of)
 
 
 def part_of(run: Run, rank: int) -> Run:
