@@ -16,6 +16,7 @@ from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train import Trainer, build_drafter, load_dataset
 from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import check_recipe
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import FAMILIES, generate, generate_batch, generate_plain, tiny_backbone, write_lines
 from tests.test_training import SETTINGS
@@ -180,6 +181,6 @@ def test_a_language_that_only_the_token_before_tells_is_learnt_and_measured(tmp_
 
 @pytest.mark.parametrize("name", ["hydra", "eagle"])
 def test_kinds_that_know_their_path_refuse_it(name: str) -> None:
-    recipe = load_recipe(None, [f"drafter={name}", "drafter.conditional=8"]).drafter
-    with pytest.raises(UsageError, match=f"drafter.conditional=8 says nothing to {name}"):
-        build_drafter(tiny_backbone(layers=4), recipe, None)
+    recipe = load_recipe(None, [f"drafter={name}", "drafter.conditional=8"])
+    with pytest.raises(UsageError, match=f"drafter.conditional=8 has no effect on {name}"):
+        check_recipe(recipe)

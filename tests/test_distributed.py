@@ -55,7 +55,7 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
     "words",
     [
         ["train.accumulation=1"],
-        ["train.accumulation=3", "train.optimizer=muon"],
+        ["train.accumulation=3"],
         ["--stage", "2", "--schedule", "sine", "train.lora_dropout=0.3"],
     ],
     ids=["fewer", "uneven", "stage-2"],

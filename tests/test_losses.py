@@ -24,7 +24,7 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, split_conversations
 from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, sample_rows
-from medusa_cli.train.stage2 import Stage2
+from medusa_cli.train.stages import Stage2
 from medusa_cli.tree import Tree
 from tests.helpers import drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
 
@@ -230,7 +230,7 @@ def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
     data = split_conversations(records(3), ReadReport(), max_length=30, fraction=0.0)
     train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
-    loss = Stage2(backbone, heads, data, train).losses(data.train, 0.9)
+    loss = Stage2(backbone, heads, data, train).loss(data.train, 0.9)
     terms: list[float] = []
     for item in data.train:
         out = forward(backbone, item.tokens)

@@ -93,7 +93,7 @@ def test_what_follows_qlora_loads_the_model_in_4_bits_unless_told_not_to(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, run = place
-    done = train(place, "--stage", "2", "--qlora", "train.optimizer=adamw8bit")
+    done = train(place, "--stage", "2", "--tuning", "qlora", "train.optimizer=adamw8bit")
     assert done.exit_code == 0, done.output
     assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
     found = loads(monkeypatch)

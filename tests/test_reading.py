@@ -15,8 +15,7 @@ from medusa_cli.errors import LONGEST, UserError
 from medusa_cli.runs.io import read_as, read_json
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train.events import Validated
-from medusa_cli.train.log import read_log
+from medusa_cli.train.log import Validated, read_log
 from medusa_cli.tree.io import TreeFile, load_tree
 from tests.helpers import medusa, save_model, save_run, tiny_backbone, write_lines
 
@@ -86,7 +85,7 @@ def test_long_values_are_cut_in_errors(tmp_path: Path) -> None:
 
 def test_sizes_that_nobody_has_are_refused() -> None:
     for word in ("drafter.num_layers=1000000000", "drafter.num_heads=1e9", "train.epochs=1e12", "train.seed=1e30"):
-        with pytest.raises(UserError, match="is too large"):
+        with pytest.raises(UserError, match=word.partition("=")[0]):
             load_recipe(None, [word])
 
 

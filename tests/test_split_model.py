@@ -27,7 +27,7 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.train import Distributed
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import check_shard
+from medusa_cli.train.setup import check_loading
 from tests import helpers
 from tests.helpers import save_model, tiny_model
 from tests.test_distributed import TWO, prepared, train, training
@@ -194,9 +194,9 @@ def test_heads_without_a_target_still_make_a_pass_back() -> None:
 )
 def test_what_cannot_be_split_is_refused(words: list[str], place: dict, size: int, said: str) -> None:
     options = LoadOptions(**place)
-    check_shard(load_recipe(None, words).train, options, Distributed(0, size))
+    check_loading(load_recipe(None, words).train, options, Distributed(0, size))
     with pytest.raises(UsageError, match=said):
-        check_shard(load_recipe(None, [*words, "train.shard=true"]).train, options, Distributed(0, size))
+        check_loading(load_recipe(None, [*words, "train.shard=true"]).train, options, Distributed(0, size))
 
 
 def test_an_engine_and_a_network_that_cannot_be_split_are_refused() -> None:

@@ -3,7 +3,6 @@
 import errno
 import importlib.machinery
 import importlib.util
-import io
 import sys
 import types
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli import console
-from medusa_cli.commands.train import cells
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Saved, Stepped, Validated
 from medusa_cli.train.checkpoint import checkpoint_path, load
@@ -107,30 +104,6 @@ def test_tensorboards_own_reader_finds_them(tmp_path: Path) -> None:
     board.close()
     found = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert found.Scalars("train/loss")[0].value == 1.5
-
-
-def test_the_live_table_has_what_one_watches() -> None:
-    shown = cells(STEP, left=36_500, rate=100.0)
-    assert shown == {
-        "step": "3/9",
-        "loss": "1.500",
-        "top-1 by head": ".43/.27",
-        "lambda_0": "0.100",
-        "lr": "1.0e-03",
-        "tokens/s": "100",
-        "memory": "2.0 GB",
-        "time left": "0:06:05",
-    }
-    screen = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console, "err", console.Screen(file=screen, force_terminal=True, width=110))
-        with console.progress("training", 10) as bar:
-            bar.show(shown)
-            bar.advance(3)
-    text = screen.getvalue()
-    assert all(word in text for word in (*shown, *shown.values()))
-    plain = cells(Stepped(1, 9, 1.5, [1.0], [0.4], 1e-3, 0.5, 200, 600, 0.5, {}), left=0, rate=0.0)
-    assert "lambda_0" not in plain and plain["time left"] == "0:00:00"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def compare(
     targets = [Run.open(name, named="RUN") for name in runs]
     rows = [last_validation(run) for run in targets]
     if data is not None:
-        from medusa_cli.train.loop import evaluate
+        from medusa_cli.train import evaluate
 
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")

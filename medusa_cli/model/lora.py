@@ -13,7 +13,6 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model.backbone import decoder_layers
 from medusa_cli.runs.io import read_as, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -30,21 +29,15 @@ class AdapterConfig:
     target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)]
 
 
-def attach(network: Any, *, rank: int, alpha: float, dropout: float, layers: int | None = None) -> None:
+def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     """Adds fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
 
-    layers: the number of last decoder layers that get it; None: all. Attach before the network becomes a Backbone,
-    which freezes its weights, and `unfreeze` after.
+    Attach before the network becomes a Backbone, which freezes its weights, and `unfreeze` after.
     """
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
 
-    depth = network.config.get_text_config().num_hidden_layers
-    below = [] if layers is None else decoder_layers(network, "train.lora_layers")[: depth - layers]
-    left_out = {id(module) for layer in below for module in layer.modules()}
-    linears = [name for name, module in network.named_modules()
-               if isinstance(module, nn.Linear) and id(module) not in left_out]  # fmt: skip
-    names = {name if left_out else name.rpartition(".")[2] for name in linears}
+    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
     with _quiet():
         inject_adapter_in_model(config, network)
@@ -87,7 +80,7 @@ def take_up(network: Any, folder: Path) -> None:
     if {name: saved[name].shape for name in saved} != {keys[name]: weights[name].shape for name in weights}:
         raise UserError(
             f"{WHAT} {folder / WEIGHTS} do not have the shape to be trained",
-            "keep train.lora_rank and train.lora_layers as they were",
+            "keep train.lora_rank as it was",
         )
     with torch.no_grad():
         for name, weight in weights.items():

@@ -87,7 +87,7 @@ def calibrate(run: Run, options: CalibrateOptions, on_progress: Callable[..., No
     fraction = 0.0 if options.data else origin.held_out(recipe.train.validation_fraction)
     dataset: Dataset[Any]
     if runs_model(kind, recipe.train):
-        dataset = select(whole_conversations(run, backbone, recipe, data, fraction))
+        dataset = select(whole_conversations(backbone, recipe, data, fraction))
     else:
         prompts = drafter.sees_prompt(drafter.config)
         dataset = load_dataset(

@@ -1,20 +1,86 @@
-"""The training's record, one JSON object a line: what happened at which step."""
+"""The events of a training, its log (one JSON object a line), TensorBoard's scalars and the curves."""
 
 import dataclasses
 import importlib.util
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec import convert
 
 from medusa_cli.runs.io import Malformed, read_jsonl, replacing, write_atomic
-from medusa_cli.train.events import Event, Saved, Stepped, Stopped, Validated
 
 NAME = "train.jsonl"
-# What a line may be of, by the name that it has there.
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Hidden states are computed for `done` of `total` tokens."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The steps begin, or go on: `done` of `positions` positions were trained before."""
+
+    steps: int
+    positions: int
+    done: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy."""
+
+    step: int
+    steps: int
+    loss: float
+    head_losses: list[float]
+    accuracies: list[float]
+    lr: float
+    grad_norm: float
+    positions: int  # of this step
+    total_positions: int  # since the training began
+    seconds: float
+    parts: dict[str, float]  # stage 2: lambda_0 and the language model's own loss
+    memory: int = 0  # peak of the process, in bytes
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Loss and top-1 accuracy of each head on held-out conversations, after `step` steps."""
+
+    step: int
+    loss: float
+    head_losses: list[float]
+    accuracies: list[float]
+    positions: int
+    total_positions: int
+    parts: dict[str, float]  # stage 2: the cost of the model's change
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint was written after `step` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The training was asked to stop after `step` steps; its checkpoint is written."""
+
+    step: int
+    steps: int
+
+
+Logged = Stepped | Validated | Saved | Stopped
+Event = Prefilled | Started | Logged
 KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved, Stopped)}
 
 
@@ -27,8 +93,7 @@ class TrainLog:
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
 
-    def write(self, event: Event) -> None:
-        """Append one event, named by its class, and flush it."""
+    def write(self, event: Logged) -> None:
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
@@ -57,38 +122,35 @@ def _stop(number: int, reason: str) -> None:
 
 
 class Board:
-    """Scalars by step in a folder for `tensorboard --logdir`; nothing where tensorboard is not installed."""
+    """Scalars by step in a folder for `tensorboard --logdir`, if tensorboard is installed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         self._writer: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
-            try:
+            with suppress(ImportError):  # one that does not fit this torch
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:  # one that does not fit this torch is as good as none
-                return
-            purge = None if resumed_at is None else resumed_at + 1  # what a resumed training does again
-            self._writer = SummaryWriter(str(folder), purge_step=purge)
 
-    def write(self, event: Event) -> None:
-        """Add a step's or a validation's scalars."""
-        if self._writer is not None and isinstance(event, Stepped | Validated):
-            for name, value in scalars(event).items():
-                self._writer.add_scalar(name, value, event.step)
+                # A resumed training replaces what follows its checkpoint.
+                self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+
+    def write(self, event: Logged) -> None:
+        """Adds the scalars of a step (train/...) or a validation (held_out/...)."""
+        if self._writer is None or not isinstance(event, Stepped | Validated):
+            return
+        scalars = {"loss": event.loss, **event.parts}
+        for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
+            scalars |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
+        if isinstance(event, Stepped):
+            scalars |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
+            scalars["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
+        for name, value in scalars.items():
+            self._writer.add_scalar(
+                f"{'train' if isinstance(event, Stepped) else 'held_out'}/{name}", value, event.step
+            )
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-def scalars(event: Stepped | Validated) -> dict[str, float]:
-    """An event's numbers by name: train/... of a step, held_out/... of a validation."""
-    found = {"loss": event.loss, **event.parts}
-    for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
-        found |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
-    if isinstance(event, Stepped):
-        found |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
-        found["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
-    return {f"{'train' if isinstance(event, Stepped) else 'held_out'}/{name}": one for name, one in found.items()}
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -128,7 +190,7 @@ def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str)
     image = axis.imshow(accuracies, cmap="viridis", aspect="auto", vmin=0)
     for head, row in enumerate(accuracies):
         for guess, value in enumerate(row):
-            bright = value > 0.6 * max(max(one) for one in accuracies)
+            bright = value > 0.6 * max(map(max, accuracies))
             axis.text(
                 guess,
                 head,

@@ -1,0 +1,296 @@
+"""`train`, the work of `medusa train`, and `evaluate`, which measures a trained run on other conversations."""
+
+import ctypes
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_cli.data.packing import Dataset, coverage
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
+from medusa_cli.model.identity import identity_of, weights_of
+from medusa_cli.runs.io import Document, read_jsonl, replacing, replacing_folder, write_atomic, write_json
+from medusa_cli.runs.recipe import Recipe, load_recipe
+from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
+from medusa_cli.train import setup
+from medusa_cli.train.checkpoint import set_aside
+from medusa_cli.train.distributed import Distributed
+from medusa_cli.train.log import (
+    NAME,
+    Board,
+    Event,
+    Prefilled,
+    Saved,
+    Started,
+    Stopped,
+    TrainLog,
+    Validated,
+    draw_curves,
+    read_log,
+)
+from medusa_cli.train.loop import Trainer
+from medusa_cli.train.prefill import load_dataset
+
+log = logging.getLogger(__name__)
+# `evaluate` cuts and batches conversations alike for every run.
+MAX_LENGTH, BATCH_TOKENS = 1024, 2048
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The end of a training: the run that holds the drafter, steps done, and held-out figures.
+
+    validation: the last one, as the log has it; None where nothing was held out. expected_acceptance: tokens a step
+    over a chain of the heads' first choices, now and, in stage 2, before the first step.
+    """
+
+    run: Run
+    stopped: bool
+    step: int
+    steps: int
+    positions: int
+    heads: int
+    draft_coverage: float
+    validation: Document | None = None
+    expected_acceptance: float | None = None
+    expected_acceptance_at_start: float | None = None
+
+
+def train(
+    run: Run,
+    recipe: Recipe,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    options: LoadOptions = DEFAULT_LOADING,
+    data: Path | None = None,
+    start: Run | None = None,
+    resume: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trained | None:
+    """Trains the recipe's drafter in a run and saves it there; `on_event` is told of every step.
+
+    data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
+    should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. Under torchrun, the
+    processes share every step, and all but the first return None.
+    """
+    setup.check_recipe(recipe)
+    keep_freed_memory()
+    world = Distributed.join(options.device, sharded=recipe.train.shard)
+    options = replace(options, device=world.device(options.device))
+    setup.check_loading(recipe.train, options, world)
+    source = data or run.data_path
+    with sole_writer(run.path, "medusa train", log.warning) if world.first else nullcontext():
+        run.keep_template(recipe.chat_template)
+        backbone, dataset, drafter = _load(run, recipe, on_event, options, source, world)
+        if not resume:
+            setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
+        trainer = Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=should_stop, world=world)
+        covered = coverage(drafter.draft_ids, dataset.answer_tokens())  # it may be another data set's vocabulary
+        if world.first:
+            if not resume:
+                set_aside(run)
+            write_atomic(run.recipe_path, recipe.to_yaml())
+            _describe(trainer, covered)
+            _run(trainer, on_event)
+        else:
+            for _ in trainer.events():
+                pass
+        world.wait()
+        world.destroy()
+        if not world.first:
+            return None
+        checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
+        ended = Trained(
+            run,
+            trainer.step < trainer.steps,
+            trainer.step,
+            trainer.steps,
+            trainer.positions,
+            drafter.num_heads,
+            covered,
+            {key: checks[-1][key] for key in ("loss", "head_losses", "accuracies", "positions", "parts")}
+            if checks
+            else None,
+            _expected_acceptance(checks[-1:]),
+            _expected_acceptance([line for line in checks if line["step"] == 0]),
+        )
+        return ended if ended.stopped else replace(ended, run=_save(trainer, source, ended))
+
+
+def _load(
+    run: Run,
+    recipe: Recipe,
+    on_event: Callable[[Event], None],
+    options: LoadOptions,
+    source: Path,
+    world: Distributed,
+) -> tuple[Backbone, Dataset[Any], HeadDrafter]:
+    """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
+    train, kind = recipe.train, setup.drafter_class(recipe.drafter.name)
+    with nullcontext() if train.shard else world.first_ahead():
+        backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
+    with world.first_ahead():
+        run.bind(backbone.identity)
+    dataset: Dataset[Any]
+    if train.stage == 2 or setup.runs_model(kind, train):
+        dataset = setup.whole_conversations(backbone, recipe, source, train.validation_fraction)
+    else:
+        dataset = load_dataset(
+            run,
+            backbone,
+            data=source,
+            fraction=train.validation_fraction,
+            taps=setup.taps_of(recipe.drafter, backbone),
+            prompts=kind.sees_prompt(recipe.drafter),
+            world=world,
+            on_progress=lambda done, total: on_event(Prefilled(done, total)),
+        )
+    torch.manual_seed(train.seed)
+    return backbone, dataset, setup.build_drafter(backbone, recipe.drafter, dataset)
+
+
+def _describe(trainer: Trainer, covered: float) -> None:
+    """Logs the size of the training, and the processes that have nothing to do in it."""
+    dataset, train, size = trainer.dataset, trainer.recipe.train, trainer.world.size
+    items = "conversations" if dataset.states is None else "answers"
+    log.info(
+        f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held out; "
+        f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
+        + (f"; the draft vocabulary covers {covered:.2%} of the answers" if covered < 1 else "")
+    )
+    if size > train.accumulation:
+        log.warning(
+            f"{size - train.accumulation} of {size} processes have nothing to do: a step has "
+            f"train.accumulation={train.accumulation} micro-batches; train.accumulation={train.accumulation * size} "
+            f"with train.batch_tokens={max(2, train.batch_tokens // size)} gives all a part of the same steps"
+        )
+
+
+def _run(trainer: Trainer, on_event: Callable[[Event], None]) -> None:
+    """Runs the steps; writes every event to the log, to TensorBoard and to `on_event`."""
+    run, at = trainer.run, trainer.step or None
+    on_event(Started(trainer.steps, trainer.positions, trainer.positions_done))
+    with closing(TrainLog(run.path / NAME, at)) as lines, closing(Board(run.path / "tensorboard", at)) as board:
+        for event in trainer.events():
+            lines.write(event)
+            board.write(event)
+            on_event(event)
+            if isinstance(event, Saved | Stopped):
+                title = f"{run.name}: stage {trainer.recipe.train.stage}"
+                draw_curves(read_log(lines.path), run.path / "train.png", title)
+
+
+def _expected_acceptance(checks: Sequence[Document]) -> float | None:
+    """Returns 1 + a_1 + a_1 a_2 + ... of a validation, as if heads were right independently; None without one."""
+    return 1 + sum(accumulate(checks[0]["accuracies"], mul)) if checks else None
+
+
+def _save(trainer: Trainer, source: Path, ended: Trained) -> Run:
+    """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
+    run, backbone, train = trainer.run, trainer.backbone, trainer.recipe.train
+    identity = dict(backbone.identity)
+    tuned = train.stage == 2 and train.tuning == "full"
+    if tuned:
+        run, identity = _tuned_run(backbone, run)
+    elif train.stage == 2:
+        adapter.save(backbone.model, run.adapter_dir, identity["id"])
+        identity["adapter"] = adapter.digest(run.adapter_dir)
+    elif run.adapter is not None:  # it belonged to the drafter that is replaced now
+        shutil.rmtree(run.adapter_dir)
+    written = provenance(
+        identity,
+        data={
+            "path": str(source),
+            "digest": trainer.dataset.digest,
+            "conversations": trainer.dataset.report.read,
+        },
+        recipe=trainer.recipe.to_dict(),
+        steps=trainer.steps,
+        positions=trainer.positions,
+        draft_coverage=ended.draft_coverage,
+        validation=ended.validation,
+    )
+    with replacing_folder(run.drafter_dir) as part:
+        trainer.drafter.save(part, written)
+    if tuned:  # its states were another model's, so they stay behind
+        with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
+            for record in read_jsonl(source, array=True):
+                if isinstance(record, dict):
+                    kept = {key: value for key, value in record.items() if key not in ("state_rows", "seal")}
+                    out.write(json.dumps(kept) + "\n")
+    return run
+
+
+def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
+    """Saves a fully tuned model, which is another model, in a run of its own, RUN/tuned; returns run and identity."""
+    tuned = Run.open(str(run.path / "tuned") + "/", create=True)
+    folder = tuned.path / "model"
+    backbone.model.set_attn_implementation("sdpa")
+    with replacing_folder(folder) as part:
+        backbone.model.save_pretrained(part)
+        backbone.tokenizer.save_pretrained(part)
+    identity = identity_of(backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None)
+    write_json(tuned.path / "run.json", provenance(identity))
+    log.info(f"the tuned model is in {folder}, its run is {tuned.path}")
+    return tuned, identity
+
+
+def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None = None) -> Validated:
+    """Measures a run's heads, and its adapter if it has one, on the first conversations of a file.
+
+    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a frozen model. Raises
+    UserError for heads that cannot be read, and for a model tuned in full, which keeps no original to compare with.
+    """
+    recipe = load_recipe(run.recipe_path)
+    train, joint = recipe.train, recipe.train.stage == 2
+    if joint and train.tuning == "full":
+        raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
+    frozen = setup.drafter_class(recipe.drafter.name).uses_verify_pass
+    dtype = train.dtype if options.dtype == "auto" else options.dtype
+    changed: dict[str, Any] = {
+        "stage": 1 if frozen else 2,
+        "tuning": train.tuning if joint else "lora",
+        "objective": "kl",
+        "dtype": dtype,
+        "max_length": MAX_LENGTH,
+        "batch_tokens": BATCH_TOKENS,
+        "accumulation": 1,
+        "shard": False,
+        "validation_tokens": 10_000_000,
+    }
+    recipe = replace(recipe, train=replace(train, **changed))
+    options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
+    backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
+    dataset = setup.whole_conversations(backbone, recipe, data, 0.0)
+    kept = dataset.train[:max_samples]
+    dataset = replace(dataset, train=kept, held_out=kept)  # nothing is trained, but a trainer needs something to train
+    drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    if not setup.trained_heads(run, backbone, drafter, adapted=joint):
+        raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
+    return Trainer(backbone, drafter, dataset, recipe, run).validate(0)
+
+
+# From glibc's malloc.h. Its own limits are 32 MB for the first and an int for the second.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc use freed memory again, whose pages would else be zeroed anew: 18 % faster on two cores."""
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 1 << 25)
+            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
