@@ -85,7 +85,7 @@ bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by
 	$(BIN)/pytest -q -m gpu
 	$(BIN)/python -m tests.bench.gpu_steps --device cuda
 
-reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores, into docs/results/
+reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores
 	$(BIN)/python -m tests.bench.papers
 
 help-page: $(READY) ## write docs/commands.md from the commands' --help

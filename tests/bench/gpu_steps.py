@@ -23,13 +23,13 @@ HEADS = 4
 
 
 def time_model(model: str, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Returns step, draft and prefill times of a model by way: eager, fast and, where steps are captured, "graph".
+    """Returns step, draft and prefill times of a model by engine: eager, fast and, where steps are captured, "graph".
 
-    A way that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy.
+    One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy.
     """
     bandwidth = copy_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    result: dict[str, Any] = {"model": model, "device": name, "copy_bytes_per_s": bandwidth, "ways": {}}
+    result: dict[str, Any] = {"model": model, "device": name, "copy_bytes_per_s": bandwidth, "engines": {}}
     for engine in ("eager", "fast"):
         backbone = load_backbone(model, LoadOptions(device=device, dtype="bf16", engine=engine))
         weights = backbone.engine.weight_bytes
@@ -39,7 +39,7 @@ def time_model(model: str, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
                 times = time_engine(backbone, captured, rounds)
             except (RuntimeError, torch.AcceleratorError) as reason:
                 times = {"error": str(reason).splitlines()[0]}
-            result["ways"]["graph" if captured else engine] = times
+            result["engines"]["graph" if captured else engine] = times
         del backbone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -65,18 +65,18 @@ def time_engine(backbone: Backbone, captured: bool, rounds: int) -> dict[str, An
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the times of a model, one line a way."""
+    """Prints the times of a model, one line an engine."""
     weights = f"{result['weight_bytes'] / 1e9:.1f} GB of weights"
     print(
         f"{result['model']} on {result['device']}; reading {weights} takes {result['ceiling_ms']:.2f} ms; ms by rows:"
     )
-    for way, times in result["ways"].items():
+    for engine, times in result["engines"].items():
         if "error" in times:
-            print(f"  {way}: failed: {times['error']}")
+            print(f"  {engine}: failed: {times['error']}")
             continue
         steps = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in times["step_ms"].items())
         prefill = f"prefill {times['prefill_ms']:.1f} for {times['prefill_tokens']:,} tokens"
-        print(f"  {way}: {steps}; drafting {HEADS} levels {times['draft_ms'][HEADS]:.2f}; {prefill}")
+        print(f"  {engine}: {steps}; drafting {HEADS} levels {times['draft_ms'][HEADS]:.2f}; {prefill}")
 
 
 def main() -> None:

@@ -112,22 +112,21 @@ def endpoint(asked: argparse.Namespace) -> None:
         shares = []
         for number in range(asked.rounds):
             run = folder / str(number)
-            flags = [
-                "--endpoint",
-                url,
-                "--endpoint-model",
-                name,
-                "--model",
-                asked.model,
+            flags = ["--endpoint", url, "--endpoint-model", name, "--model", asked.model]
+            limits = [
                 "--concurrency",
                 asked.at_once,
+                "--max-samples",
+                asked.questions,
+                "--max-new-tokens",
+                asked.tokens,
+                "--max-turns",
+                1,
             ]
-            limits = ["--max-samples", asked.questions, "--max-new-tokens", asked.tokens, "--max-turns", 1]
             distilled = medusa_json("distill", "--run", run, *flags, *limits, "--random-seed", number)["tokens_per_s"]
-            lines = (run / "distill.jsonl").read_text().splitlines()
-            records = [json.loads(line) for line in lines]
-            talks = [record["messages"] for record in records if "messages" in record]
-            questions = [next(turn["content"] for turn in talk if turn["role"] == "user") for talk in talks]
+            records = [json.loads(line) for line in (run / "distill.jsonl").read_text().splitlines()]
+            turns = [[turn for turn in record["messages"] if turn["role"] == "user"] for record in records]
+            questions = [turn[0]["content"] for turn in turns]
             bare = rate(asks(url, name, asked.tokens), questions, asked.at_once)
             shares.append(distilled / bare)
             print(f"round {number + 1}: bare {bare:.1f} tokens/s, distill {distilled:.1f} tokens/s")

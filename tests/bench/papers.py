@@ -15,114 +15,78 @@ from typing import Any
 from tests.bench import medusa, medusa_json
 
 CONVERSATIONS = 600
-TRAININGS = (("medusa", "medusa1", 400_000), ("amphista", "amphista", 400_000), ("hydra++", "hydra++", 400_000))
-TRAININGS += (("firp", "firp", 80_000),)
-Evidence = dict[str, Any]
+TRAININGS = {"medusa": ("medusa1", 400_000), "amphista": ("amphista", 400_000)}
+TRAININGS |= {"hydra++": ("hydra++", 400_000), "firp": ("firp", 80_000)}
 
 
-def length(step: str, method: str = "medusa") -> Callable[[Evidence], float]:
-    return lambda found: found[step]["methods"][method]["acceptance_length"]
+class Evidence:
+    """Documents of the measurements by name."""
 
+    def __init__(self, documents: dict[str, Any]) -> None:
+        self.documents = documents
 
-def over(step: str, method: str, other: str = "medusa") -> Callable[[Evidence], float]:
-    return lambda found: length(step, method)(found) / length(step, other)(found)
+    def length(self, name: str, method: str = "medusa") -> float:
+        return self.documents[name]["methods"][method]["acceptance_length"]
 
+    def over_medusa(self, name: str, method: str) -> float:
+        return self.length(name, method) / self.length(name)
 
-def category(name: str) -> Callable[[Evidence], float]:
-    def ratio(found: Evidence) -> float:
-        method = found["64 nodes"]["methods"]["medusa"]
+    def speedup(self, method: str) -> float:
+        return self.documents["auto"]["methods"][method]["speedup"]
+
+    def category(self, name: str) -> float:
+        method = self.documents["64 nodes"]["methods"]["medusa"]
         return method["per_category"][name]["acceptance_length"] / method["acceptance_length"]
 
-    return ratio
+    def swept(self, sweep: str, key: str, series: str = "medusa") -> list[float]:
+        return [point[key] for point in self.documents[sweep]["points"] if point["series"] == series]
+
+    def perplexity(self, run: str) -> float:
+        return next(row["perplexity_ratio"] for row in self.documents["quality"] if row["run"].endswith(run))
+
+    def last_head(self, figure: str) -> list[float]:
+        return [trial["accuracies"][-1] for trial in self.documents["layers"]["figures"][figure]]
+
+    def largest_tree(self) -> float:
+        rates = self.swept("nodes", "tokens_per_s", "medusa, static")
+        return max(rates) / rates[-1]
+
+    def loosest_threshold(self) -> float:
+        lengths = self.swept("epsilon", "acceptance_length")
+        return lengths[0] / lengths[-1]
+
+    def best_layer(self, figure: str) -> float:
+        *others, last = self.last_head(figure)
+        return max(others) / last
 
 
-def swept(found: Evidence, sweep: str, key: str, series: str = "medusa") -> list[float]:
-    return [point[key] for point in found[sweep]["points"] if point["series"] == series]
-
-
-def perplexity(found: Evidence, run: str) -> float:
-    return next(row["perplexity_ratio"] for row in found["quality"] if row["run"].endswith(run))
-
-
-def last_head(found: Evidence, figure: str) -> list[float]:
-    return [trial["accuracies"][-1] for trial in found["layers"]["figures"][figure]]
-
-
-# Where the claim stands, what it says, the paper's ratio (None: a figure without numbers), ours out of the evidence.
-# The papers' ratios are those of their smallest models (Vicuna-7B).
+# The claim's place, its text, the paper's ratio of its smallest models (None: a figure without numbers), and ours.
 CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
-    ("Medusa, Figure 4a", "Medusa-1 over transformers", 2.18, lambda e: e["auto"]["methods"]["medusa"]["speedup"]),
-    (
-        "Medusa, Figure 4a",
-        "of which drafts alone, over our own plain loop",
-        2.18,
-        lambda e: e["auto"]["methods"]["medusa"]["speedup"] / e["auto"]["methods"]["ar"]["speedup"],
-    ),
-    ("Medusa, Table 1", "Medusa-2 accepts several tokens a step", 3.47, length("joint")),
-    (
-        "Medusa, Table 2",
-        "joint training over heads alone",
-        2.83 / 2.18,
-        lambda e: length("joint")(e) / length("64 nodes")(e),
-    ),
-    (
-        "Medusa, Table 2",
-        "direct joint training harms the model (here: perplexity)",
-        None,
-        lambda e: perplexity(e, "direct") / perplexity(e, "medusa2"),
-    ),
-    ("Medusa, Figure 4b", "extraction gains most", 3.62 / 2.83, category("extraction")),
-    ("Medusa, Figure 4b", "coding gains more than the mean", 3.29 / 2.83, category("coding")),
-    (
-        "Medusa, Figure 6a",
-        "64 sparse nodes over a dense tree of 64",
-        None,
-        lambda e: length("64 nodes")(e) / length("dense")(e),
-    ),
-    (
-        "Medusa, Figure 6b",
-        "the largest trees are slower than smaller ones",
-        None,
-        lambda e: max(rates := swept(e, "nodes", "tokens_per_s", "medusa, static")) / rates[-1],
-    ),
-    (
-        "Medusa, Figure 7",
-        "looser thresholds accept more",
-        None,
-        lambda e: (points := swept(e, "epsilon", "acceptance_length"))[0] / points[-1],
-    ),
-    ("Amphista, Table 1", "Amphista over Medusa, greedy", 2.44 / 1.87, over("64 nodes", "amphista")),
-    ("Amphista, Table 1", "Hydra++ over Medusa, greedy", 2.37 / 1.87, over("64 nodes", "hydra++")),
-    ("Amphista, Table 2", "Amphista over Medusa at temperature 0.7", 2.37 / 1.86, over("warm", "amphista")),
-    ("Amphista, Table 7", "Amphista over Medusa, 22 nodes", 2.29 / 1.71, over("22 nodes", "amphista")),
-    (
-        "Amphista, Table 7",
-        "Amphista, 64 nodes over 22",
-        2.44 / 2.29,
-        lambda e: length("64 nodes", "amphista")(e) / length("22 nodes", "amphista")(e),
-    ),
-    ("FIRP, Table 3", "FIRP over Medusa, 16 nodes", 2.762 / 2.334, over("16 nodes", "firp")),
-    ("FIRP, Table 3", "FIRP over Medusa, 64 nodes", 3.148 / 2.647, over("64 nodes", "firp")),
-    (
-        "FIRP, Figure 5",
-        "the first head enters best before the last layers",
-        None,
-        lambda e: max(last_head(e, "5")[:-1]) / last_head(e, "5")[-1],
-    ),
-    ("FIRP, Figure 6", "so does the second", None, lambda e: max(last_head(e, "6")[:-1]) / last_head(e, "6")[-1]),
-    (
-        "FIRP, Figure 7",
-        "the second head must see the first",
-        None,
-        lambda e: last_head(e, "7")[0] / last_head(e, "7")[1],
-    ),
+    ("Medusa, Figure 4a", "Medusa-1 over transformers", 2.18, lambda e: e.speedup("medusa")),
+    ("Medusa, Figure 4a", "drafts alone, over our plain loop", 2.18, lambda e: e.speedup("medusa") / e.speedup("ar")),
+    ("Medusa, Table 1", "Medusa-2 accepts several tokens a step", 3.47, lambda e: e.length("joint")),
+    ("Medusa, Table 2", "joint training over heads", 2.83 / 2.18, lambda e: e.length("joint") / e.length("64 nodes")),
+    ("Medusa, Table 2", "direct training harms", None, lambda e: e.perplexity("direct") / e.perplexity("medusa2")),
+    ("Medusa, Figure 4b", "extraction gains most", 3.62 / 2.83, lambda e: e.category("extraction")),
+    ("Medusa, Figure 4b", "coding gains more than the mean", 3.29 / 2.83, lambda e: e.category("coding")),
+    ("Medusa, Figure 6a", "64 sparse nodes over 64 dense", None, lambda e: e.length("64 nodes") / e.length("dense")),
+    ("Medusa, Figure 6b", "the largest trees are slower", None, Evidence.largest_tree),
+    ("Medusa, Figure 7", "looser thresholds accept more", None, Evidence.loosest_threshold),
+    ("Amphista, Table 1", "Amphista, greedy", 2.44 / 1.87, lambda e: e.over_medusa("64 nodes", "amphista")),
+    ("Amphista, Table 1", "Hydra++, greedy", 2.37 / 1.87, lambda e: e.over_medusa("64 nodes", "hydra++")),
+    ("Amphista, Table 2", "Amphista at temperature 0.7", 2.37 / 1.86, lambda e: e.over_medusa("warm", "amphista")),
+    ("Amphista, Table 7", "Amphista, 22 nodes", 2.29 / 1.71, lambda e: e.over_medusa("22 nodes", "amphista")),
+    ("FIRP, Table 3", "FIRP, 16 nodes", 2.762 / 2.334, lambda e: e.over_medusa("16 nodes", "firp")),
+    ("FIRP, Table 3", "FIRP, 64 nodes", 3.148 / 2.647, lambda e: e.over_medusa("64 nodes", "firp")),
+    ("FIRP, Figure 5", "the first head enters best before the last layers", None, lambda e: e.best_layer("5")),
+    ("FIRP, Figure 6", "so does the second", None, lambda e: e.best_layer("6")),
+    ("FIRP, Figure 7", "the second head must see the first", None, lambda e: e.best_layer("7")),
 ]
 
 
-def verdict(paper: float | None, ours: float) -> str:
+def outcome(paper: float | None, ours: float) -> str:
     """Returns "reproduced" from 80 % of the paper's effect (or a gain of 5 % without one), "in part" from 20 %."""
-    effect = math.log(ours)
-    share = effect / math.log(paper) if paper else 1.0 if ours >= 1.05 else 0.5 if ours > 1 else 0.0
+    share = math.log(ours) / math.log(paper) if paper else 1.0 if ours >= 1.05 else 0.5 if ours > 1 else 0.0
     return "reproduced" if share >= 0.8 else "in part" if share >= 0.2 else "not"
 
 
@@ -134,7 +98,7 @@ def trainings(run: Path, model: str) -> Iterator[tuple[Path, list[object]]]:
         words = ["train", f"recipes/smollm2-135m-{recipe}.yaml", "--run", run / name, f"model={model}", *more]
         return run / name / "drafter" / "config.json", words
 
-    for name, recipe, positions in TRAININGS:
+    for name, (recipe, positions) in TRAININGS.items():
         yield train(name, recipe, f"train.max_tokens={positions}", "train.epochs=4", "train.soft=0.5")
         yield run / name / "calibration.json", ["calibrate", "--run", run / name]
     yield train("medusa2", "medusa2", "--from", run / "medusa", "train.max_tokens=80000")
@@ -168,28 +132,26 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a turn")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
     asked = parser.parse_args()
     for file, words in trainings(asked.run, asked.model):
         if not file.is_file():
             medusa(*words)
-    evidence: Evidence = {}
+    documents = {}
     for name, words in benches(asked.run, asked.questions, asked.tokens):
         file = asked.run / f"{name}.json"
         if not file.is_file():
             file.write_text(json.dumps(medusa_json(*words), indent=1))
-        evidence[name] = json.loads(file.read_text())
+        documents[name] = json.loads(file.read_text())
     if not (layers := asked.run / "firp-layers.json").is_file():
         words = ["--run", asked.run, "--model", asked.model, "--tokens", "8000"]
         subprocess.run([sys.executable, "-m", "tests.bench.firp_layers", *map(str, words)], check=True)
-    evidence["layers"] = json.loads(layers.read_text())
-    rows = [(*claim[:3], claim[3](evidence)) for claim in CLAIMS]
-    text = f"# The papers' headlines, measured again\n\n{asked.model}, {asked.questions} MT-Bench questions, "
-    text += f"{asked.tokens} tokens a turn.\n\n| where | what it says | paper | here | |\n|---|---|---|---|---|\n"
-    for source, says, paper, ours in rows:
-        text += f"| {source} | {says} | {f'{paper:.2f}' if paper else '-'} | {ours:.2f} | {verdict(paper, ours)} |\n"
-    (asked.output / "reproduction.md").write_text(text)
-    print(text)
+    evidence = Evidence({**documents, "layers": json.loads(layers.read_text())})
+    print(f"{asked.model}, {asked.questions} MT-Bench questions, {asked.tokens} tokens a turn\n")
+    print("| where | what it says | paper | here | |\n|---|---|---|---|---|")
+    for source, says, paper, ours in CLAIMS:
+        ratio = ours(evidence)
+        cell = f"{paper:.2f}" if paper else "-"
+        print(f"| {source} | {says} | {cell} | {ratio:.2f} | {outcome(paper, ratio)} |")
 
 
 if __name__ == "__main__":
