@@ -132,13 +132,16 @@ def _convert(gguf: Path, part: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False}
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
     model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        **source,
+        trust_remote_code=False,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
     )
     model.save_pretrained(part)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(part)
+    AutoTokenizer.from_pretrained(**source, trust_remote_code=False).save_pretrained(part)
     gguf.unlink()
 
 

@@ -1,57 +1,128 @@
-"""A chat template for a model that has none: given once, and known to every later command on the run."""
+"""Chat templates: token ids and answer spans, templates given for a run, and templates or texts that fail."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from medusa_cli import assets
+from medusa_cli.data.conversation import conversation_of, messages_of
+from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.model.chat_template import encode, token_ids
+from medusa_cli.runs.io import Malformed, read_jsonl
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_tokenizer
+from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_backbone, tiny_tokenizer, write_lines
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
+CONVERSATIONS = 100
 
 
-@pytest.fixture
-def bare(tmp_path: Path) -> str:
-    """A tiny model whose tokenizer has no template."""
-    model = Path(save_model(tmp_path / "model"))
-    (model / "chat_template.jinja").unlink()
-    return str(model)
+def test_spans_are_the_answers_of_real_conversations() -> None:
+    model = Tokenizer(assets.DEFAULT_MODEL)
+    decode, checked = model.tokenizer.decode, 0
+    for record in itertools.islice(read_jsonl(assets.sharegpt_path(), array=True), 4 * CONVERSATIONS):
+        try:
+            messages = messages_of(record)[:8]
+            tokens, spans = encode(model, messages)
+        except Malformed:
+            continue
+        if len(spans) < 2 or messages[0]["role"] != "user":
+            continue
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert [decode(tokens[start:end]) for start, end in spans] == [f"{text}<|im_end|>" for text in answers]
+        # The other tokens are the template's rendering of the conversation with empty answers.
+        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        silent = [{**m, "content": "" if m["role"] == "assistant" else m["content"]} for m in messages[: last + 1]]
+        expected = model.tokenizer.apply_chat_template(silent, tokenize=False)
+        inside = {i for start, end in spans for i in range(start, end)}
+        rest = decode([token for i, token in enumerate(tokens) if i not in inside])
+        assert rest == expected.replace("assistant\n<|im_end|>", "assistant\n")
+        checked += 1
+        if checked == CONVERSATIONS:
+            break
+    assert checked == CONVERSATIONS
 
 
-@pytest.fixture
-def words(bare: str, tmp_path: Path) -> list[str]:
-    """`distill` from a recipe that names a template, with which the model can answer."""
-    (tmp_path / "tiny.jinja").write_text(CHAT_TEMPLATE)
-    (tmp_path / "recipe.yaml").write_text(f"model: {bare}\nchat_template: tiny.jinja\n")
-    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i}"}] * 2} for i in range(12)]
-    (tmp_path / "seed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return ["distill", "--seed", str(tmp_path / "seed.jsonl"), "--dtype", "fp32", "--max-new-tokens", "8",
-            "--run", str(tmp_path / "run"), "--json"]  # fmt: skip
+def llama_tokenizer() -> Any:
+    """Returns a tokenizer like Llama's: a blank belongs to the word after it, and every text begins with one."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<end>", "\u2581", *(f"\u2581{word}" for word in ("USER:", "BOT:", "w1", "w2", "w3", "w4"))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'USER: ' + m['content'] + ' BOT:' if m['role'] == 'user' else ' ' + m['content'] + "
+        "eos_token }}{% endfor %}"
+    )
+    return tokenizer
 
 
-def test_vicunas_template_says_what_its_authors_do() -> None:
+class LlamaLike:
+    id, tokenizer, vocab_size, eos_ids = "llama-like", llama_tokenizer(), 9, frozenset({1})
+
+
+def test_answers_have_their_tokens_of_the_whole_conversation() -> None:
+    turns = (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w1"))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    tokens, spans = encode(LlamaLike(), messages)
+    assert tokens == LlamaLike.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    names = [LlamaLike.tokenizer.convert_ids_to_tokens(tokens[start:end]) for start, end in spans]
+    assert names == [["\u2581w2", "\u2581w3", "<end>"], ["\u2581w1", "<end>"]]
+
+
+@pytest.mark.parametrize("record", [
+    {"id": "a", "messages": [{"role": "user", "content": "w1 \ud83d"}, {"role": "assistant", "content": "w2"}]},
+    {"id": "a\ud83d", "tokens": [1, 2, 3], "spans": [[1, 3]]},
+])  # fmt: skip
+def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
+    with pytest.raises(Malformed, match="half a character"):
+        conversation_of(record, tiny_backbone())
+
+
+@pytest.mark.parametrize("template", [None, "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0].x.y }}", "{{ {"])
+def test_missing_or_failing_template_is_refused(template: str | None) -> None:
+    backbone = tiny_backbone()
+    backbone.tokenizer.chat_template = template
+    with pytest.raises(UserError, match="chat template"):
+        backbone.encode_chat([{"role": "user", "content": "w1"}])
+
+
+def test_token_ids_beyond_the_models_vocabulary_are_refused() -> None:
+    backbone = tiny_backbone()
+    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [f"<more{i}>" for i in range(300)]})
+    assert token_ids(backbone, "w1")
+    with pytest.raises(UserError, match=rf"gives token \d+, and the model has {backbone.vocab_size}"):
+        token_ids(backbone, "w1 <more299>")
+
+
+def test_vicunas_template_equals_its_authors() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.chat_template = load_recipe(RECIPES / "vicuna-7b-medusa1.yaml").chat_template
     turns = [("user", "Hello!"), ("assistant", "Hi!"), ("user", "How are you?")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert asked == f"<s>{SYSTEM} USER: Hello! ASSISTANT: Hi!</s>USER: How are you? ASSISTANT:"
-    told = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *messages[:2]], tokenize=False)
-    assert told == "<s>Be brief. USER: Hello! ASSISTANT: Hi!</s>"
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == f"<s>{SYSTEM} USER: Hello! ASSISTANT: Hi!</s>USER: How are you? ASSISTANT:"
+    brief = [{"role": "system", "content": "Be brief."}, *messages[:2]]
+    text = tokenizer.apply_chat_template(brief, tokenize=False)
+    assert text == "<s>Be brief. USER: Hello! ASSISTANT: Hi!</s>"
 
 
-def test_a_recipe_reads_the_template_beside_it_and_keeps_its_text(tmp_path: Path) -> None:
+def test_recipe_reads_the_template_beside_it_and_keeps_its_text(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("chat_template: own.jinja\n")
-    with pytest.raises(UserError, match=r"chat_template='own.jinja': .*own.jinja cannot be read"):
+    with pytest.raises(UserError, match=r"chat_template.*own.jinja"):
         load_recipe(path)
     (tmp_path / "own.jinja").write_text(CHAT_TEMPLATE)
     recipe = load_recipe(path)
@@ -60,44 +131,57 @@ def test_a_recipe_reads_the_template_beside_it_and_keeps_its_text(tmp_path: Path
     assert load_recipe(path) == recipe == load_recipe(None, [f"chat_template={tmp_path / 'own.jinja'}"])
 
 
-def test_every_command_on_the_run_knows_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
-    run, recipe = str(tmp_path / "run"), str(tmp_path / "recipe.yaml")
-    done = medusa(*words, "--recipe", recipe)
-    assert json.loads(done.stdout)["conversations"] == 12, done.output
-    # Conversations without token ids are laid out by the template as well.
-    raw = tmp_path / "raw.jsonl"
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """Saves a tiny model whose tokenizer has no template."""
+    model = Path(save_model(tmp_path / "model"))
+    (model / "chat_template.jinja").unlink()
+    return str(model)
+
+
+@pytest.fixture
+def words(bare: str, tmp_path: Path) -> list[str]:
+    """Returns `distill` with seeds, beside a recipe that names the model and a template."""
+    (tmp_path / "tiny.jinja").write_text(CHAT_TEMPLATE)
+    (tmp_path / "recipe.yaml").write_text(f"model: {bare}\nchat_template: tiny.jinja\n")
+    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i}"}] * 2} for i in range(12)]
+    seeds = str(write_lines(tmp_path / "seed.jsonl", rows))
+    return ["distill", "--seed", seeds, "--dtype", "fp32", "--max-new-tokens", "8", "--run", str(tmp_path / "run"),
+            "--json"]  # fmt: skip
+
+
+def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    done = medusa(*words, "--recipe", tmp_path / "recipe.yaml", exit_code=0)
+    assert json.loads(done.stdout)["conversations"] == 12
+    # The template lays out conversations without token ids as well.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
-    raw.write_text("\n".join(json.dumps({"id": one["id"], "messages": one["messages"]}) for one in lines))
+    raw = write_lines(tmp_path / "raw.jsonl", [{"id": line["id"], "messages": line["messages"]} for line in lines])
     settings = ["--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2", "train.max_tokens=64"]
-    for more in (["--run", run], ["--run", f"{run}/inner", "--data", str(raw)],
-                 ["--run", str(tmp_path / "other"), "--from", run, "train.stage=2", "--data", str(raw)]):  # fmt: skip
-        trained = medusa("train", *more, *settings)
-        assert trained.exit_code == 0, trained.output
-    for place in (run, str(tmp_path / "other")):
-        output = str(Path(place, "calibration.json"))
-        measured = medusa("calibrate", "--run", place, "--data", str(raw), "--output", output, "--dtype", "fp32")
-        assert measured.exit_code == 0, measured.output
-        assert medusa("tree", "--run", place, "--budget", "4").exit_code == 0
-        said = medusa("chat", "--run", place, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32")
-        assert said.exit_code == 0, said.output
+    for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw],
+                 ["--run", other, "--from", run, "train.stage=2", "--data", raw]):  # fmt: skip
+        medusa("train", *more, *settings, exit_code=0)
+    for name in (run, other):
+        output = Path(name, "calibration.json")
+        medusa("calibrate", "--run", name, "--data", raw, "--output", output, "--dtype", "fp32", exit_code=0)
+        medusa("tree", "--run", name, "--budget", "4", exit_code=0)
+        medusa("chat", "--run", name, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32", exit_code=0)
     assert Run(Path(run)).chat_template == Run(Path(run, "inner")).chat_template == CHAT_TEMPLATE
 
 
-def test_a_distillation_goes_on_with_its_own_template_alone(words: list[str], bare: str, tmp_path: Path) -> None:
-    refused = medusa(*words, "--model", bare)
-    assert refused.exit_code == 1 and "has no chat template; " in refused.stderr
+def test_distillation_continues_with_its_own_template_alone(words: list[str], bare: str, tmp_path: Path) -> None:
+    words = [*words, "--model", bare]
+    assert "chat template" in medusa(*words, exit_code=1).stderr
     template, other = tmp_path / "tiny.jinja", tmp_path / "other.jinja"
-    first = medusa(*words, "--model", bare, "--chat-template", str(template), "--max-samples", "3")
-    assert json.loads(first.stdout)["conversations"] == 3, first.output
-    assert json.loads(medusa(*words, "--model", bare).stdout)["conversations"] == 12
+    first = medusa(*words, "--chat-template", template, "--max-samples", "3", exit_code=0)
+    assert json.loads(first.stdout)["conversations"] == 3
+    assert json.loads(medusa(*words).stdout)["conversations"] == 12
     other.write_text(CHAT_TEMPLATE + "\n")
-    mixed = medusa(*words, "--model", bare, "--chat-template", str(other))
-    assert mixed.exit_code == 1 and "with another chat template" in mixed.stderr
+    assert "chat template" in medusa(*words, "--chat-template", other, exit_code=1).stderr
 
 
-def test_a_template_does_not_join_conversations_made_without_it(words: list[str], tmp_path: Path) -> None:
+def test_template_does_not_join_conversations_made_without_it(words: list[str], tmp_path: Path) -> None:
     own = save_model(tmp_path / "own")
-    assert medusa(*words, "--model", own, "--max-samples", "3").exit_code == 0
-    mixed = medusa(*words, "--model", own, "--chat-template", str(tmp_path / "tiny.jinja"))
-    assert mixed.exit_code == 1 and "was distilled with settings" in mixed.stderr
+    medusa(*words, "--model", own, "--max-samples", "3", exit_code=0)
+    medusa(*words, "--model", own, "--chat-template", tmp_path / "tiny.jinja", exit_code=1)
     assert Run(tmp_path / "run").chat_template is None

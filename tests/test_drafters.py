@@ -1,4 +1,4 @@
-"""Traced drafters against untraced ones: every kind, over several prompts and trees."""
+"""Every kind of drafter: traced ones draft as untraced ones; packed conversations do not see each other."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import Decoder, Request
-from medusa_cli.drafters import DRAFTERS, Drafter, heads
+from medusa_cli.drafters import DRAFTERS, Batch, Drafter, heads
 from medusa_cli.engine import jit
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
@@ -90,3 +90,25 @@ def test_a_trace_over_a_rounded_kernel_serves_one_number_of_rows(monkeypatch: py
             list(generate(backbone, drafter, shape, [5, 9, 23], max_new_tokens=16, stop_ids=()))
         assert len(drafter._repeated) < 60
     assert rows and all(len(counts) == 1 for counts in rows.values())
+
+
+@pytest.mark.parametrize(("name", "extra"), [
+    ("medusa", {}), ("hydra", {"prefix_layers": 1}), ("amphista", {"attention_layers": 1})
+])  # fmt: skip
+def test_packed_conversations_do_not_see_each_other(name: str, extra: dict[str, int]) -> None:
+    backbone = tiny_backbone()
+    torch.manual_seed(1)
+    heads = DRAFTERS[name].create(backbone, 3, 1, "own", **extra).eval()
+    for weight in heads.parameters():  # fresh layers are zero and would let nothing through
+        weight.data += 0.1 * torch.randn_like(weight)
+    lengths = (6, 2, 9)
+    hidden, tokens = torch.randn(sum(lengths), backbone.hidden_size), torch.randint(0, 64, (sum(lengths),))
+    segment = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    packed = [scores.detach() for scores in heads.logits(backbone, Batch(hidden, tokens, segment))]
+    for number in range(3):
+        rows = torch.nonzero(segment == number).squeeze(1)
+        alone = heads.logits(backbone, Batch(hidden[rows], tokens[rows], segment[rows]))
+        for head, (together, scores) in enumerate(zip(packed, alone, strict=True)):
+            # The targets of head k are k + 1 positions ahead, in the same conversation.
+            kept = len(rows) - head - 1
+            assert torch.allclose(together[rows[: max(kept, 0)]], scores[: max(kept, 0)], atol=1e-5)

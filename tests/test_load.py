@@ -1,0 +1,210 @@
+"""Loading models and adapters: damaged, unsupported or foreign ones are refused by name, and no pickle is opened."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load, save_file
+
+from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import lora
+from medusa_cli.model.backbone import refuse_unsupported
+from medusa_cli.model.load import load_network
+from medusa_cli.runs.resolve import LoadOptions
+from tests.helpers import forward, save_model, save_network, tiny_backbone
+
+FP32 = LoadOptions(dtype="fp32")
+WEIGHTS = "model.safetensors"
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(save_model(tmp_path / "model"))
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def assert_refused(model: Path, match: str, adapter: Path | None = None) -> None:
+    with pytest.raises(UserError, match=match) as raised:
+        load_backbone(str(model), FP32, adapter=adapter)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def infinite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[MATRIX][3, 5] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"), [(infinite, "not finite"), (lambda tensors: tensors.pop(MATRIX), f"lack 1 tensors.*{MATRIX}")]
+)
+def test_damaged_tensors_are_refused(model: Path, damage: Callable[[dict[str, torch.Tensor]], Any], match: str) -> None:
+    tensors = load((model / WEIGHTS).read_bytes())
+    damage(tensors)
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    assert_refused(model, match)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x07" * 100_000, b"\xff" * 100_000])
+def test_bytes_that_are_no_weights_are_refused(model: Path, data: bytes) -> None:
+    (model / WEIGHTS).write_bytes(data)
+    assert_refused(model, "could not be loaded")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "match"),
+    [
+        ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers"),
+        ("config.json", "hidden_size", -1, "hidden_size"),
+        ("config.json", "vocab_size", "64", "vocab_size"),
+        ("config.json", "hidden_size", 48, "could not be loaded"),
+        ("config.json", "hidden_act", "no_such", "could not be loaded"),
+        ("config.json", "num_attention_heads", 5, "could not be loaded|cannot be run"),
+        ("generation_config.json", "eos_token_id", [1, [None]], "eos_token_id|could not be loaded"),
+        ("tokenizer_config.json", "model_max_length", "x", "could not be loaded"),
+    ],
+)
+def test_impossible_settings_are_refused(model: Path, name: str, field: str, value: Any, match: str) -> None:
+    change_json(model / name, **{field: value})
+    assert_refused(model, match)
+
+
+def test_adapter_beside_a_model_is_refused_unopened(model: Path) -> None:
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/etc"}')
+    assert_refused(model, "adapter_config.json")
+
+
+def test_pickled_weights_are_refused_unopened(model: Path, tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save(Touch(), model / "pytorch_model.bin")
+    (model / WEIGHTS).unlink()
+    assert_refused(model, "could not be loaded")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"device": "mps"}, "device 'mps'"),
+        ({"device": "cuda:64"}, "device 'cuda:64'"),
+        ({"device": "tpu9"}, "device 'tpu9'"),
+        ({"dtype": "int3"}, "dtype 'int3'"),
+        ({"engine": "slow"}, "engine 'slow'"),
+    ],
+)
+def test_unknown_devices_types_and_engines_are_usage_errors(options: dict[str, str], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        load_backbone("x", LoadOptions(**options))
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(UserError, match=str(folder)):
+            load_backbone(str(folder))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (hf.Gemma2Config(), "soft-capped"),
+        (hf.T5Config(), "encoder"),
+        (hf.MambaConfig(), "softmax"),
+        (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
+        (hf.CohereConfig(), "'cohere' .*logit_scale=0.0625"),
+        (hf.Gemma3TextConfig(final_logit_softcapping=30.0), "'gemma3_text' .*final_logit_softcapping=30.0"),
+    ],
+)
+def test_models_that_a_tree_cannot_verify_are_refused(config: Any, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])
+def test_models_with_multipliers_in_their_layers_run_on_the_eager_engine(
+    tmp_path: Path, factors: tuple[float, float]
+) -> None:
+    config = hf.GraniteConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.4, embedding_multiplier=factors[0], residual_multiplier=factors[1],
+        attention_multiplier=0.2, logits_scaling=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = hf.GraniteForCausalLM(config).eval(), torch.arange(5, 18)
+    with torch.inference_mode():
+        theirs = model(ids[None]).logits[0]
+    path = save_network(model, tmp_path)
+    with pytest.raises(UsageError, match="engine fast"):
+        load_backbone(path, LoadOptions(dtype="fp32", engine="fast"))
+    backbone = load_backbone(path, FP32)
+    assert backbone.engine.name == "eager" and torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
+
+
+def test_fingerprint_survives_a_change_of_dtype() -> None:
+    prints = [tiny_backbone(seed=seed).identity["fingerprint"] for seed in (0, 1)]
+    assert prints[0] != prints[1]
+    half = tiny_backbone(seed=0).model.to(torch.bfloat16)
+    assert type(tiny_backbone())(half).identity["fingerprint"] == prints[0]
+
+
+@pytest.fixture
+def adapted(model: Path, tmp_path: Path) -> Path:
+    network, _ = load_network(str(model), FP32)
+    lora.attach(network, rank=2, alpha=4.0, dropout=0.0)
+    lora.save(network, tmp_path / "adapter", str(model))
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("r", "x", "at r"),
+        ("r", 3, "does not fit the model"),
+        ("peft_type", "LOHA", "LOHA"),
+        ("target_modules", "([", "target_modules"),
+        ("target_modules", ["nothing"], "does not fit the model"),
+        ("lora_alpha", None, "lora_alpha"),
+    ],
+)
+def test_impossible_adapter_config_is_refused(model: Path, adapted: Path, field: str, value: Any, match: str) -> None:
+    change_json(adapted / "adapter_config.json", **{field: value})
+    assert_refused(model, match, adapted)
+
+
+def test_unknown_keys_of_an_adapter_config_are_ignored(model: Path, adapted: Path) -> None:
+    more = {"init_lora_weights": "loftq", "megatron_config": {}, "auto_mapping": {"parent_library": "no.such"}}
+    change_json(adapted / "adapter_config.json", **more)
+    assert load_backbone(str(model), FP32, adapter=adapted).adapter == lora.digest(adapted)
+
+
+def test_damaged_adapter_weights_are_refused(model: Path, adapted: Path) -> None:
+    path = adapted / lora.WEIGHTS
+    whole = path.read_bytes()
+    tensors = load(whole)
+    name = next(iter(tensors))
+    for data in (whole[: len(whole) // 2], b""):
+        path.write_bytes(data)
+        assert_refused(model, "cannot be read", adapted)
+    save_file(tensors | {name: tensors[name] * float("nan")}, path)
+    assert_refused(model, "not finite", adapted)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
+    assert_refused(model, "lack 1 tensors", adapted)
+
+
+def test_hints_of_bitsandbytes_are_silenced(model: Path) -> None:
+    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+    load_network(str(model))
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
