@@ -162,7 +162,7 @@ async def _until_gone(ticket: Ticket, events: asyncio.Queue[Event], receive: Rec
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.abandon()
+        ticket.abandoned = True
 
     watcher = asyncio.create_task(watch())
     try:
@@ -175,7 +175,7 @@ async def _until_gone(ticket: Ticket, events: asyncio.Queue[Event], receive: Rec
                 return
     finally:
         watcher.cancel()
-        ticket.abandon()
+        ticket.abandoned = True
 
 
 async def _stream(
@@ -193,7 +193,7 @@ async def _stream(
             if event.pieces or event.likelihoods or event.last:
                 yield _line({**answer.chunk(ticket, event), **no_usage})
     finally:
-        ticket.abandon()
+        ticket.abandoned = True
         await events.aclose()  # type: ignore[attr-defined]
     if usage:
         yield _line(answer.usage_chunk(ticket))

@@ -29,18 +29,20 @@ class Event:
     last: bool = False
 
 
+@dataclass(eq=False)
 class Ticket:
-    """A request in the queue or in a slot, its reply so far, and the callback that receives its events."""
+    """A request in the queue or in a slot, its reply so far, and the callback that receives its events.
 
-    def __init__(self, request: Request, reply: Reply, deliver: Callable[[Event], None]) -> None:
-        self.request, self.reply, self.deliver = request, reply, deliver
-        self.submitted = time.perf_counter()
-        self.reused = 0  # tokens of the prompt that came from the prefix cache
-        self.abandoned = False
+    reused: tokens of the prompt that came from the prefix cache. abandoned: nobody waits for the answer, so the
+    scheduler frees its slot before the next step.
+    """
 
-    def abandon(self) -> None:
-        """Marks that nobody waits for the answer: the scheduler frees its slot before the next step."""
-        self.abandoned = True
+    request: Request
+    reply: Reply
+    deliver: Callable[[Event], None]
+    submitted: float = field(default_factory=time.perf_counter)
+    reused: int = 0
+    abandoned: bool = False
 
     @property
     def seconds(self) -> float:
