@@ -12,7 +12,7 @@ from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, 
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import Costs, budgets
 from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone, tokens_of
-from tests.test_hydra import hydra
+from tests.test_drafters import hydra
 
 ROOT, SMALL, LARGE = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
 SECONDS = {ROOT.size: 0.010, SMALL.size: 0.012, LARGE.size: 0.0135}

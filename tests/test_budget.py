@@ -20,9 +20,8 @@ from medusa_cli.tree.search import (
     search,
 )
 from tests.helpers import medusa, medusa_drafter, save_model, save_run, tiny_backbone
-from tests.test_amphista import amphista
+from tests.test_drafters import amphista, hydra
 from tests.test_firp import firp
-from tests.test_hydra import hydra
 
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
 

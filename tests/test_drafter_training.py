@@ -15,11 +15,11 @@ from tests.test_training import SETTINGS
 KINDS = {
     "medusa": ["drafter=medusa"],
     "hydra": ["drafter=hydra"],
-    "hydra++": ["drafter=hydra", "drafter.prefix_layers=1", "drafter.taps=[1]", "drafter.matrices=one"],
+    "hydra++": ["drafter=hydra", "drafter.prefix_layers=1", "drafter.matrices=one"],
     "hydra++ over answers": ["drafter=hydra", "drafter.prefix_layers=1", "drafter.context=answer"],
     "amphista": ["drafter=amphista", "drafter.matrices=one", "train.soft=0.5"],
     "eagle": ["drafter=eagle", "train.soft=0.5"],
-    "amphista-alpha": ["drafter=amphista", "drafter.attention_layers=2", "drafter.rank=8"],
+    "amphista-alpha": ["drafter=amphista", "drafter.attention_layers=2"],
 }
 
 

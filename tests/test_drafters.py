@@ -1,51 +1,297 @@
-"""Every kind of drafter: traced ones draft as untraced ones; packed conversations do not see each other."""
+"""Every drafter: identity, drafting against training, batches, files, refusals, and each through the commands."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from medusa_cli.decode import Decoder, Request
-from medusa_cli.drafters import DRAFTERS, Batch, Drafter, heads
+from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, heads, load_drafter
+from medusa_cli.drafters import layers as blocks
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, TokenBias, head_count, truncate_caches
 from medusa_cli.engine import jit
+from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.io import read_json
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.run import provenance
+from medusa_cli.train import build_drafter
+from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.setup import check_recipe, taps_of
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import generate, tiny_backbone
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    Recording,
+    drafted,
+    generate,
+    generate_plain,
+    guesses,
+    medusa,
+    save_model,
+    save_questions,
+    tiny_backbone,
+    tokens_of,
+    write_lines,
+)
+from tests.test_training import SETTINGS
 
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
+SHAPES = {"static": TREE, "dynamic": DynamicTree(20, 3), "sure": DynamicTree(6, 3, min_chance=0.05)}
+# The kind, and its settings; the draft vocabulary has 24 of 64 tokens.
+DRAFT = {"vocabulary": "draft"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "medusa": ("medusa", {}),
-    "medusa after the token before": ("medusa", {"conditional": 8}),
-    "medusa over all tokens": ("medusa", {"vocabulary": "own"}),
+    "medusa": ("medusa", {"num_layers": 2}),
+    "medusa-draft": ("medusa", DRAFT),
+    "medusa-shared": ("medusa", {"vocabulary": "shared"}),
+    "medusa-bias": ("medusa", {"conditional": 5}),
     "hydra": ("hydra", {"num_layers": 2}),
-    "hydra++ that sees the prompt": ("hydra", {"prefix_layers": 1, "context": "conversation"}),
-    "hydra with taps": ("hydra", {"prefix_layers": 1, "taps": (1,)}),
-    "amphista": ("amphista", {"context": "conversation"}),
+    "hydra-draft": ("hydra", {**DRAFT, "matrices": "one"}),
+    "hydra-raw": ("hydra", {"raw": True}),
+    "hydra++": ("hydra", {"prefix_layers": 2, "context": "answer"}),
+    "hydra++-prompt": ("hydra", {"prefix_layers": 1, "context": "conversation"}),
+    "amphista": ("amphista", {"matrices": "one"}),
+    "amphista-prompt": ("amphista", {**DRAFT, "context": "conversation", "conditional": 5}),
+    "amphista-alpha": ("amphista", {"vocabulary": "shared", "attention_layers": 2}),
     "eagle": ("eagle", {}),
-    "firp": ("firp", {}),
+    "eagle-draft": ("eagle", DRAFT),
+    "firp": ("firp", {"vocabulary": "shared", "layers": (1, 2, 3)}),
+    "firp-draft": ("firp", {**DRAFT, "conditional": 5}),
 }
-SHAPES = {
-    "sparse": Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
-    "chain": Tree.chain(3),
-    "dynamic": DynamicTree(budget=7, max_depth=3),
-}
+OF_STATES = [kind for kind in KINDS if not kind.startswith("firp")]  # that draft from the last layer's states
 
 
-def create(backbone: Backbone, kind: str) -> Drafter:
+def drafter_of(backbone: Backbone, kind: str, moved: bool = True) -> HeadDrafter:
+    """Returns three random heads of a kind, their weights exact in bf16 as files hold them."""
     name, settings = KINDS[kind]
-    torch.manual_seed(3)
-    settings = {"vocabulary": "draft", **settings}
-    ids = torch.arange(5, 45) if settings["vocabulary"] == "draft" else None
+    torch.manual_seed(0)
+    settings = {"vocabulary": "own", **settings}
+    ids = torch.randperm(backbone.vocab_size)[:24] if settings["vocabulary"] == "draft" else None
     drafter = DRAFTERS[name].create(backbone, 3, draft_ids=ids, **settings)
+    scale = 0.075 if name == "firp" else 0.2
     with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return drafter.eval().requires_grad_(False)
+        for weight in drafter.parameters() if moved else ():
+            weight.copy_((weight + scale * torch.randn_like(weight)).to(torch.bfloat16))
+    return drafter.eval()
+
+
+def hydra(backbone: Backbone, vocabulary: str = "draft", prefix: int = 0) -> HeadDrafter:
+    kind = "hydra++" if prefix else "hydra-draft" if vocabulary == "draft" else "hydra"
+    return drafter_of(backbone, kind)
+
+
+def amphista(backbone: Backbone) -> HeadDrafter:
+    return drafter_of(backbone, "amphista")
+
+
+def accepted(drafter: HeadDrafter, backbone: Backbone, tokens: int, start: int = 0) -> NewTokens:
+    """Returns random accepted tokens and states, with pseudo states for FIRP."""
+    width = backbone.hidden_size * len(drafter.taps)
+    hidden, ahead = torch.randn(tokens, width), torch.randn(3, backbone.hidden_size)
+    return NewTokens(torch.randint(5, 60, (tokens,)), hidden, 9 + tokens, start, ahead)
+
+
+def batch_of(drafter: HeadDrafter, backbone: Backbone, segment: list[int]) -> Batch:
+    """Returns random packed positions whose targets are in the draft vocabulary."""
+    count, ids = len(segment), drafter.draft_ids
+    hidden = torch.randn(count, backbone.hidden_size * len(drafter.taps))
+    return Batch(hidden, ids[torch.randint(0, len(ids), (count,))], torch.tensor(segment))
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_identical(kind: str, shape: str, engine: str) -> None:
+    backbone = tiny_backbone("qwen3", layers=4, engine=engine)
+    rules = {"max_new_tokens": 40, "stop_ids": ()}
+    steps = generate(backbone, drafter_of(backbone, kind), SHAPES[shape], PROMPT, **rules)
+    assert tokens_of(steps) == tokens_of(generate_plain(tiny_backbone("qwen3", layers=4), PROMPT, **rules))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["medusa", "hydra++-prompt", "amphista-prompt", "eagle-draft", "firp"])
+def test_greedy_output_is_identical_in_every_family(kind: str, family: str) -> None:
+    backbone = tiny_backbone(family, layers=4, engine="fast", positions=48)  # the context ends in the middle of a draft
+    rules = {"max_new_tokens": 60, "stop_ids": ()}
+    for shape in (TREE, DynamicTree(9, 3)):
+        steps = generate(backbone, drafter_of(backbone, kind), shape, PROMPT, **rules)
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, PROMPT, **rules))
+
+
+@pytest.mark.parametrize("shape", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", OF_STATES)
+def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    drafter.__class__ = type("Watched", (Recording, type(drafter)), {})
+    drafter.seen = []
+    list(generate(backbone, drafter, SHAPES[shape], PROMPT, max_new_tokens=30, stop_ids=()))
+    assert (
+        any(len(new.tokens) > 1 for new, _ in drafter.seen[1:]) or kind == "medusa" or "draft" in kind
+    )  # some drafts were accepted
+    hidden, following = drafter.seen[0][0].hidden[:0], []
+    for number, (new, draft) in enumerate(drafter.seen):
+        hidden = torch.cat([hidden, new.hidden])  # the prompt's are the first
+        following += new.following.tolist()
+        for leaf in draft.tree.leaves:
+            # The path as the truth: every head's guesses must be the same, whatever else is in the tree.
+            path = draft.tree.path(leaf)[1:]
+            tokens = torch.tensor(following + draft.tokens[path].tolist())
+            states = torch.cat([hidden, torch.randn(len(path), hidden.shape[1])])
+            segment = torch.full((len(tokens),), -1)
+            segment[len(following) - 1 :] = 0
+            truth = Batch(states, tokens, segment, sequence=torch.zeros(len(tokens), dtype=torch.long))
+            found = guesses(drafter, backbone, truth, len(drafter.draft_ids))[0]
+            for head, node in enumerate(path):
+                assert draft.tokens[node] == found[head, draft.tree.ranks[node]], (number, node)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_a_batch_draft_what_each_drafts_alone(kind: str, shape: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    torch.manual_seed(3)
+    first = [accepted(drafter, backbone, count) for count in (1, 6, 3)]
+    then = [accepted(drafter, backbone, 2, start=new.end) for new in first]
+    forks = [drafter.fork() for _ in first]
+    together = [drafter.draft(backbone, forks, new, SHAPES[shape]) for new in (first, then)]
+    for number in range(3):
+        fork = drafter.fork()
+        for at, new in enumerate((first[number], then[number])):
+            alone = drafted(fork, backbone, new, SHAPES[shape])
+            assert torch.equal(alone.tokens, together[at][number].tokens) and alone.tree == together[at][number].tree
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    new = accepted(drafter, backbone, 1)
+    for budget, depth in ((1, 3), (2, 1), (9, 1), (30, 3)):
+        draft = drafted(drafter.fork(), backbone, new, DynamicTree(budget, depth))
+        assert draft.tree.size <= budget and draft.tree.max_depth <= depth and draft.tokens[0] == new.root
+        if draft.tree.max_depth:
+            assert torch.equal(drafted(drafter.fork(), backbone, new, draft.tree).tokens, draft.tokens)
+    heats = ((50.0,) * 3, (0.05,) * 3)
+    hot, cold = (drafted(drafter.fork(), backbone, new, DynamicTree(9, 3, temperatures=heat)) for heat in heats)
+    # Sure heads go deep, unsure heads go wide.
+    assert cold.tree.max_depth > hot.tree.max_depth or max(hot.tree.widths) > max(cold.tree.widths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    drafter.save(tmp_path, provenance(backbone.identity))
+    loaded = load_drafter(tmp_path, backbone)
+    assert type(loaded) is type(drafter) and loaded.config == drafter.config and loaded.taps == drafter.taps
+    new = accepted(drafter, backbone, 4)
+    ours, theirs = (drafted(each, backbone, new, TREE).tokens for each in (drafter, loaded))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", OF_STATES)
+def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind).train()
+    batch = batch_of(drafter, backbone, [0] * 5 + [1] * 2 + [2] * 7)
+    batch.next[::4] = next(token for token in range(64) if token not in drafter.draft_ids[1:])  # perhaps no target
+    index, rows_of = drafter.vocabulary_index(torch.device("cpu")), [batch.targets(k) for k in (1, 2, 3)]
+    final = batch.hidden[:, -backbone.hidden_size :]
+    p = (final @ drafter.of_vocabulary(backbone.lm_head_weight).T).softmax(-1)
+    found = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7, soft=0.4, regress=0.0))
+    expected = torch.zeros(())
+    for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
+        rows = rows_of[k - 1]
+        targets = index[batch.next[rows + k]]
+        read, matrix = drafter.product(backbone, k - 1, states, batch.next[rows + k - 1])
+        log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
+        loss = 0.6 * F.nll_loss(log_q[known], targets[known], reduction="sum")
+        loss = loss - 0.4 * (p[rows + k] * log_q)[known].sum()
+        assert float(found.per_head[k - 1].detach()) == pytest.approx(float(loss.detach()) / int(known.sum()), rel=1e-4)
+        assert int(found.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())
+        assert (int(found.counted[k - 1]), int(found.learnt[k - 1])) == (len(rows), int(known.sum()))
+        expected = expected + 0.7**k * loss / len(batch.next)
+    assert float(found.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    weights = list(drafter.parameters())
+    ours, theirs = (torch.autograd.grad(total, weights, retain_graph=True) for total in (found.total, expected))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    assert all(gradient.any() for gradient in ours)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista", "eagle"])
+def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    batch = batch_of(drafter, backbone, [0] * 4 + [1] * 5)
+
+    def loss(stage: int = 1, **train: Any) -> float:
+        return float(
+            drafter_loss(drafter, backbone, batch, TrainRecipe(stage=stage, decay=0.5, **train)).total.detach()
+        )
+
+    rows_of, apart = [batch.targets(k) for k in (1, 2, 3)], 0.0
+    for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
+        aim = batch.hidden[rows_of[k - 1] + k, -backbone.hidden_size :]
+        apart += 0.5**k * len(aim) / 9 * float(F.smooth_l1_loss(states, aim).detach())
+    expected = loss(regress=0.0) + (3 * apart if drafter.autoregressive else 0.0)
+    assert loss(regress=3.0) == pytest.approx(expected, rel=1e-5)
+    assert loss() == loss(regress=drafter.regress) and loss(stage=2) == loss(stage=2, regress=0.0)
+
+
+@pytest.mark.parametrize("kind", OF_STATES)
+def test_conversations_of_a_batch_do_not_see_one_another(kind: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind)
+    both = batch_of(drafter, backbone, [0] * 5 + [1] * 7)
+    second = Batch(both.hidden[5:], both.next[5:], both.segment[5:])
+    ours, theirs = (guesses(drafter, backbone, batch, 3) for batch in (both, second))
+    assert torch.equal(ours[5:], theirs)
+
+
+def test_prompts_are_seen_and_not_learnt() -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, "eagle-draft").train()
+    batch = batch_of(drafter, backbone, [-1] * 4 + [0] * 8)
+    batch = Batch(batch.hidden, batch.next, batch.segment, sequence=torch.zeros(12, dtype=torch.long))
+    other = Batch(batch.hidden, batch.next.clone(), batch.segment, sequence=batch.sequence)
+    other.next[:4] = batch.next[:4].flip(0)
+    found, again = (drafter_loss(drafter, backbone, each, TrainRecipe(regress=0.0)) for each in (batch, other))
+    assert found.counted.tolist() == again.counted.tolist() == [7, 6, 5]
+    assert not torch.equal(found.total, again.total)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OF_STATES if not kind.startswith(("eagle", "hydra-raw"))])
+def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, kind, moved=False)
+    batch = batch_of(drafter, backbone, [0] * 5)
+    scores = batch.hidden @ drafter.of_vocabulary(backbone.lm_head_weight).T
+    expected = drafter.draft_ids[scores.topk(4).indices]
+    assert all(torch.equal(found, expected) for found in guesses(drafter, backbone, batch, 4).unbind(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family: str) -> None:
+    backbone = tiny_backbone(family, layers=4, engine="fast")
+    torch.nn.init.uniform_(backbone.model.base_model.norm.weight, 0.5, 2.0)
+    drafter = Eagle.create(backbone, 2, 1, "own").eval()
+    new = accepted(drafter, backbone, 1)
+    draft = drafted(drafter, backbone, new, Tree.from_choices([[0], [1]]))
+    scores = backbone.lm_head_weight @ backbone.model.base_model.norm(new.hidden[0, 64:96])
+    assert draft.tokens[1:].tolist() == scores.topk(2).indices.tolist()
 
 
 def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     """Returns the steps of two sequences, of which one begins later."""
     backbone = tiny_backbone(layers=4)
-    decoder = Decoder(backbone, create(backbone, kind), shape, slots=2)
+    decoder = Decoder(backbone, drafter_of(backbone, kind).requires_grad_(False), shape, slots=2)
     decoder.admit(Request([5, 9, 23, 17, 8], max_new_tokens=40, stop_ids=()))
     steps = []
     for number in range(14):
@@ -55,8 +301,8 @@ def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     return steps
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1].get("vocabulary") != "shared"])
 def test_traced_drafters_draft_as_untraced_ones(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traces, trace = [], jit.trace
     monkeypatch.setattr(jit, "trace", lambda *args: traces.append(trace(*args)) or traces[-1])
@@ -82,33 +328,243 @@ def test_a_trace_over_a_rounded_kernel_serves_one_number_of_rows(monkeypatch: py
     monkeypatch.setattr(jit, "trace", lambda *args: None)
     monkeypatch.setattr(heads.TracedModule, "__call__", record_call)
     monkeypatch.setattr(heads.HeadDrafter, "score", record_score)
-    for kind in ("hydra++ that sees the prompt", "hydra", "eagle"):
-        drafter = create(backbone, kind)
+    for kind in ("hydra++-prompt", "hydra", "eagle"):
+        drafter = drafter_of(backbone, kind)
         drafter._kernel = drafter.kernel
         drafter._kernel.exact = False
-        for shape in (*SHAPES.values(), Tree.dense([4, 4, 4])):
+        for shape in (Tree.chain(3), SHAPES["sure"], Tree.dense([4, 4, 4])):
             list(generate(backbone, drafter, shape, [5, 9, 23], max_new_tokens=16, stop_ids=()))
         assert len(drafter._repeated) < 60
     assert rows and all(len(counts) == 1 for counts in rows.values())
 
 
-@pytest.mark.parametrize(("name", "extra"), [
-    ("medusa", {}), ("hydra", {"prefix_layers": 1}), ("amphista", {"attention_layers": 1})
-])  # fmt: skip
-def test_packed_conversations_do_not_see_each_other(name: str, extra: dict[str, int]) -> None:
+def test_drafting_follows_the_weights_when_they_change() -> None:
     backbone = tiny_backbone()
-    torch.manual_seed(1)
-    heads = DRAFTERS[name].create(backbone, 3, 1, "own", **extra).eval()
-    for weight in heads.parameters():  # fresh layers are zero and would let nothing through
-        weight.data += 0.1 * torch.randn_like(weight)
-    lengths = (6, 2, 9)
-    hidden, tokens = torch.randn(sum(lengths), backbone.hidden_size), torch.randint(0, 64, (sum(lengths),))
-    segment = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    packed = [scores.detach() for scores in heads.logits(backbone, Batch(hidden, tokens, segment))]
-    for number in range(3):
-        rows = torch.nonzero(segment == number).squeeze(1)
-        alone = heads.logits(backbone, Batch(hidden[rows], tokens[rows], segment[rows]))
-        for head, (together, scores) in enumerate(zip(packed, alone, strict=True)):
-            # The targets of head k are k + 1 positions ahead, in the same conversation.
-            kept = len(rows) - head - 1
-            assert torch.allclose(together[rows[: max(kept, 0)]], scores[: max(kept, 0)], atol=1e-5)
+    drafter = drafter_of(backbone, "medusa")
+    new = accepted(drafter, backbone, 1)
+    before = drafted(drafter, backbone, new, TREE).tokens
+    drafter.train()
+    for matrix in drafter.matrices:
+        matrix.data.neg_()
+    assert not torch.equal(before, drafted(drafter.eval(), backbone, new, TREE).tokens)
+
+
+def test_amphistas_halves_read_the_stages_in_turn_and_its_heads_see_one_another() -> None:
+    backbone = tiny_backbone()
+    batch = Batch(torch.randn(1, 32), torch.tensor([9]), torch.zeros(1, dtype=torch.long))
+    for layers, changed in ((0, [False, True, True]), (1, [True, True, True])):
+        torch.manual_seed(0)
+        drafter = DRAFTERS["amphista"].create(backbone, 3, 1, "own", attention_layers=layers).eval()
+        for weight in drafter.parameters():
+            weight.data += 0.2 * torch.randn_like(weight)
+        before = list(drafter.logits(backbone, batch))
+        drafter.stages[1].fc.weight.data.neg_()
+        after = drafter.logits(backbone, batch)
+        assert [not torch.equal(*pair) for pair in zip(before, after, strict=True)] == changed
+
+
+def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter, steps, size = drafter_of(backbone, "eagle"), 3, backbone.hidden_size
+    sequence = torch.repeat_interleave(torch.arange(2), torch.tensor([6, 9]))
+    segment = torch.tensor([-1, -1, 0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1])
+    hidden, tokens = torch.randn(15, 4 * size), torch.randint(5, 60, (15,))
+    batch = Batch(hidden, tokens, segment, sequence=sequence)
+    learnt = [batch.targets(level + 1) for level in range(steps)]
+    found = list(drafter.head_states(backbone, batch, learnt))
+    for number in range(2):
+        rows = torch.nonzero(sequence == number).squeeze(1)
+        count, embedded = len(rows), backbone.embedding(tokens[rows])
+        # Every step's rows below one another, [steps * count, H], each seeing what the paper's figure shows.
+        at, step = torch.arange(count).repeat(steps), torch.arange(steps).repeat_interleave(count)
+        sees = (step[None] == 0) & (at[None] <= at[:, None])
+        sees |= (step[None] > 0) & (step[None] <= step[:, None]) & (at[None] == at[:, None])
+        states, layer = drafter.fc(hidden[rows, : 3 * size]), drafter.midlayer
+        every = layer.reads(states, embedded)
+        for level in range(steps):
+            if level:
+                place = (torch.arange(count) + level).clamp(max=count - 1)
+                every = torch.cat([every, layer.reads(states, embedded[place])])
+            end = (level + 1) * count
+            positions = at[:end] + step[:end]
+            keys, values = layer.keys_values(every, positions)
+            q = layer.queries(every[-count:], positions[-count:])
+            mask = sees[end - count : end, :end]
+            states = layer.leave(states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+            own = sequence[learnt[level]] == number
+            wanted = drafter.norm(states)[learnt[level][own] - int(rows[0])]
+            assert len(wanted) and torch.allclose(found[level][own], wanted, atol=1e-4), (number, level)
+
+
+def test_a_bias_from_the_token_before_is_a_low_rank_product() -> None:
+    torch.manual_seed(0)
+    bias, states, matrix = TokenBias(40, 20, 6), torch.randn(7, 8), torch.randn(20, 8)
+    tokens = torch.randint(0, 40, (7,))
+    for fresh in (True, False):
+        left, right = bias.product(states, matrix, tokens)
+        expected = states @ matrix.T + (0 if fresh else bias.before[tokens] @ bias.after.T)
+        assert torch.allclose(left @ right.T, expected, atol=1e-4)
+        torch.nn.init.normal_(bias.after)
+
+
+def test_confidences_after_a_token_are_shares_of_all_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    bias, scores, tokens = TokenBias(40, 90, 6), 3 * torch.randn(2, 90), torch.tensor([3, 3, 17])
+    torch.nn.init.normal_(bias.after)
+    owner, split = torch.tensor([0, 1, 1]), [tokens[:1], tokens[1:]]
+    lifted = (scores[owner] + bias.before[tokens] @ bias.after.T) / 1.3
+    found, places = bias.best(scores, split, 4, 1.3)
+    assert torch.allclose(found, lifted.log_softmax(-1).topk(4).values, atol=1e-5)
+    assert torch.equal(places, lifted.topk(4).indices)
+    assert torch.equal(bias.best(scores, split, 4, None)[1], places)
+    monkeypatch.setattr(blocks, "CANDIDATES", 8)
+    found, places = bias.best(scores, split, 8, 1.3)
+    # Other guesses count without the bias.
+    rest = (scores / 1.3).scatter(1, scores.topk(8).indices, -torch.inf).exp().sum(-1)[owner, None]
+    some = lifted.gather(1, places)
+    assert torch.allclose(found, some - (some.exp().sum(-1, keepdim=True) + rest).log(), atol=1e-4)
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(576, 9), (4096, 64), (960, 15), (32, 1), (480, 6), (130, 1)])
+def test_attention_heads_share_the_width_evenly(hidden: int, heads: int) -> None:
+    assert head_count(hidden) == heads
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(32, 4), (130, 1), (480, 6)])
+def test_a_layers_cache_gives_what_one_pass_over_the_text_gives(hidden: int, heads: int, monkeypatch) -> None:
+    torch.manual_seed(0)
+    layer, attention = DecoderLayer(hidden, heads), HeadAttention(hidden)
+    for weight in (*layer.parameters(), *attention.parameters()):
+        torch.nn.init.normal_(weight, std=0.1)
+    x, cache = torch.randn(1, 17, hidden), LayerCache()
+    monkeypatch.setattr(blocks, "PIECE", 5)  # a long prompt attends in pieces
+
+    def extend(start: int, end: int, cache: LayerCache = cache) -> torch.Tensor:
+        return layer.extend(x[0, start:end], [range(start, end)], [cache], lambda what, run, *inputs: run(*inputs))
+
+    whole = layer(x)[0]
+    assert torch.allclose(torch.cat([extend(0, 13), extend(13, 14), extend(14, 17)]), whole, atol=1e-4)
+    assert attention(x).shape == x.shape
+    assert cache.truncate(7) == 7 and torch.allclose(extend(7, 12), whole[7:12], atol=1e-4)
+    apart = LayerCache()
+    extend(3, 9, apart)  # rows before are unknown; rotary positions count how far apart rows are
+    assert torch.allclose(extend(9, 12, apart), layer(x[:, 3:])[0, 6:9], atol=1e-3)
+    assert truncate_caches([cache, apart], 10) == 10 and [cache.length, apart.length] == [10, 7]
+
+
+def test_medusas_files_have_the_layout_of_serving_engines(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    drafter_of(backbone, "medusa").save(tmp_path, provenance(backbone.identity))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["medusa_num_heads"] == 3 and config["medusa_num_layers"] == 2 and config["medusa_fc_bias"] is True
+    assert config["base_model_name_or_path"] == backbone.id and "architectures" not in config
+    names = set(load_file(tmp_path / "medusa_lm_head.safetensors"))
+    assert names == {f"{k}.{rest}" for k in range(3) for rest in
+                     ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle-draft"])
+def test_eagles_files_have_the_layout_of_serving_engines(kind: str, tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=8)
+    drafter = drafter_of(backbone, kind)
+    drafter.save(tmp_path, provenance(backbone.identity))
+    tensors, config = load_file(tmp_path / "model.safetensors"), read_json(tmp_path / "config.json", "the config")
+    layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    parts = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = {f"midlayer.{name}.weight" for name in (*layer, *parts)}
+    assert set(tensors) == names | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    rows = len(drafter.draft_ids)
+    assert tensors["fc.weight"].shape == (32, 96) and tensors["lm_head.weight"].shape == (rows, 32)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    ids = tensors["d2t"] + torch.arange(rows)
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), ids) and torch.equal(ids, drafter.draft_ids)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and drafter.taps == (1, 3, 4, -1)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == rows
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 4, 8)
+
+
+def test_drafters_of_another_model_and_broken_files_are_refused(tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    drafter_of(backbone, "medusa").save(tmp_path, provenance(backbone.identity))
+
+    def refused(part: str, backbone: Backbone = backbone, folder: Path = tmp_path) -> None:
+        with pytest.raises(UserError, match=part):
+            load_drafter(folder, backbone)
+
+    refused("was made for the model 'tiny-llama'", tiny_backbone(seed=5))
+    refused("tiny-llama", tiny_backbone(hidden=64))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "provenance": {}}))
+    refused("hidden size 32", tiny_backbone(hidden=64))
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"cut off")
+    refused("medusa_lm_head")
+    (tmp_path / "config.json").write_text('{"drafter": "oracle"}')
+    refused("oracle")
+    refused("nothing", folder=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("medusa", ["drafter.prefix_layers=1"]),
+        ("hydra", ["drafter.conditional=8"]),
+        ("hydra", ["drafter.taps=[1]"]),
+        ("eagle", ["drafter.conditional=8"]),
+        ("eagle", ["drafter.num_layers=2"]),
+        ("eagle", ["drafter.vocabulary=shared"]),
+        ("eagle", ["drafter.taps=[3,1]"]),
+        ("eagle", ["drafter.taps=[4]"]),
+        ("firp", ["drafter.matrices=one"]),
+        ("firp", ["drafter.vocabulary=own"]),
+        ("firp", ["drafter.layers=[3,1]", "drafter.num_heads=2"]),
+        ("firp", ["drafter.layers=[4]", "drafter.num_heads=1"]),
+        ("firp", ["drafter.layers=[1,2]", "drafter.num_heads=1"]),
+    ],
+    ids=str,
+)
+def test_settings_that_a_drafter_cannot_have_are_refused(name: str, words: list[str]) -> None:
+    backbone, recipe = tiny_backbone(layers=4), load_recipe(None, [f"drafter={name}", *words])
+    with pytest.raises(UserError, match=words[0].partition("=")[0]):
+        check_recipe(recipe)
+        taps_of(recipe.drafter, backbone)
+        build_drafter(backbone, recipe.drafter, None)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distilled run, and inside it one trained run for each drafter, calibrated and with a tree."""
+    folder = tmp_path_factory.mktemp("every")
+    model = save_model(folder / "model", layers=4)
+    seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n}"}]} for n in range(40)]
+    seed, outer = write_lines(folder / "seeds.jsonl", seeds), ["--run", folder / "run", "--quiet"]
+    distill = ["--seed", seed, "--model", model, "--dtype", "fp32", "--max-new-tokens", "24"]
+    medusa("distill", *distill, *outer, exit_code=0)
+    save_questions(folder / "q.jsonl")
+    for name in DRAFTERS:
+        run = ["--run", folder / "run" / name, "--quiet"]
+        own = ["train.batch_tokens=128"] if name == "firp" else []
+        medusa("train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32", exit_code=0)
+        medusa("calibrate", *run, "--dtype", "fp32", "--top", "4", exit_code=0)
+        medusa("tree", *run, "--budget", "9", exit_code=0)
+    return folder
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str) -> None:
+    words = ["--run", place / "run" / name, "--dtype", "fp32", "--prompt", "w3", "--max-new-tokens", "20", "--json"]
+    plain = json.loads(medusa("chat", *words, "--baseline", exit_code=0).stdout)
+    for tree in ([], ["--tree", "dynamic"]):
+        answer = json.loads(medusa("chat", *words, *tree, exit_code=0).stdout)
+        assert answer["answer"] == plain["answer"] != "" and answer["acceptance_rate"] >= 1
+
+
+def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:
+    methods = ["ar", *sorted(DRAFTERS)]
+    words = ["--run", place / "run", "--questions", place / "q.jsonl", "--dtype", "fp32", "--tree", "static"]
+    words += ["--methods", ",".join(methods), "--max-new-tokens", "20", "--json", "--quiet"]
+    found = json.loads(medusa("bench", *words, exit_code=0).stdout)["methods"]
+    assert list(found) == methods
+    for name in DRAFTERS:
+        assert found[name]["identical"] == found[name]["questions"] == 4, name
+        assert found[name]["tokens"] == found["ar"]["tokens"] and found[name]["acceptance_length"] > 1, name

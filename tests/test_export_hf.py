@@ -33,10 +33,9 @@ PROMPT = torch.tensor([[3, 6, 9, 20, 31, 44, 12]])
 KINDS = {
     "medusa": (MedusaHeads, {}),
     "medusa, conditional": (MedusaHeads, {"conditional": 4}),
-    "medusa, low rank": (MedusaHeads, {"rank": 8}),
     "medusa, shared": (MedusaHeads, {"vocabulary": "shared"}),
     "hydra": (HydraHeads, {}),
-    "hydra++": (HydraHeads, {"prefix_layers": 1, "taps": (1,)}),
+    "hydra++": (HydraHeads, {"prefix_layers": 1}),
     "hydra over conversations": (HydraHeads, {"prefix_layers": 1, "context": "conversation"}),
     "amphista": (Amphista, {"attention_layers": 2}),
     "amphista over conversations": (Amphista, {"context": "conversation"}),

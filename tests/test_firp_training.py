@@ -56,7 +56,7 @@ def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, 
     items = conversations(13, 22, 9)
     batch = batch_of(backbone, items, traced=True)
     with torch.no_grad():
-        found = ahead(backbone, batch.trace, drafter._extra_rows(list(drafter.steps)), batch.rows)
+        found = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
     row = 0
     for one in items:
         for start, end in one.spans:
@@ -79,7 +79,7 @@ def test_the_loss_is_the_kl_to_the_distribution_so_many_steps_on(vocabulary: str
     batch = batch_of(backbone, [one], traced=True)
     drafter.train()
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
-    states = ahead(backbone, batch.trace, drafter._extra_rows(list(drafter.steps)), batch.rows)
+    states = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
     rows = backbone.lm_head_weight[drafter.draft_ids]
     known = drafter.vocabulary_index(torch.device("cpu")) >= 0
     total: Any = 0.0
@@ -105,7 +105,7 @@ def test_a_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     backbone = backbone_of()
     drafter = firp(backbone)
     items = conversations(9, 30)
-    pseudo = drafter._extra_rows(list(drafter.steps))
+    pseudo = drafter.rows_of(list(drafter.steps))
     both, alone = batch_of(backbone, items, traced=True), batch_of(backbone, items[:1], traced=True)
     with torch.no_grad():
         mixed = ahead(backbone, both.trace, pseudo, both.rows)[: len(alone.next)]
@@ -208,7 +208,6 @@ def test_bad_settings_end_in_one_line(run: Run, model: str) -> None:
         (["drafter.layers=[2]"], "drafter.layers"),
         (["drafter.layers=[2,6]"], "drafter.layers"),
         (["drafter.layers=[4,3]"], "drafter.layers"),
-        (["drafter.rank=4"], "drafter.rank=4"),
         (["drafter.matrices=one"], "drafter.matrices=one"),
         (["drafter.prefix_layers=1"], "drafter.prefix_layers=1"),
         (["train.regress=1"], "train.regress=1"),

@@ -78,20 +78,20 @@ def test_a_data_set_of_some_of_the_kept_layers_is_that_of_a_prefill(place: Path,
 
 
 def test_drafters_of_any_of_them_learn_without_a_pass_and_of_others_with_one(place: Path) -> None:
-    kinds = {"hydra": ("drafter=hydra", "drafter.taps=[1,3]"), "low": ("drafter=hydra", "drafter.taps=[1]"),
-             "medusa": ("drafter=medusa",), "eagle": ("drafter=eagle", "drafter.taps=[1,3]")}  # fmt: skip
+    kinds = {"low": ("drafter=eagle", "drafter.taps=[1]"), "medusa": ("drafter=medusa",),
+             "eagle": ("drafter=eagle", "drafter.taps=[1,3]")}  # fmt: skip
     for name, settings in kinds.items():
         done = medusa("train", "--run", place / "kept" / name, "--from", place / "kept", "--dtype", "fp32", "--quiet",
                       *settings, *SHORT)  # fmt: skip
         assert done.exit_code == 0, done.output
         assert not list(place.glob("kept/**/cache"))
     for command in (("calibrate", "--top", "3", "--dtype", "fp32"), ("tree", "--budget", "4")):
-        assert medusa(*command, "--run", place / "kept" / "hydra").exit_code == 0
+        assert medusa(*command, "--run", place / "kept" / "eagle").exit_code == 0
     assert not list(place.glob("kept/**/cache"))
-    other = ("drafter=hydra", "drafter.taps=[2]", *SHORT)
+    other = ("drafter=eagle", "drafter.taps=[2]", *SHORT)
     assert medusa("train", "--run", place / "kept", "--dtype", "fp32", "--quiet", *other).exit_code == 0
     (made,) = place.glob("kept/cache/states-*.bin")
-    more = medusa("train", "--run", place / "kept", "--dtype", "fp32", *SHORT, "drafter=hydra", "drafter.taps=[1,2]")
+    more = medusa("train", "--run", place / "kept", "--dtype", "fp32", *SHORT, "drafter=eagle", "drafter.taps=[1,2]")
     assert more.exit_code == 0 and "GB of states of other layers" in more.stderr
     assert made in place.glob("kept/cache/states-*.bin")  # it is not ours to delete
 

@@ -120,7 +120,6 @@ def test_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
     [
         (MedusaHeads, "draft", {}, {}),
         (MedusaHeads, "draft", {"conditional": 3}, {"soft": 0.5}),
-        (MedusaHeads, "draft", {"rank": 4}, {"loss": "lk"}),
         (MedusaHeads, "shared", {}, {"soft": 0.5}),
         (HydraHeads, "own", {"matrices": "one"}, {"soft": 0.5}),
         (HydraHeads, "own", {"matrices": "one"}, {"loss": "lk"}),

@@ -45,8 +45,8 @@ from tests.helpers import (
     tiny_backbone,
     tokens_of,
 )
+from tests.test_drafters import hydra
 from tests.test_firp import firp
-from tests.test_hydra import hydra
 from tests.test_prefix_cache import MAKE
 
 # Random tiny models rarely repeat themselves.

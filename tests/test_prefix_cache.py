@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from medusa_cli.decode import Decoder, Request, Sampling, Step
-from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
@@ -22,9 +21,8 @@ from tests.helpers import (
     tiny_backbone,
     tokens_of,
 )
-from tests.test_amphista import amphista
+from tests.test_drafters import amphista, hydra
 from tests.test_firp import firp
-from tests.test_hydra import hydra
 
 OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
 RULES: dict[str, Any] = {"max_new_tokens": 17, "stop_ids": ()}
@@ -33,20 +31,9 @@ MAKE = {
     "medusa": medusa_drafter,
     "hydra": hydra,
     "hydra++": lambda backbone: hydra(backbone, prefix=1),
-    "hydra-taps": lambda backbone: tapped(backbone),
     "amphista": amphista,
     "firp": lambda backbone: firp(backbone, layers=[2, 3, 4]),
 }
-
-
-def tapped(backbone: Backbone) -> Drafter:
-    from medusa_cli.drafters import HydraHeads
-
-    torch.manual_seed(0)
-    heads = HydraHeads.create(backbone, 3, 2, "own", prefix_layers=1, taps=(1, 3))
-    for weight in heads.parameters():
-        weight.data += 0.2 * torch.randn_like(weight)
-    return heads.eval()
 
 
 def backbone_of(engine: str, family: str = "llama") -> Backbone:
@@ -93,7 +80,7 @@ def test_later_turn_runs_only_new_tokens(
         assert prefilled == len(prompt) if not before else 0 < prefilled <= len(prompt) - before
         before = len(prompt) + RULES["max_new_tokens"] - 1
         alone = list(generate(backbone, drafter, shape, prompt, **RULES))
-        if name not in ("hydra++", "hydra-taps", "amphista"):  # these see an answer from where it was run on
+        if name not in ("hydra++", "amphista"):  # these see an answer from where it was run on
             assert [(s.tokens, s.path) for s in steps] == [(s.tokens, s.path) for s in alone]
 
 

@@ -34,7 +34,7 @@ from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
 VIEWS = {
-    "hydra": {"prefix_layers": 2, "taps": (1, 3), "context": "conversation"},
+    "hydra": {"prefix_layers": 2, "context": "conversation"},
     "amphista": {"context": "conversation"},
     "eagle": {},
 }
@@ -107,9 +107,11 @@ def test_states_of_training_and_decoding_agree_to_rounding(name: str) -> None:
         confirmed = NewTokens(tokens[first:last], hidden[first:last], int(tokens[last]), first)
         if name == "hydra":
             embedded = drafter.embed(backbone, tokens[last : last + 1])
-            here = drafter.blocks[0](torch.cat([drafter._context(confirmed), embedded], dim=-1))
+            here = drafter.blocks[0](torch.cat([drafter._context([drafter], [confirmed]), embedded], dim=-1))
         else:
-            here = drafter._together(drafter._adapt(backbone, confirmed), drafter.blocks, drafter.attention)[:, 0]
+            here = drafter._together(
+                drafter._adapt(backbone, [drafter], [confirmed]), drafter.blocks, drafter.attention
+            )[:, 0]
         assert torch.allclose(here, trained_states[batch.learnt_index[last - 1]], atol=1e-4), last
 
 

@@ -543,9 +543,7 @@ def test_a_longer_training_is_made_of_parts(run: Run, model_folder: str, tmp_pat
 @pytest.mark.parametrize(
     "more",
     [
-        ["drafter=hydra", "drafter.taps=[1]"],
         ["drafter=hydra", "drafter.num_layers=3"],
-        ["drafter=hydra", "drafter.num_layers=2", "drafter.taps=[1]"],
         ["drafter=hydra", "drafter.prefix_layers=1", "drafter.context=answer"],
         ["drafter=hydra", "drafter.prefix_layers=1", "drafter.context=conversation"],
         ["drafter=medusa", "drafter.num_layers=3"],

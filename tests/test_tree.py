@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.tree import Tree
+from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
 from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
@@ -94,6 +95,50 @@ def test_a_budget_that_cannot_be_is_named(budget: int) -> None:
     assert largest(accuracies) == 7
     with pytest.raises(UsageError, match=f"budget {budget} .*1 to 7"):
         search(accuracies, budget)
+
+
+def chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
+    """A made-up chance, given its parent, for every path of ranks."""
+    chance = random.Random(seed)
+    found: dict[tuple[int, ...], float] = {}
+    for length in range(depth):
+        for above in itertools.product(range(width), repeat=length):
+            row = sorted((chance.random() for _ in range(width)), reverse=True)
+            found |= {(*above, rank): value / 2 for rank, value in enumerate(row)}
+    return found
+
+
+def grown(growth: DynamicTree, found: dict[tuple[int, ...], float]) -> tuple[list[list[int]], list[int]]:
+    """Grow a tree over these chances; a path of ranks is its own token, read as a number in base 10."""
+    growing, nodes, paths = TreeBuilder(growth, 0), [0], {0: ()}
+    for _ in range(growth.max_depth):
+        rows = [[found[(*paths[node], rank)] for rank in range(growth.width)] for node in nodes]
+        tokens = [[int("1" + "".join(map(str, (*paths[n], r)))) for r in range(growth.width)] for n in nodes]
+        first = len(growing.tokens)
+        above = list(nodes)
+        nodes = growing.extend(above, [[math.log(one) for one in row] for row in rows], tokens)
+        for node in range(first, len(growing.tokens)):
+            paths[node] = (*paths[growing.parents[node]], int(str(growing.tokens[node])[-1]))
+    tree, kept = growing.tree()
+    return tree.choices, kept
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget", [1, 2, 5, 12, 40])
+def test_the_nodes_are_the_most_likely_paths(seed: int, budget: int) -> None:
+    found = chances(seed, 3, 3)
+    value = {path: math.prod(found[path[: i + 1]] for i in range(len(path))) for path in found}
+    best = sorted(value, key=lambda path: -value[path])[: budget - 1]
+    choices, tokens = grown(DynamicTree(budget, 3, width=3), found)
+    assert sorted(map(tuple, choices)) == sorted(best)
+    assert tokens[1:] == [int("1" + "".join(map(str, path))) for path in choices]
+
+
+def test_nodes_thought_too_unlikely_are_left_out() -> None:
+    found = chances(1, 3, 3)
+    value = {path: math.prod(found[path[: i + 1]] for i in range(len(path))) for path in found}
+    choices, _ = grown(DynamicTree(64, 3, width=3, min_chance=0.05), found)
+    assert sorted(map(tuple, choices)) == sorted(path for path in value if value[path] >= 0.05)
 
 
 def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:

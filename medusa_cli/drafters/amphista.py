@@ -8,9 +8,16 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.drafters.base import Batch, Draft, HeadsConfig, NewTokens, roots_of
-from medusa_cli.drafters.heads import HeadDrafter, drafts_of
-from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, Stack, by_sequence, truncated
+from medusa_cli.drafters.base import Batch, Draft, NewTokens
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, roots_of
+from medusa_cli.drafters.layers import (
+    DecoderLayer,
+    HeadAttention,
+    LayerCache,
+    Padding,
+    residual_blocks,
+    truncate_caches,
+)
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 
@@ -19,8 +26,7 @@ from medusa_cli.tree import DynamicTree, Tree
 class AmphistaConfig(HeadsConfig):
     """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3).
 
-    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer"
-    alone, as drafters of earlier versions do.
+    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
     """
 
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
@@ -38,13 +44,10 @@ class AdaptationLayer(nn.Module):
         nn.init.eye_(self.fc.weight[:, :hidden_size])
         nn.init.zeros_(self.fc.bias)
 
-    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Sequences [B, n, H] of states and of the next tokens' embeddings -> [B, n, H]."""
-        return self.layer(self.join(hidden, embedded))
-
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What the decoder layer reads [.., H]."""
-        return self.fc(torch.cat([hidden, embedded], dim=-1))
+        """Returns what the decoder layer reads [.., H] of states and of the next tokens' embeddings."""
+        joined: Tensor = self.fc(torch.cat([hidden, embedded], dim=-1))
+        return joined
 
 
 class Amphista(HeadDrafter):
@@ -53,14 +56,14 @@ class Amphista(HeadDrafter):
     name = "amphista"
     learning_rate = 1e-3
     config_class = AmphistaConfig
-    settings = ("attention_layers", "context", "conditional")
+    settings = ("num_layers", "matrices", "attention_layers", "context", "conditional")
     config: AmphistaConfig
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config)
         size, heads = config.hidden_size, config.num_heads
         self.stages = nn.ModuleList(AdaptationLayer(size) for _ in range(2))
-        self.blocks = nn.ModuleList(Stack(size, config.num_layers) for _ in range(heads))
+        self.blocks = nn.ModuleList(residual_blocks(size, config.num_layers) for _ in range(heads))
         self.position = nn.Parameter(torch.zeros(heads, size))
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
         self.truncate(0)
@@ -73,38 +76,39 @@ class Amphista(HeadDrafter):
         if not length or self.config.context == "answer":  # every prompt begins another answer
             self._caches = [LayerCache() for _ in self.stages]
             return length
-        return truncated(self._caches, length - 1, length)
+        return truncate_caches(self._caches, length - 1)  # the last row saw which token follows: it may be another now
 
     @torch.inference_mode()
     def draft(
         self,
         backbone: Backbone,
         sequences: "Sequence[Amphista]",
-        confirmed: Sequence[NewTokens],
-        shape: Tree | DynamicTree,
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Adapt each sequence's confirmed states, let the heads see one another, and fill every node at once."""
-        each = [own._adapt(backbone, one) for own, one in zip(sequences, confirmed, strict=True)]
-        adapted = [torch.cat(stage) for stage in zip(*each, strict=True)]
-        roots = roots_of(confirmed, backbone.device)
-        return drafts_of(self, lambda *stages: self._scores(backbone, stages, shape.max_depth), adapted, shape, roots)
+        """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
 
-    def _adapt(self, backbone: Backbone, confirmed: NewTokens) -> list[Tensor]:
-        """The last adapted state [1, H] of each stage, the confirmed ones added to this sequence's caches."""
-        embedded = self.embed(backbone, confirmed.following)
-        stages, adapted, x = self.fast("stages"), [], confirmed.hidden.to(self.dtype)
-        for stage, one in zip(stages, self._caches, strict=True):
-            x = stage.layer.extend(stage.join(x, embedded), one, confirmed.start, self.repeated)
-            adapted.append(x[-1:])
+        def compute(*adapted: Tensor) -> list[Tensor]:
+            states = self._together(adapted, self.packed("blocks"), self.packed("attention"))  # [B, K, H]
+            return [self.score(backbone, head, states[:, head]) for head in range(tree.max_depth)]
+
+        adapted = self._adapt(backbone, sequences, new)
+        return self.draft_at_once(tree, roots_of(new, backbone.device), compute, *adapted)
+
+    def _adapt(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
+        """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
+        x, places = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
+        last = torch.tensor([len(own) for own in places], device=x.device).cumsum(0) - 1
+        adapted = []
+        for number, stage in enumerate(self.packed("stages")):
+            caches = [own._caches[number] for own in sequences]
+            x = stage.layer.extend(stage.join(x, embedded), places, caches, self.repeated)
+            adapted.append(x[last])
         return adapted
 
-    def _scores(self, backbone: Backbone, adapted: Sequence[Tensor], heads: int) -> list[Tensor]:
-        """Scores [B, M] of the first heads from the stages' states, [B, H] each."""
-        states = self._together(adapted, self.fast("blocks"), self.fast("attention"))  # [B, K, H]
-        return [self.score(backbone, head, states[:, head]) for head in range(heads)]
-
     def _together(self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
-        """The heads' states [P, K, H] from those of the two stages, [P, H] each."""
+        """Returns the heads' states [P, K, H] from those of the two stages, [P, H] each."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
         x = torch.stack(apart, dim=1) + self.position
@@ -113,12 +117,13 @@ class Amphista(HeadDrafter):
         return x
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        hidden, places = by_sequence(batch.hidden, batch.attention_groups)
-        embedded, _ = by_sequence(self.embed(backbone, batch.next).to(batch.hidden.dtype), batch.attention_groups)
-        adapted, x, learnt = [], hidden, batch.learnt
+        padding, learnt = Padding(batch.attention_groups), batch.learnt
+        x, embedded = padding.pad(batch.hidden), padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
+        adapted = []
         for stage in self.stages:
-            x = stage(x, embedded)
-            adapted.append(x.flatten(0, 1)[places[learnt]])
-        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of those that are learnt
+            assert isinstance(stage, AdaptationLayer)
+            x = stage.layer(stage.join(x, embedded))
+            adapted.append(padding.unpad(x)[learnt])
+        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of the positions that are learnt
         for head, positions in enumerate(rows):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

@@ -4,10 +4,9 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.engine.extra_rows import ExtraRows, Trace
@@ -17,36 +16,6 @@ from medusa_cli.tree import DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
-    """K heads of L layers, and the vocabulary they score.
-
-    matrices: a vocabulary matrix for "each" head or "one" for all. rank: its inner size, where it is a product
-    [M, r] [r, H]. conditional: rank of the bias from the token drafted before.
-    """
-
-    num_heads: Annotated[int, Meta(ge=1, le=64)]
-    num_layers: Annotated[int, Meta(ge=0, le=16)]
-    hidden_size: Annotated[int, Meta(ge=1)]
-    vocab_size: Annotated[int, Meta(ge=1)]
-    vocabulary: Literal["draft", "own", "shared"] = "draft"
-    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
-    matrices: Literal["each", "one"] = "each"
-    rank: Annotated[int, Meta(ge=1)] | None = None
-    conditional: Annotated[int, Meta(ge=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.draft_vocab_size or 0) > self.vocab_size or (self.rank or 0) > self.hidden_size:
-            raise ValueError("draft_vocab_size must be <= vocab_size, and rank <= hidden_size")
-        if self.vocabulary == "draft" and self.draft_vocab_size is None:
-            raise ValueError("a draft vocabulary needs its draft_vocab_size")
-
-    @property
-    def layers_read(self) -> tuple[int, ...]:
-        """The number of backbone layers after which it reads states, beside the last layer's."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -90,22 +59,18 @@ def concat(pieces: Sequence[NewTokens]) -> NewTokens:
     return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 
-def roots_of(new: Sequence[NewTokens], device: torch.device) -> Tensor:
-    """Returns the roots [B] of B sequences."""
-    return torch.tensor([tokens.root for tokens in new], device=device)
-
-
 def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
     """Returns the taps of a drafter that reads states after these numbers of layers and the last layer's."""
     return (*(layer - 1 for layer in layers), -1)
 
 
-def check_layers(layers: Sequence[int], depth: int, setting: str) -> None:
+def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bool = False) -> None:
     """Raises UsageError, naming the setting, for layers out of 1 .. depth - 1 or not in rising order."""
-    if list(layers) != sorted(set(layers)) or not all(1 <= layer < depth for layer in layers):
+    rising = list(layers) == sorted(layers if repeats else set(layers))
+    if not rising or not all(1 <= layer < depth for layer in layers):
         raise UsageError(
             f"{setting}={list(layers)} does not fit this model's {depth} layers",
-            f"name layers from 1 to {depth - 1} in rising order; the last one's states are read in any case",
+            f"name layers from 1 to {depth - 1} in rising order",
         )
 
 
@@ -162,7 +127,6 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
-    config: Any
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""

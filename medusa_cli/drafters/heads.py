@@ -1,4 +1,4 @@
-"""A static tree level by level, for drafters whose guesses depend on those before them."""
+"""Drafters of K heads that end in vocabulary matrices: scores, states for training, and filling trees."""
 
 import copy
 from abc import abstractmethod
@@ -6,23 +6,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import (
-    Batch,
-    Draft,
-    Drafter,
-    HeadsConfig,
-    NewTokens,
-)
+from medusa_cli.drafters.base import Batch, Draft, Drafter, NewTokens
+from medusa_cli.drafters.layers import TokenBias
 from medusa_cli.engine.jit import Computation, TracedModule
 from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
@@ -31,196 +27,34 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-VOCABULARIES = ("draft", "own", "shared")
-MATRICES = ("each", "one")
-
-
-def check_vocabulary(
-    name: str,
-    known: Sequence[str],
-    vocabulary: Any,
-    draft_ids: Tensor | None,
-    matrices: Any,
-    rank: int | None,
-    hidden_size: int,
-) -> None:
-    """UserError for a vocabulary or matrices that a kind of drafter, of a name, cannot have; known: what it can."""
-    if vocabulary not in known:
-        fault = "unknown" if vocabulary not in VOCABULARIES else f"none that {name} can score"
-        raise UserError(f"the vocabulary {vocabulary!r} is {fault}", f"use one of {', '.join(known)}")
-    if matrices not in MATRICES:
-        raise UserError(f"the matrices {matrices!r} are unknown", f"use one of {', '.join(MATRICES)}")
-    if vocabulary == "draft" and (draft_ids is None or not len(draft_ids)):
-        raise UserError("a draft vocabulary needs its token ids", "give draft_ids")
-    if rank is not None and (vocabulary == "shared" or not 1 <= rank < hidden_size):
-        raise UserError(
-            f"vocabulary matrices of rank {rank} cannot be",
-            f"use a rank below {hidden_size}, and the vocabulary draft or own",
-        )
-
-
 @dataclass(frozen=True)
-class Level:
-    """The nodes of one depth: their ids, ranks and the rows of their parents [n]; which of them have children.
+class HeadsConfig:
+    """K heads of L layers, and the vocabulary they score.
 
-    A row is a place among the nodes of the depth above that have children; paths [rows, depth] are the nodes from the
-    root to each of those.
+    vocabulary "own": all V tokens; "draft": the M most frequent ones; "shared": all, by the backbone's lm_head.
+    matrices: a vocabulary matrix for "each" head or "one" for all. conditional: rank of the bias from the token before.
     """
 
-    nodes: Tensor
-    rows: Tensor
-    ranks: Tensor
-    inner: Tensor
-    paths: Tensor
-    width: int
+    num_heads: Annotated[int, Meta(ge=1, le=64)]
+    num_layers: Annotated[int, Meta(ge=0, le=16)]
+    hidden_size: Annotated[int, Meta(ge=1)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+    vocabulary: Literal["draft", "own", "shared"] = "draft"
+    draft_vocab_size: Annotated[int, Meta(ge=1)] | None = None
+    matrices: Literal["each", "one"] = "each"
+    conditional: Annotated[int, Meta(ge=1)] | None = None
 
-
-@lru_cache(maxsize=64)
-def levels(tree: Tree, device: torch.device) -> list[Level]:
-    """The levels of a tree below its root."""
-    found = []
-    row = {0: 0}  # nodes of the level above that have children -> row
-    for depth in range(1, tree.max_depth + 1):
-        nodes = [node for node in range(tree.size) if tree.depths[node] == depth]
-        inner = [i for i, node in enumerate(nodes) if tree.children[node]]
-        rows = torch.tensor([row[tree.parents[node]] for node in nodes], device=device)
-        ranks = torch.tensor([tree.ranks[node] for node in nodes], device=device)
-        inside = torch.tensor(inner, dtype=torch.long, device=device)
-        paths = torch.tensor([tree.path(node) for node in row], device=device)
-        found.append(Level(torch.tensor(nodes, device=device), rows, ranks, inside, paths, tree.widths[depth - 1]))
-        row = {nodes[i]: place for place, i in enumerate(inner)}
-    return found
-
-
-# In drafting only so many of a head's best guesses are scored again: what the bias lifts from further down is rare.
-CANDIDATES = 128
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """A head's best guesses for B sequences: scores [B, C], places in the vocabulary [B, C], their rows [B, C, r]."""
-
-    scores: Tensor
-    places: Tensor
-    rows: Tensor
-
-
-class Conditional(nn.Module):
-    """Adds after @ before[token] to the scores [M] of any head; at first it adds nothing.
-
-    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one pair for all heads.
-    """
-
-    def __init__(self, tokens: int, guesses: int, rank: int) -> None:
-        super().__init__()
-        self.before = nn.Parameter(torch.randn(tokens, rank) * rank**-0.25)
-        self.after = nn.Parameter(torch.zeros(guesses, rank))
-
-    def joined(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """States [n, H] and a matrix [M, H] whose product has the bias of tokens [n] in it, both [.., H + r]."""
-        before = F.embedding(tokens, self.before).to(states.dtype)
-        return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
-
-    def narrowed(self, scores: Tensor, least: int) -> Candidates:
-        """The best of scores [B, M]: CANDIDATES of them, `least` if that is more."""
-        best = scores.topk(min(max(CANDIDATES, least), scores.shape[-1]), dim=-1)
-        return Candidates(best.values, best.indices, self.after[best.indices])
-
-    def scored(self, found: Candidates, tokens: Tensor) -> Tensor:
-        """The candidates' scores [B, n, C] after each of tokens [B, n]."""
-        return found.scores[:, None] + (F.embedding(tokens, self.before) @ found.rows.transpose(1, 2)).float()
-
-    def best(self, scores: Tensor, tokens: Tensor, width: int) -> Tensor:
-        """The places [B, n, width] of the best guesses by scores [B, M] after each of tokens [B, n]."""
-        found = self.narrowed(scores, width)
-        chosen = self.scored(found, tokens).topk(width, dim=-1).indices
-        return found.places[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen)
-
-    def confident(self, scores: Tensor, tokens: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log confidences and places [n, width] of the best guesses by scores [1, M] after each of tokens [n].
-
-        What is no candidate keeps its share as if nothing were known of the token before.
-        """
-        found = self.narrowed(scores, width)
-        again = self.scored(found, tokens[None])[0] / temperature  # [n, C]
-        rest = (scores / temperature).scatter(1, found.places, -torch.inf).logsumexp(-1)
-        best = again.topk(min(width, again.shape[-1]), dim=-1)
-        whole = torch.logaddexp(again.logsumexp(-1), rest)
-        return best.values - whole[:, None], found.places[0][best.indices]
-
-
-Scoring = Callable[..., Sequence[Tensor]]
-
-
-def drafts_of(
-    drafter: "HeadDrafter", score: Scoring, inputs: Sequence[Tensor], shape: Tree | DynamicTree, roots: Tensor
-) -> list[Draft]:
-    """Fill each node with the guess of its head and rank, or grow trees over the heads' confidences.
-
-    score(*inputs): rows [B, M] for each head that the shape needs; roots [B].
-    """
-    if not shape.max_depth:
-        return [Draft(root, Tree.root_only()) for root in roots[:, None]]
-    scores = drafter.repeated(("scores", shape.max_depth), lambda *given: torch.stack(list(score(*given))), *inputs)
-    if isinstance(shape, DynamicTree):
-        return [_grow(drafter, scores[:, i : i + 1], shape, roots[i]) for i in range(len(roots))]
-    return [Draft(tokens, shape) for tokens in fill(drafter, scores, shape, roots)]
-
-
-def _grow(drafter: "HeadDrafter", scores: Tensor, growth: DynamicTree, root: Tensor) -> Draft:
-    growing, nodes = TreeBuilder(growth, int(root)), [0]
-    for head, row in enumerate(scores):
-        if not nodes:
-            break
-        nodes = growing.extend(nodes, *_offered(drafter, head, row, [growing.tokens[node] for node in nodes], growth))
-    grown, drafted = growing.tree()
-    return Draft(torch.tensor(drafted, device=root.device), grown)
-
-
-def _offered(
-    drafter: "HeadDrafter", head: int, row: Tensor, nodes: list[int], growth: DynamicTree
-) -> tuple[list[list[float]], list[list[int]]]:
-    """Log confidences and tokens of a head's best guesses below each node of a token, by its scores [1, M]."""
-    if drafter.conditional is None:
-        log_p, tokens = drafter.confidences(head, row, growth)
-        return log_p * len(nodes), tokens * len(nodes)
-    before = torch.tensor(nodes, device=row.device)
-    found, places = drafter.conditional.confident(row, before, growth.width, growth.temperature(head))
-    return found.tolist(), drafter.draft_ids[places].tolist()
-
-
-def fill(drafter: "HeadDrafter", scores: Tensor, tree: Tree, roots: Tensor) -> Tensor:
-    """Tokens [B, N] of a static tree for B sequences with roots [B], from scores [K, B, M] of the heads it needs."""
-    if not tree.max_depth:
-        return roots[:, None]
-    if drafter.conditional is not None:
-        return _fill_after(drafter, drafter.conditional, scores, tree, roots)
-    best = scores.topk(max(tree.widths), dim=-1).indices  # [K, B, widest]
-    heads, ranks = _lookup(tree, roots.device)
-    return torch.cat([roots[:, None], drafter.draft_ids[best[heads, :, ranks].T]], dim=1)
-
-
-def _fill_after(drafter: "HeadDrafter", conditional: Conditional, scores: Tensor, tree: Tree, roots: Tensor) -> Tensor:
-    tokens, before = roots[:, None].repeat(1, tree.size), roots[:, None]
-    for row, level in zip(scores, levels(tree, roots.device), strict=False):
-        best = conditional.best(row, before, level.width)
-        tokens[:, level.nodes] = drafter.draft_ids[best[:, level.rows, level.ranks]]
-        before = tokens[:, level.nodes[level.inner]]
-    return tokens
-
-
-@lru_cache(maxsize=64)
-def _lookup(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Head index and rank of every node but the root, [N-1] each."""
-    heads = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=device)
-    return heads, torch.tensor(tree.ranks[1:], device=device)
+    def __post_init__(self) -> None:
+        if (self.draft_vocab_size or 0) > self.vocab_size:
+            raise ValueError("draft_vocab_size must be <= vocab_size")
+        if self.vocabulary == "draft" and self.draft_vocab_size is None:
+            raise ValueError("a draft vocabulary needs its draft_vocab_size")
 
 
 class HeadDrafter(Drafter):
     """K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
 
-    vocabulary "own": M = V; "draft": M most frequent tokens, draft_ids [M] mapping back; "shared": the frozen lm_head.
-    A subclass says how the states are made (`head_states`) and how a tree is drafted from them.
+    A subclass says how the states are made (`head_states`) and how a tree is drafted from them (`draft`).
     """
 
     name: ClassVar[str]
@@ -231,28 +65,27 @@ class HeadDrafter(Drafter):
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
-    settings: ClassVar[tuple[str, ...]] = ()  # the recipe's drafter keys that this kind alone reads
-    vocabularies: ClassVar[tuple[str, ...]] = VOCABULARIES  # what its heads can score; without "own" nothing is learnt
-    draft_ids: Tensor
+    settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")  # the drafter keys of a recipe that not all read
+    vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")  # without "own" it has no matrices
+    config: HeadsConfig
+    draft_ids: Tensor  # [M], token ids of the scores
+    _lm_head_rows: Tensor | None  # of a draft vocabulary, where it has no matrices
     _kernel: Kernel | None = None  # how it multiplies when it drafts; None: as its type wants it
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
         self.num_heads = config.num_heads
-        rows = {"draft": config.draft_vocab_size or 0, "own": config.vocab_size, "shared": 0}[config.vocabulary]
-        count = 0 if not rows or "own" not in self.vocabularies else 1 if config.matrices == "one" else config.num_heads
-        inner = config.rank or config.hidden_size
-        self.matrices = nn.ParameterList([nn.Parameter(torch.empty(rows, inner)) for _ in range(count)])
-        # The inner factors of matrices of low rank; without a rank there are none.
-        self.factors = nn.ParameterList(
-            [nn.Parameter(torch.empty(inner, config.hidden_size)) for _ in range(count if config.rank else 0)]
-        )
-        ids = torch.arange(config.vocab_size) if config.vocabulary != "draft" else torch.zeros(rows, dtype=torch.long)
+        ids = torch.arange(config.vocab_size)
+        if config.vocabulary == "draft":
+            ids = torch.zeros(config.draft_vocab_size or 0, dtype=torch.long)
         self.register_buffer("draft_ids", ids, persistent=False)
-        conditional = config.conditional
-        self.conditional = Conditional(config.vocab_size, len(ids), conditional) if conditional else None
-        self._forget_fast()
+        learnt = config.vocabulary != "shared" and "own" in self.vocabularies
+        count = (1 if config.matrices == "one" else config.num_heads) if learnt else 0
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(len(ids), config.hidden_size)) for _ in range(count))
+        rank = config.conditional
+        self.conditional = TokenBias(config.vocab_size, len(ids), rank) if rank else None
+        self._forget_packed()
 
     @classmethod
     def create(
@@ -260,51 +93,61 @@ class HeadDrafter(Drafter):
         backbone: Backbone,
         num_heads: int = 5,
         num_layers: int = 1,
-        vocabulary: Any = "draft",
+        vocabulary: str = "draft",
         draft_ids: Tensor | None = None,
-        matrices: Any = "each",
-        rank: int | None = None,
+        matrices: str = "each",
         **own: Any,
     ) -> "Self":
-        """A fresh fp32 drafter, its matrices copied from the backbone's lm_head; draft_ids [M] for "draft".
+        """Returns a fresh fp32 drafter, its matrices copied from the lm_head; draft_ids [M] for "draft".
 
-        Matrices of low rank start as the best approximation of that rank.
+        own: fields of the config that this kind alone has; those that are None or () follow from the model.
         """
-        asked = (vocabulary, draft_ids, matrices, rank, backbone.hidden_size)
-        check_vocabulary(cls.name, cls.vocabularies, *asked)
-        size = len(draft_ids) if vocabulary == "draft" and draft_ids is not None else None
-        sizes = (num_heads, num_layers, backbone.hidden_size, backbone.vocab_size)
-        drafter = cls(cls.config_class(*sizes, vocabulary, size, matrices, rank, **own))
-        if vocabulary == "draft" and draft_ids is not None:
-            drafter.draft_ids.copy_(draft_ids)
-        rows = backbone.lm_head_weight[drafter.draft_ids.to(backbone.lm_head_weight.device)]
-        if rank is not None:
-            left, scales, right = torch.linalg.svd(rows.float(), full_matrices=False)
-            rows = left[:, :rank] * scales[:rank].sqrt()
-            for factor in drafter.factors:
-                factor.data.copy_(scales[:rank, None].sqrt() * right[:rank])
+        if vocabulary not in cls.vocabularies:
+            raise UsageError(
+                f"drafter.vocabulary={vocabulary} is none that {cls.name} can score",
+                f"use one of {', '.join(cls.vocabularies)}",
+            )
+        ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
+        fields: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_layers": num_layers,
+            "hidden_size": backbone.hidden_size,
+            "vocab_size": backbone.vocab_size,
+            "vocabulary": vocabulary,
+            "draft_vocab_size": None if ids is None else len(ids),
+            "matrices": matrices,
+        }
+        fields |= cls.fields_of_model(backbone, num_heads)
+        fields |= {key: value for key, value in own.items() if value not in (None, ())}
+        config = cls.config_class(**fields)
+        cls.check_fit(config, backbone)
+        drafter = cls(config)
+        if ids is not None:
+            drafter.draft_ids.copy_(ids)
+        rows = drafter.of_vocabulary(backbone.lm_head_weight)
         for matrix in drafter.matrices:
             matrix.data.copy_(rows)
         return drafter.to(backbone.device)
+
+    @classmethod
+    def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
+        """Returns fields of a fresh config that follow from the model."""
+        return {}
+
+    @classmethod
+    def check_fit(cls, config: Any, backbone: Backbone) -> None:
+        """Raises UsageError where a config asks for layers that the backbone does not have."""
 
     @classmethod
     def sees_prompt(cls, settings: Any) -> bool:
         """Returns True if its own layers see a conversation from its first token, by a recipe or config."""
         return False
 
-    @classmethod
-    def default_taps(cls, depth: int) -> tuple[int, ...]:
-        """Returns the numbers of layers after which it reads states by default, beside the last layer's."""
-        return ()
-
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns all new prompt tokens if its own layers see the prompt, else the last one."""
         return prompt if self.sees_prompt(self.config) else prompt.last()
 
-    @property
-    def head_modules(self) -> Sequence[nn.Module]:
-        """The module of each head, in a drafter whose heads share nothing; empty in others."""
-        return ()
+    # Training
 
     @abstractmethod
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -313,101 +156,33 @@ class HeadDrafter(Drafter):
         Each head reads the true tokens before its target.
         """
 
-    def train(self, mode: bool = True) -> "Self":
-        self._forget_fast()
-        super().train(mode)
-        return self
-
-    def _forget_fast(self) -> None:
-        """Drop the packed copies: they are stale as soon as a weight may change."""
-        self._fast: dict[str, nn.Module] = {}
-        self._scorers: list[Callable[[Tensor], Tensor]] = []
-        self._repeated: dict[Hashable, TracedModule] = {}
-
-    def fast(self, name: str) -> Any:
-        """A copy of the submodule `name` with its linear layers packed for drafting."""
-        if name not in self._fast:
-            self._fast[name] = copy.deepcopy(getattr(self, name))
-            pack_linears(self._fast[name], self.kernel)
-        return self._fast[name]
-
-    def repeated(self, what: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
-        """compute(*inputs), over the fast copies alone: what comes a few times under one name `what` is traced.
-
-        Forks share it, so nothing of a sequence's own may be in it but what the inputs bring.
-        """
-        # Rough kernels choose by the rows, which are the first input's; others, as a cache's, grow with every step.
-        rows = None if self.kernel.exact else inputs[0].shape
-        if (what, rows) not in self._repeated:
-            never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
-            self._repeated[what, rows] = TracedModule(compute, self._products, never=never)
-        return self._repeated[what, rows](*inputs)
-
-    def _products(self) -> list[nn.Module]:
-        """Everything that multiplies by packed weights."""
-        return [*self._fast.values(), *(one for one in self._scorers if isinstance(one, nn.Module))]
-
-    @property
-    def kernel(self) -> Kernel:
-        """How its linear layers and vocabulary matrices are multiplied with when it drafts."""
-        return self._kernel or kernels_for(self.dtype, next(self.parameters()).device)[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """The backbone's embeddings [n, H] scaled to unit root mean square: raw ones are far smaller than states."""
-        embedded = backbone.embedding(tokens).to(self.dtype)
-        return F.rms_norm(embedded, embedded.shape[-1:])
-
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
-        """The vocabulary matrix [M, H] (or [M, r]) of a head (from 0)."""
-        if self.config.vocabulary == "shared":
-            return backbone.lm_head_weight
-        return self.matrices[head if len(self.matrices) > 1 else 0]
+        """Returns the vocabulary matrix [M, H] of a head (from 0)."""
+        if len(self.matrices):
+            return self.matrices[head if len(self.matrices) > 1 else 0]
+        if self._lm_head_rows is None:
+            self._lm_head_rows = self.of_vocabulary(backbone.lm_head_weight)
+        return self._lm_head_rows
 
     def bias(self, backbone: Backbone) -> Tensor | None:
-        """What the lm_head adds to the scores [M] of heads that have no matrices of their own; None where nothing."""
+        """Returns the bias [M] of the lm_head for heads without matrices of their own; None if there is none."""
         return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
 
     def of_vocabulary(self, rows: Any) -> Any:
-        """Of rows for each token of the model [V, ..], those of the tokens that the heads score [M, ..]; None stays."""
+        """Selects from rows [V, ..] of the model's tokens those that the heads score [M, ..]; None stays None."""
         whole = rows is None or self.config.vocabulary != "draft"
         return rows if whole else rows[self.draft_ids.to(rows.device)]
-
-    def inner(self, head: int, states: Tensor) -> Tensor:
-        """What a head's vocabulary matrix reads of its states [n, H]: themselves, or their part of low rank [n, r]."""
-        return F.linear(states, self.factors[head if len(self.factors) > 1 else 0]) if self.factors else states
-
-    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """What a head's scores are the product of, [n, ..] and [M, ..], for states [n, H] and the tokens before [n]."""
-        read, matrix = self.inner(head, states), self.matrix(backbone, head)
-        return (read, matrix) if self.conditional is None else self.conditional.joined(read, matrix, before)
-
-    def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
-        """Logits fp32 [n, M] of a head for states [n, H]: top-k over bf16 is several times slower than over fp32."""
-        states = self.inner(head, states)
-        if self.config.vocabulary == "shared":
-            found: Tensor = backbone.engine.lm_head(states.to(backbone.dtype))
-            return found.float()
-        if not self._scorers:
-            # Forks share this very list.
-            self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
-        return self._scorers[head if len(self._scorers) > 1 else 0](states).float()
-
-    def confidences(self, head: int, scores: Tensor, growth: DynamicTree) -> tuple[list[list[float]], list[list[int]]]:
-        """Log confidences and token ids of the best guesses, best first, for a head's scores [n, M]."""
-        scaled = scores / growth.temperature(head)
-        best = scaled.topk(min(growth.width, scaled.shape[-1]), dim=-1)
-        log_p = best.values - scaled.logsumexp(-1, keepdim=True)
-        return log_p.tolist(), self.draft_ids[best.indices].tolist()
 
     def vocabulary_index(self, device: torch.device) -> Tensor:
         """Returns token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
         index = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index
+
+    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the factors [n, ..] and [M, ..] of a head's scores, from states [n, H] and the tokens before [n]."""
+        matrix = self.matrix(backbone, head)
+        return (states, matrix) if self.conditional is None else self.conditional.product(states, matrix, before)
 
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
@@ -416,52 +191,230 @@ class HeadDrafter(Drafter):
         rows, last, bias = batch.learnt, len(batch.next) - 1, self.bias(backbone)
         bias = None if bias is None else bias.to(self.dtype)
         for head, states in enumerate(self.head_states(backbone, batch, [rows] * self.num_heads)):
-            before = batch.next[(rows + head).clamp(max=last)]
-            read, matrix = self.product(backbone, head, states, before)
+            read, matrix = self.product(backbone, head, states, batch.next[(rows + head).clamp(max=last)])
             yield F.linear(read, matrix.to(read.dtype), bias).float()
 
+    # Drafting
+
+    def train(self, mode: bool = True) -> "Self":
+        self._forget_packed()
+        super().train(mode)
+        return self
+
+    def _forget_packed(self) -> None:
+        """Drops what was made of the weights for drafting: they may change now."""
+        self._packed: dict[str, nn.Module] = {}
+        self._scorers: list[Callable[[Tensor], Tensor]] = []
+        self._repeated: dict[Hashable, TracedModule] = {}
+        self._lm_head_rows = None
+
+    def packed(self, name: str) -> Any:
+        """Returns a copy of the submodule `name` with its linear layers packed for drafting."""
+        if name not in self._packed:
+            self._packed[name] = copy.deepcopy(getattr(self, name))
+            pack_linears(self._packed[name], self.kernel)
+        return self._packed[name]
+
+    def repeated(self, what: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
+        """Returns compute(*inputs); a computation that comes a few times under one name `what` is traced.
+
+        Forks share the trace, so nothing of one sequence may be in it but what the inputs bring.
+        """
+        # Inexact kernels choose by the rows, which are the first input's; others, as a cache's, grow with every step.
+        rows = None if self.kernel.exact else inputs[0].shape
+        if (what, rows) not in self._repeated:
+            never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
+            self._repeated[what, rows] = TracedModule(compute, self._products, never=never)
+        return self._repeated[what, rows](*inputs)
+
+    def _products(self) -> list[nn.Module]:
+        """Returns everything that multiplies by packed weights."""
+        return [*self._packed.values(), *(scorer for scorer in self._scorers if isinstance(scorer, nn.Module))]
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of its linear layers and vocabulary matrices when it drafts."""
+        return self._kernel or kernels_for(self.dtype, next(self.parameters()).device)[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        """Returns the backbone's embeddings [.., H] at unit root mean square: raw ones are far smaller than states."""
+        embedded = backbone.embedding(tokens).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
+    def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
+        """Returns logits fp32 [.., M] of a head for states [.., H]: top-k over bf16 is several times slower."""
+        engine, own = backbone.engine, len(self.matrices) > 0
+        if not self._scorers:  # forks share this very list
+            if own:
+                self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
+            elif self.config.vocabulary == "shared":
+                self._scorers.append(engine.lm_head)
+            else:
+                self._scorers.append(engine.kernel.pack(self.matrix(backbone, 0), self.bias(backbone)))
+        scorer = self._scorers[head if len(self._scorers) > 1 else 0]
+        return scorer(states if own else states.to(backbone.dtype)).float()
+
+    def best(self, scores: Tensor, width: int, temperature: float | None) -> tuple[Tensor, Tensor]:
+        """Returns log confidences and token ids [N, width] of the best guesses by scores [N, M], best first.
+
+        Without a temperature, as for static trees, the scores themselves stand for the confidences.
+        """
+        scaled = scores if temperature is None else scores / temperature
+        best = scaled.topk(min(width, scaled.shape[-1]), dim=-1)
+        log_p = best.values if temperature is None else best.values - scaled.logsumexp(-1, keepdim=True)
+        return log_p, self.draft_ids[best.indices]
+
+    def draft_at_once(
+        self, tree: Tree | DynamicTree, roots: Tensor, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor
+    ) -> list[Draft]:
+        """Drafts from scores that no draft token changes, the bias apart: compute(*inputs) gives [B, M] a head."""
+        scores = self.repeated(("scores", tree.max_depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
+        if isinstance(tree, Tree) and self.conditional is None:
+            heads, ranks = _heads_and_ranks(tree, roots.device)
+            best = scores.topk(max(tree.widths), dim=-1).indices  # [K, B, widest]
+            tokens = torch.cat([roots[:, None], self.draft_ids[best[heads, :, ranks].T]], dim=1)
+            return [Draft(row, tree) for row in tokens]
+
+        def guess(head: int, width: int, temperature: float | None, level: "Frontier") -> tuple[Tensor, Tensor]:
+            if self.conditional is None:
+                log_p, ids = self.best(scores[head], width, temperature)
+                counts = torch.tensor(level.counts, device=ids.device)
+                return log_p.repeat_interleave(counts, 0), ids.repeat_interleave(counts, 0)
+            tokens = level.tokens.split(level.counts)
+            log_p, places = self.conditional.best(scores[head], tokens, width, temperature)
+            return log_p, self.draft_ids[places]
+
+        return draft_by_level(tree, roots, guess)
+
+    # Files
+
     def named_weights(self) -> dict[str, Tensor]:
-        """Every weight under the name it has in the file; the tensors are the parameters themselves."""
+        """Returns every weight under its name in the file; the tensors are the parameters themselves."""
         return dict(self.named_parameters())
 
+    draft_ids_name: ClassVar[str] = "draft_ids"  # of the file's tensor [M] with the draft vocabulary
+
     def vocabulary_tensors(self) -> dict[str, Tensor]:
-        """What the file says of the vocabulary, where it is a draft one."""
-        return {"draft_ids": self.draft_ids.to("cpu", torch.int32)} if self.config.vocabulary == "draft" else {}
-
-    @classmethod
-    def id_shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
-        """The tensors of whole numbers that a file has, from which `draft_ids_of` reads a draft vocabulary."""
-        return {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
-
-    @staticmethod
-    def draft_ids_of(tensors: dict[str, Tensor]) -> Tensor:
-        """The draft vocabulary [M] that a file's tensors name."""
-        return tensors["draft_ids"]
+        """Returns the tensors of the file that hold a draft vocabulary."""
+        return {self.draft_ids_name: self.draft_ids.cpu().int()} if self.config.vocabulary == "draft" else {}
 
     def config_json(self) -> dict[str, Any]:
-        """What config.json says of the architecture."""
+        """Returns the config as config.json has it."""
         return asdict(self.config)
 
     @classmethod
     def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the config as config_json wrote them, by their names in it."""
+        """Returns the config's fields from what config_json wrote."""
         return data
 
-    @classmethod
-    def check_fit(cls, config: Any, backbone: Backbone) -> None:
-        """UserError where a config asks for what the backbone has not."""
-
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write config.json and the weights in bf16."""
+        """Writes config.json and the weights in bf16."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, tensor in self.named_weights().items()
-        }
-        tensors |= self.vocabulary_tensors()
-        save_file(tensors, folder / self.weights_file)
-        (folder / self.weights_file).chmod(0o644)  # as readable as what lies beside it
+        weights = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in self.named_weights().items()}
+        save_file(weights | self.vocabulary_tensors(), folder / self.weights_file)
+        (folder / self.weights_file).chmod(0o644)  # as readable as the files beside it
         owner = provenance.get("backbone", {})
         base = owner.get("id") if isinstance(owner, dict) else owner
         config = {"drafter": self.name, "base_model_name_or_path": base, **self.config_json()}
         write_json(folder / "config.json", {**config, "provenance": provenance})
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The N nodes of B sequences' trees whose children are drafted next, one sequence after another.
+
+    counts [B]: nodes of each sequence. above [N]: each one's parent among the nodes of the frontier before, or at first
+    the sequences. tokens [N]: what they hold.
+    """
+
+    counts: list[int]
+    above: Tensor
+    tokens: Tensor
+
+
+# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the children, best first.
+Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
+
+
+def roots_of(new: Sequence[NewTokens], device: torch.device) -> Tensor:
+    """Returns the roots [B] of B sequences."""
+    return torch.tensor([tokens.root for tokens in new], device=device)
+
+
+def draft_by_level(tree: Tree | DynamicTree, roots: Tensor, guess: Guess) -> list[Draft]:
+    """Drafts B trees below roots [B], the children of one level's nodes at a time."""
+    return _grow(tree, roots, guess) if isinstance(tree, DynamicTree) else _fill(tree, roots, guess)
+
+
+def _fill(tree: Tree, roots: Tensor, guess: Guess) -> list[Draft]:
+    tokens, count = roots[:, None].repeat(1, tree.size), len(roots)  # [B, N]
+    for head, level in enumerate(_levels(tree, count, roots.device)):
+        frontier = Frontier([len(level.parents)] * count, level.above, tokens[:, level.parents].flatten())
+        best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
+        tokens[:, level.nodes] = best[:, level.rows, level.ranks]
+    return [Draft(row, tree) for row in tokens]
+
+
+def _grow(limits: DynamicTree, roots: Tensor, guess: Guess) -> list[Draft]:
+    builders = [TreeBuilder(limits, root) for root in roots.tolist()]
+    nodes, above = [[0] for _ in builders], list(range(len(builders)))
+    for head in range(limits.max_depth):
+        tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
+        tensors = (torch.tensor(values, device=roots.device) for values in (above, tokens))
+        frontier = Frontier([len(own) for own in nodes], *tensors)
+        found = guess(head, limits.width, limits.temperature(head), frontier)
+        log_p, ids = (values.tolist() for values in found)
+        above, start = [], 0
+        for number, builder in enumerate(builders):
+            row = {node: start + i for i, node in enumerate(nodes[number])}
+            end = start + len(row)
+            nodes[number] = builder.extend(nodes[number], log_p[start:end], ids[start:end])
+            above += [row[builder.parents[node]] for node in nodes[number]]
+            start = end
+        if not above:
+            break
+    grown = (builder.tree() for builder in builders)
+    return [Draft(torch.tensor(tokens, device=roots.device), tree) for tree, tokens in grown]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of one depth and their ranks; rows [n]: the number of each one's parent among `parents`.
+
+    above: each parent's own parent among the parents of the level before, for B sequences one after another.
+    """
+
+    width: int
+    nodes: Tensor
+    ranks: Tensor
+    rows: Tensor
+    parents: Tensor
+    above: Tensor
+
+
+@lru_cache(maxsize=64)
+def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
+    """Returns the levels of a tree below its root, for drafts of `count` sequences."""
+    levels, before = [], {-1: 0}  # parents of the level before -> their number
+    for depth in range(1, tree.max_depth + 1):
+        nodes = [node for node in range(tree.size) if tree.depths[node] == depth]
+        parents = sorted({tree.parents[node] for node in nodes})
+        number = {parent: i for i, parent in enumerate(parents)}
+        first = [before[tree.parents[parent]] for parent in parents]
+        above = [row + sequence * len(before) for sequence in range(count) for row in first]
+        lists = (nodes, [tree.ranks[node] for node in nodes], [number[tree.parents[node]] for node in nodes])
+        tensors = [torch.tensor(values, device=device) for values in (*lists, parents, above)]
+        levels.append(_Level(tree.widths[depth - 1], *tensors))
+        before = number
+    return levels
+
+
+@lru_cache(maxsize=64)
+def _heads_and_ranks(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns head index and rank of every node but the root, [N-1] each."""
+    heads = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=device)
+    return heads, torch.tensor(tree.ranks[1:], device=device)

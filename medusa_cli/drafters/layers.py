@@ -1,4 +1,4 @@
-"""Layers that drafters are built of: residual blocks, and a decoder layer with a KV cache of its own."""
+"""Layers that drafters are built of: residual blocks, attention with a cache of its own, the bias from a token."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# A long prompt's rows are run so many at a time: a mask over all of them would be quadratic in its length.
+# A long prompt's rows attend so many at a time: a mask over all of them would be quadratic in its length.
 PIECE = 512
-# Calls a function by a name under which it may come again, with its inputs: `HeadDrafter.repeated`.
-Repeatedly = Callable[..., Tensor]
+# In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
+CANDIDATES = 128
+# Calls a computation that comes again under a name, with its inputs: `HeadDrafter.repeated`.
+Repeated = Callable[..., Tensor]
 
 
 class ResidualBlock(nn.Module):
@@ -26,37 +28,9 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Stack(nn.Module):
-    """L residual blocks, each with its own weights."""
-
-    def __init__(self, hidden_size: int, layers: int) -> None:
-        super().__init__()
-        for index in range(layers):
-            self.add_module(str(index), ResidualBlock(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
-class Fuse(nn.Module):
-    """States of several layers [.., H * taps], the final one last, as one [.., H]: that one and a map of the others.
-
-    The others are brought to unit root mean square, since a layer's scale grows with its depth; a fresh map adds
-    nothing (EAGLE-3, arXiv:2503.01840, section 3.1, reads a low, a middle and a high layer in this way).
-    """
-
-    def __init__(self, hidden_size: int, taps: int) -> None:
-        super().__init__()
-        self.sizes = [hidden_size] * taps
-        self.linear = nn.Linear(hidden_size * (taps - 1), hidden_size, bias=False)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        *lower, final = x.split(self.sizes, dim=-1)
-        level = torch.cat([F.rms_norm(one.float(), one.shape[-1:]).to(x.dtype) for one in lower], dim=-1)
-        return final + self.linear(level)
+def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
+    """Returns residual blocks one after another, each with its own weights."""
+    return nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(count)))
 
 
 class LayerCache:
@@ -68,157 +42,251 @@ class LayerCache:
     def __init__(self) -> None:
         self.length = 0
         self._positions: list[int] = []
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._rows: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Add rows [heads, n, D] at positions [n]; return all keys and values so far."""
-        end = self.length + len(positions)
-        self._positions += positions
-        if self._keys is None or self._values is None or self._keys.shape[1] < end:
+        """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
+        start, end = self.length, self.length + len(positions)
+        if self._rows is None or self._rows.shape[2] < end:
             grown = keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2])
-            if self._keys is not None and self._values is not None:
-                grown[0, :, : self.length] = self._keys[:, : self.length]
-                grown[1, :, : self.length] = self._values[:, : self.length]
-            self._keys, self._values = grown[0], grown[1]
-        self._keys[:, self.length : end] = keys
-        self._values[:, self.length : end] = values
+            if self._rows is not None:
+                grown[:, :, :start] = self._rows[:, :, :start]
+            self._rows = grown
+        self._rows[0, :, start:end] = keys
+        self._rows[1, :, start:end] = values
+        self._positions += positions
         self.length = end
-        return self._keys[:, :end], self._values[:, :end]
+        return self._rows[0, :, :end], self._rows[1, :, :end]
 
     def truncate(self, position: int) -> int:
-        """Forget the rows from a position on; return the first that has none now."""
+        """Forgets the rows from a position on; returns the first that has none now."""
         self.length = bisect_left(self._positions, position)
         del self._positions[self.length :]
         return self._positions[-1] + 1 if self._positions else 0
 
 
-def truncated(caches: Sequence[LayerCache], position: int, default: int) -> int:
-    """Forget all caches' rows from a position on, or from the first that some cache has not; where they end now."""
-    end = min([cache.truncate(position) for cache in caches], default=default)
+def truncate_caches(caches: Sequence[LayerCache], position: int) -> int:
+    """Truncates several layers' caches at a position, or at the first that some cache lacks; returns where they end."""
+    end = min(cache.truncate(position) for cache in caches)
     for cache in caches:
         cache.truncate(end)
     return end
 
 
-def head_count(hidden_size: int, head_dim: int) -> int:
-    """The most heads of at least head_dim (one at least) that share a width evenly, with an even width to rotate."""
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attends from rows q [heads, n, D], the last n of all rows [heads, m, D], under a mask [n, m].
+
+    Without a mask each row sees itself and the rows before it.
+    """
+    if mask is not None or q.shape[1] == 1:
+        return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
+    before, parts = keys.shape[1] - q.shape[1], []
+    for start, rows in zip(range(before, keys.shape[1], PIECE), q.split(PIECE, dim=1), strict=True):
+        end = start + rows.shape[1]
+        mask = torch.ones(rows.shape[1], end, dtype=torch.bool, device=q.device).tril(start)
+        parts.append(F.scaled_dot_product_attention(rows[None], keys[None, :, :end], values[None, :, :end], mask)[0])
+    return torch.cat(parts, dim=1)
+
+
+def head_count(hidden_size: int, head_dim: int = 64) -> int:
+    """Returns the most heads of at least head_dim that share a width evenly, with an even width to rotate."""
     counts = range(max(1, hidden_size // head_dim), 1, -1)
-    return next((one for one in counts if hidden_size % (2 * one) == 0), 1)
+    return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm causal decoder layer: rotary self-attention and a SwiGLU MLP of 8/3 the width.
+class SelfAttention(nn.Module):
+    """Pre-norm self-attention that is added to its input; a fresh one adds nothing."""
 
-    Its output projections start at zero, so that a fresh layer passes its input on.
-    """
-
-    def __init__(self, hidden_size: int, head_dim: int = 64, rope_theta: float = 10_000.0) -> None:
+    def __init__(self, hidden_size: int, heads: int, head_dim: int, read_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.heads = head_count(hidden_size, head_dim)
-        self.rope_theta = rope_theta
-        wide = -(-8 * hidden_size // 3 // 64) * 64
-        self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.gate_up = nn.Linear(hidden_size, 2 * wide, bias=False)
-        self.down = nn.Linear(wide, hidden_size, bias=False)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.down.weight)
+        self.heads = heads
+        self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
+        read = {name: nn.Linear(read_size, heads * head_dim, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
+        self.self_attn = nn.ModuleDict(read | {"o_proj": nn.Linear(heads * head_dim, hidden_size, bias=False)})
+        nn.init.zeros_(self.self_attn["o_proj"].weight)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Sequences x [B, n, H] -> [B, n, H], each from its first position on."""
-        q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
-        return self._leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """Returns one projection of x [.., n, H] by heads [.., heads, n, D]."""
+        projected: Tensor = self.self_attn[name](x)
+        return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
-    def extend(self, x: Tensor, cache: LayerCache, first: int, repeated: Repeatedly) -> Tensor:
-        """Rows x [n, H] at positions from `first` on, which continue a cache -> [n, H]; what it calls is `repeated`."""
-        if len(x) > PIECE:
-            pieces = enumerate(x.split(PIECE))
-            return torch.cat([self.extend(one, cache, first + PIECE * place, repeated) for place, one in pieces])
-        positions = torch.arange(first, first + len(x), device=x.device)
-        q, k, v = repeated((self, "project"), self._projected, x, positions)
-        keys, values = cache.append(k, v, range(first, first + len(x)))
-        return repeated((self, "see"), self._see, x, q, keys, values)
-
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [.., heads, n, D] of x [.., n, H] at positions [n]."""
-        parts = self.qkv(normed(self.attention_norm, x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = parts.movedim(-3, 0).transpose(-3, -2)
-        turn = rotary(positions, q.shape[-1], self.rope_theta)
-        return rotated(q, *turn), rotated(k, *turn), v
-
-    def _projected(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The three as one tensor [3, heads, n, D], which a trace gives back."""
-        return torch.stack(self._project(x, positions))
-
-    def _see(self, x: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows [n, H] once their q [heads, n, D] have seen all rows [heads, m, D], of which the last n are theirs."""
-        past = keys.shape[1] - q.shape[1]
-        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool, device=x.device).tril(past)
-        return self._leave(x, F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0])
-
-    def _leave(self, x: Tensor, seen: Tensor) -> Tensor:
-        """x [.., n, H] and what its attention saw [.., heads, n, D], through the MLP."""
-        x = x + self.out(seen.transpose(-3, -2).flatten(-2))
-        gate, up = self.gate_up(normed(self.mlp_norm, x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+    def add(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Returns x [.., n, H] plus the output projection of what attention saw [.., heads, n, D]."""
+        return x + self.self_attn["o_proj"](seen.transpose(-3, -2).flatten(-2))
 
 
-def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalised in the weight's own type: under autocast the two differ, which torch warns of."""
-    return norm(x.to(norm.weight.dtype))
+class HeadAttention(SelfAttention):
+    """Bi-directional self-attention over the K heads of one position (Amphista's auto-embedding, section 3.2)."""
 
-
-def rotary(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [.., dim] of positions [..]."""
-    rates = theta ** (-torch.arange(0, dim, 2, device=positions.device).float() / dim)
-    angles = positions.float()[..., None] * rates
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys [.., dim] turned by their positions' angles, its second half with its first."""
-    half = x.shape[-1] // 2
-    crossed = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return (x * cos + crossed * sin).to(x.dtype)
-
-
-def by_sequence(x: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed rows [P, H] of consecutive segments as padded sequences [S, longest, H], and where each row went [P]."""
-    places, count, longest = places_by_sequence(segment)
-    padded = x.new_zeros(count * longest, x.shape[-1]).index_copy(0, places, x)
-    return padded.view(count, longest, -1), places
-
-
-def places_by_sequence(segment: Tensor) -> tuple[Tensor, int, int]:
-    """Where packed rows [P] of consecutive segments go as these are padded to the longest, how many and how long."""
-    starts = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()]).nonzero().squeeze(-1)
-    lengths = torch.diff(torch.cat([starts, starts.new_tensor([len(segment)])]))
-    longest = int(lengths.max())
-    number = torch.repeat_interleave(torch.arange(len(lengths), device=segment.device), lengths)
-    places = number * longest + torch.arange(len(segment), device=segment.device) - starts[number]
-    return places, len(lengths), longest
-
-
-class HeadAttention(nn.Module):
-    """Bi-directional self-attention over the K heads of one position, added to them; at first it adds nothing.
-
-    Amphista's auto-embedding (section 3.2).
-    """
-
-    def __init__(self, hidden_size: int, head_dim: int = 64) -> None:
-        super().__init__()
-        self.heads = head_count(hidden_size, head_dim)
-        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
-        nn.init.zeros_(self.out.weight)
+    def __init__(self, hidden_size: int) -> None:
+        heads = head_count(hidden_size)
+        super().__init__(hidden_size, heads, hidden_size // heads, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """States [P, K, H] -> [P, K, H]."""
-        q, k, v = self.qkv(normed(self.norm, x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v)
-        return x + self.out(seen.transpose(1, 2).flatten(-2))
+        read = normed(self.hidden_norm, x)
+        q, k, v = (self.project(name, read) for name in ("q_proj", "k_proj", "v_proj"))
+        return self.add(x, F.scaled_dot_product_attention(q, k, v))
+
+
+class DecoderLayer(SelfAttention):
+    """A causal decoder layer with rotary positions and a SwiGLU MLP; a fresh one passes its input on.
+
+    embeddings: attention reads [embedding; state] of width 2H, as EAGLE's layer does; its parts have the names that
+    serving engines read.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        wide: int | None = None,
+        *,
+        embeddings: bool = False,
+        eps: float = 1e-6,
+        rope_theta: float = 10_000.0,
+    ) -> None:
+        heads = heads or head_count(hidden_size)
+        wide = wide or -(-8 * hidden_size // 3 // 64) * 64
+        super().__init__(hidden_size, heads, head_dim or hidden_size // heads, hidden_size * (1 + embeddings), eps)
+        self.rope_theta = rope_theta
+        if embeddings:
+            self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        mlp = {name: nn.Linear(hidden_size, wide, bias=False) for name in ("gate_proj", "up_proj")}
+        self.mlp = nn.ModuleDict(mlp | {"down_proj": nn.Linear(wide, hidden_size, bias=False)})
+        nn.init.zeros_(self.mlp["down_proj"].weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sequences x [S, n, H] -> [S, n, H], each from its first position on."""
+        read, positions = self.reads(x), torch.arange(x.shape[1], device=x.device)
+        q, (k, v) = self.queries(read, positions), self.keys_values(read, positions)
+        return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
+
+    def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """Returns what attention reads of states and embeddings [.., H]."""
+        states = normed(self.hidden_norm, x)
+        return states if embedded is None else torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
+
+    def queries(self, read: Tensor, positions: Tensor) -> Tensor:
+        """Returns queries [.., heads, n, D] of rows at positions [n]."""
+        return rotate(self.project("q_proj", read), positions, self.rope_theta)
+
+    def keys_values(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [.., heads, n, D] of rows at positions [n]."""
+        return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project("v_proj", read)
+
+    def leave(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Returns the layer's output [.., n, H] from its input and what attention saw [.., heads, n, D]."""
+        x = self.add(x, seen)
+        read = normed(self.post_attention_layernorm, x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](read)) * self.mlp["up_proj"](read))
+
+    def extend(
+        self,
+        x: Tensor,
+        places: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        repeated: Repeated,
+        *embedded: Tensor,
+        masks: Sequence[Tensor | None] | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
+
+        places: each sequence's positions. masks: which of all rows [n_i, m_i] its rows see; by default all before them.
+        last: returns each sequence's last row alone [B, H].
+        """
+        counts = [len(own) for own in places]
+        positions = torch.tensor([position for own in places for position in own], device=x.device)
+        q, k, v = repeated((self, "project"), self._projected, x, positions, *embedded)
+        parts = zip(caches, k.split(counts, 1), v.split(counts, 1), places, strict=True)
+        known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
+        if last:
+            rows = torch.tensor(counts, device=x.device).cumsum(0) - 1
+            x, q, counts = x[rows], q[:, rows], [1] * len(counts)
+        masks = masks or [None] * len(counts)
+        each = zip(q.split(counts, 1), known, masks, strict=True)
+        seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
+        return repeated((self, "leave"), self.leave, x, torch.cat(seen, dim=1))
+
+    def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> Tensor:
+        """Returns queries, keys and values as one tensor [3, heads, n, D]: a trace gives one."""
+        read = self.reads(x, *embedded)
+        return torch.stack([self.queries(read, positions), *self.keys_values(read, positions)])
+
+
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalises in the weight's own type: under autocast the two differ, which torch warns of."""
+    return norm(x.to(norm.weight.dtype))
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Turns queries or keys [.., n, D] by the angles of their positions [n], the second half of D with the first."""
+    half = x.shape[-1] // 2
+    rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
+    angles = (positions.float()[:, None] * rates).repeat(1, 2)
+    crossed = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * angles.cos() + crossed * angles.sin()).to(x.dtype)
+
+
+class Padding:
+    """Packed rows [P] of consecutive segments beside the same rows in padded sequences [S, L].
+
+    sequence, position [P]: each row's sequence and its position in it.
+    """
+
+    def __init__(self, segment: Tensor) -> None:
+        first = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()])
+        self.sequence = first.cumsum(0) - 1
+        starts = first.nonzero().squeeze(-1)
+        self.position = torch.arange(len(segment), device=segment.device) - starts[self.sequence]
+        self.shape = (len(starts), int(self.position.max()) + 1)
+        self._places = self.sequence * self.shape[1] + self.position
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Returns rows [P, ..] as sequences [S, L, ..], zero where there is none."""
+        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        return rows.index_copy(0, self._places, x).unflatten(0, self.shape)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Returns the rows [P, ..] of padded sequences [S, L, ..]."""
+        return x.flatten(0, 1)[self._places]
+
+
+class TokenBias(nn.Module):
+    """Adds after @ before[token] to the scores [M] of any head; a fresh one adds nothing.
+
+    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one pair for all heads.
+    """
+
+    def __init__(self, tokens: int, guesses: int, rank: int) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(tokens, rank) * rank**-0.25)
+        self.after = nn.Parameter(torch.zeros(guesses, rank))
+
+    def product(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Widens states [n, H] and a matrix [M, H] so that their product has the bias of tokens [n] in it."""
+        before = F.embedding(tokens, self.before).to(states.dtype)
+        return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
+
+    def best(
+        self, scores: Tensor, tokens: Sequence[Tensor], width: int, temperature: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log confidences and indices [N, width] of the best guesses after each of B sequences' tokens.
+
+        scores [B, M] are without the bias. Guesses that are no candidates keep their share without it.
+        """
+        best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
+        pairs = zip(tokens, best.indices, strict=True)
+        lifts = [F.embedding(own, self.before) @ self.after[rows].T for own, rows in pairs]
+        counts = torch.tensor([len(own) for own in tokens], device=scores.device)
+        owner = torch.arange(len(scores), device=scores.device).repeat_interleave(counts)
+        lifted = best.values[owner] + torch.cat(lifts).float()  # [N, C]
+        if temperature is not None:
+            rest = (scores / temperature).scatter(1, best.indices, -torch.inf).logsumexp(-1)[owner, None]
+            lifted = lifted / temperature
+            lifted = lifted - torch.logaddexp(lifted.logsumexp(-1, keepdim=True), rest)
+        chosen = lifted.topk(min(width, lifted.shape[-1]), dim=-1)
+        return chosen.values, best.indices[owner].gather(1, chosen.indices)

@@ -128,7 +128,6 @@ def import_eagle3(
         "vocab_size": base.vocab_size,
         "vocabulary": "own" if vocabulary == base.vocab_size else "draft",
         "matrices": "one",
-        "rank": None,
         **widths,
         "num_key_value_heads": widths["num_attention_heads"],
         "draft_vocab_size": vocabulary,

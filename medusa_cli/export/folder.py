@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from medusa_cli.assets import DEFAULT_MODEL, sha256_of
-from medusa_cli.drafters import drafter_kind
+from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.export.tensors import weight_shapes
 from medusa_cli.runs.accuracies import STAMP, stamp_of
-from medusa_cli.runs.io import convert, read_object, read_weights, replacing_folder
+from medusa_cli.runs.io import read_object, replacing_folder
 from medusa_cli.runs.run import RUNS, Run, called
 
 CHECKSUMS = "SHA256SUMS"
@@ -84,9 +83,7 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     if not path.is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` or `medusa import` first")
     kind, stored = drafter_kind(folder), read_object(path, "the drafter's config")
-    config = convert(kind.read_config(stored), kind.config_class, f"the drafter's config {path}", "train it again")
-    shapes, ids = weight_shapes(kind, config), kind.id_shapes(config)
-    tensors = read_weights(folder / kind.weights_file, "the drafter's weights", shapes, ids)
+    config, tensors = read_drafter(kind, folder)
     owner = (target.model or stored.get("base_model_name_or_path")) if run else None
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
     return Source(target, name, kind.name, config, tensors, trusted)

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, contiguous_format
 
 from medusa_cli import assets
-from medusa_cli.drafters import DRAFTERS
+from medusa_cli.drafters.io import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError
 from medusa_cli.export import eagle3_format as eagle3
 from medusa_cli.export import medusa_format as medusa
-from medusa_cli.export.tensors import Base, check_tensors, count_notes, read_tensors, weight_shapes
+from medusa_cli.export.tensors import Base, check_tensors, count_notes, read_tensors
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.io import convert, read_object, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance, sole_writer
@@ -177,9 +177,7 @@ def import_hydra(
         "vocabulary": "own",
         "draft_vocab_size": None,
         "matrices": "each",
-        "rank": None,
         "prefix_layers": 0,
-        "taps": [],
         "raw": True,
     }
     return ours, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes

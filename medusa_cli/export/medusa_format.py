@@ -21,9 +21,8 @@ KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
-    Rows of zeros stand for tokens outside a draft vocabulary; low-rank matrices are multiplied out. Heads that read the
-    model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias are
-    refused: the layout cannot hold it.
+    Rows of zeros stand for tokens outside a draft vocabulary. Heads that read the model's lm_head are written without
+    matrices (FasterDecoding's second form). Heads with a conditional bias are refused: the layout cannot hold it.
     """
     config, tensors, notes = source.config, source.tensors, []
     if source.kind != MedusaHeads.name or config.conditional:
@@ -60,9 +59,7 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
 
 def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tensor:
     """Returns a head's vocabulary matrix [V, H] in memory of its own."""
-    matrix, factor = tensors[f"{name}.weight"], tensors.get(f"{name}.factor")
-    if factor is not None:
-        matrix = (matrix.float() @ factor.float()).to(matrix.dtype)
+    matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
     return matrix.new_zeros(vocabulary, matrix.shape[1]).index_copy(0, tensors["draft_ids"].long(), matrix)
@@ -98,7 +95,6 @@ def import_medusa(
         "vocabulary": "draft" if ids is not None else "own" if own else "shared",
         "draft_vocab_size": None if ids is None else len(ids),
         "matrices": "one" if config.get("original_lm_head") else "each",
-        "rank": None,
     }
     return ours, tensors, notes
 

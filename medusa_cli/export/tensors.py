@@ -90,12 +90,6 @@ def _size(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a single number"
 
 
-def weight_shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every weight of a kind of drafter by its config; nothing is allocated."""
-    with torch.device("meta"):
-        return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
-
-
 def count_notes(stated: Any, count: int) -> list[str]:
     """Returns a note if a config counts fewer heads than the file holds; raises UserError if it counts more."""
     if not isinstance(stated, int) or stated == count:

@@ -41,7 +41,6 @@ class DrafterRecipe:
     vocabulary: Literal["auto", "draft", "own", "shared"] = "auto"
     draft_vocab_size: Count = 12288
     matrices: Literal["each", "one"] = "each"
-    rank: Rank | None = None
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
     taps: Layers = ()
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1

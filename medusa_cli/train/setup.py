@@ -12,8 +12,9 @@ from torch import Tensor
 from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import Dataset, frequent_tokens, split_conversations
 from medusa_cli.drafters import DRAFTERS
-from medusa_cli.drafters.base import HeadsConfig, check_layers, with_last_layer
-from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.base import check_layers, with_last_layer
+from medusa_cli.drafters.eagle import default_taps
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
@@ -113,7 +114,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     kind = drafter_class(recipe.name)
     if "taps" not in kind.settings:
         return kind.taps
-    taps = recipe.taps or kind.default_taps(backbone.num_layers)
+    taps = recipe.taps or default_taps(backbone.num_layers)
     check_layers(taps, backbone.num_layers, "drafter.taps")
     return with_last_layer(taps)
 
@@ -136,11 +137,8 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset[An
     return kind.create(
         backbone,
         num_heads=recipe.num_heads,
-        num_layers=recipe.num_layers,
         vocabulary=vocabulary,
         draft_ids=draft_ids,
-        matrices=recipe.matrices,
-        rank=recipe.rank,
         **{key: getattr(recipe, key) for key in kind.settings},
     )
 
@@ -227,7 +225,7 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
     """Copies the run's drafter into a fresh one of the same shape; returns False if there is no such drafter.
 
     They are heads of stage 1, or, `adapted`, of stage 2 with the adapter they belong to. The fresh drafter may have
-    more taps, prefix layers and blocks in its heads: these change nothing yet.
+    more prefix layers and blocks in its heads: these change nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False
@@ -257,7 +255,6 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
 def _smaller(config: HeadsConfig, trained: HeadsConfig) -> HeadsConfig:
     """Returns `config` without the parts that `trained` lacks and that change nothing at first."""
     less: dict[str, Any] = {"num_layers": min(config.num_layers, trained.num_layers)}
-    for key, none in (("taps", ()), ("prefix_layers", 0)):
-        if hasattr(config, key) and getattr(trained, key) == none:
-            less[key] = none
+    if getattr(trained, "prefix_layers", None) == 0:
+        less["prefix_layers"] = 0
     return replace(config, **less)

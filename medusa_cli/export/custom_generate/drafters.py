@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class Drafter:
-    """K heads; head k drafts the token k places after the next one from states [n, H * taps] of accepted tokens.
+    """K heads; head k drafts the token k places after the next one from the states of accepted tokens.
 
     A subclass gives the states that its vocabulary matrices read: `context`, then `head_states` of every head.
     """
@@ -16,7 +16,7 @@ class Drafter:
         self.config, self.weights, self.tree, self.model = config, weights, tree, model
         self.size, self.ids = config["hidden_size"], weights.get("draft_ids")
         self.layers = config.get("num_layers") or config.get("medusa_num_layers", 0)
-        self.taps = (*(config.get("taps") or []), -1)  # the model's layers after which it reads states
+        self.taps = [-1]  # the model's layers after which it reads states
         self.reads_prompt = config.get("context") == "conversation"  # else the answer alone
         self.cache = {}  # keys and values of layers over the text
 
@@ -55,8 +55,6 @@ class Drafter:
         if self.config.get("vocabulary") == "shared":
             return self.model.get_output_embeddings()(states).float()
         name = head if f"matrices.{head}" in self.weights else 0
-        if f"factors.{name}" in self.weights:
-            states = F.linear(states, self.weights[f"factors.{name}"])
         return F.linear(states, self.weights[f"matrices.{name}"]).float()
 
     def linear(self, name, x):
@@ -75,17 +73,27 @@ class Drafter:
             x = x + F.silu(self.linear(f"{name}.{layer}.linear", x))
         return x
 
-    def attention(self, name, normed, cached):
-        """Returns attention's output for normed states [n, H]; cached: causal, also over all rows before them."""
-        heads, before = head_count(self.size), 0
-        q, k, v = self.linear(f"{name}.qkv", normed).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)  # [heads, n, D]
+    def attention(self, name, x, cached):
+        """Adds to states x [n, H] what they see of one another; cached: causal, also of all rows before them."""
+        q, k, v = self.project(name, self.norm(f"{name}.hidden_norm", x), head_count(self.size))
+        before, mask = 0, None  # for a prompt a mask would be of its length squared
         if cached:
             q, k, v, before = self.extend(name, q, k, v)
-        mask = None  # for a prompt it would be of its length squared
         if before:
-            mask = torch.ones(len(normed), before + len(normed), dtype=torch.bool, device=normed.device).tril(before)
+            mask = torch.ones(len(x), before + len(x), dtype=torch.bool, device=x.device).tril(before)
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cached and not before)
-        return self.linear(f"{name}.out", seen.transpose(0, 1).flatten(1))
+        return x + self.linear(f"{name}.self_attn.o_proj", seen.transpose(0, 1).flatten(1))
+
+    def project(self, name, read, heads):
+        """Returns queries, keys and values [heads, n, D] of rows [n, ..]."""
+        each = (self.linear(f"{name}.self_attn.{part}_proj", read) for part in "qkv")
+        return [part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in each]
+
+    def mlp(self, name, x):
+        """Adds a layer's MLP of states x [n, H] to them."""
+        read = self.norm(f"{name}.post_attention_layernorm", x)
+        gate, up = self.linear(f"{name}.mlp.gate_proj", read), self.linear(f"{name}.mlp.up_proj", read)
+        return x + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
 
     def extend(self, name, q, k, v, theta=10_000.0):
         """Rotates q and k [heads, n, D], and adds k and v to the cache; returns q, all k and v, and the rows before."""
@@ -99,9 +107,7 @@ class Drafter:
 
     def decoder_layer(self, name, x):
         """Returns a causal layer's states [n, H] for x [n, H], after the rows that it has seen before."""
-        x = x + self.attention(name, self.norm(f"{name}.attention_norm", x), cached=True)
-        gate, up = self.linear(f"{name}.gate_up", self.norm(f"{name}.mlp_norm", x)).chunk(2, dim=-1)
-        return x + self.linear(f"{name}.down", F.silu(gate) * up)
+        return self.mlp(name, self.attention(name, x, cached=True))
 
 
 class Medusa(Drafter):
@@ -112,9 +118,8 @@ class Medusa(Drafter):
     def __init__(self, config, weights, tree, model):
         super().__init__(config, weights, tree, model)
         for head in range(config["medusa_num_heads"]):
-            for end, name in (("weight", "matrices"), ("factor", "factors")):
-                if f"{head}.{self.layers}.{end}" in weights:
-                    weights[f"{name}.{head}"] = weights.pop(f"{head}.{self.layers}.{end}")
+            if f"{head}.{self.layers}.weight" in weights:
+                weights[f"matrices.{head}"] = weights.pop(f"{head}.{self.layers}.weight")
 
     def head_states(self, head, context, paths):
         return self.blocks(str(head), context, self.layers)
@@ -124,10 +129,7 @@ class Hydra(Drafter):
     """Heads that see the tokens drafted before theirs (arXiv:2402.05109); with prefix layers Hydra++."""
 
     def context(self, tokens, states, root):
-        *lower, x = states.split(self.size, dim=-1)
-        if lower:
-            normed = [F.rms_norm(state.float(), (self.size,)).to(state.dtype) for state in lower]
-            x = x + self.linear("fuse.linear", torch.cat(normed, dim=-1))
+        x = states
         for layer in range(self.config.get("prefix_layers", 0)):
             x = self.decoder_layer(f"prefix.{layer}", x)
         return x[-1:]
@@ -151,7 +153,7 @@ class Amphista(Drafter):
         x = torch.cat([self.blocks(f"blocks.{k}", adapted[k >= heads // 2], self.layers) for k in range(heads)])
         x = x + self.weights["position"]
         for layer in range(self.config.get("attention_layers", 1)):
-            x = x + self.attention(f"attention.{layer}", self.norm(f"attention.{layer}.norm", x), cached=False)
+            x = self.attention(f"attention.{layer}", x, cached=False)
         return x  # [K, H]
 
     def head_states(self, head, context, paths):
@@ -194,16 +196,12 @@ class Eagle(Drafter):
     def read(self, states, tokens):
         """Returns queries, keys and values [heads, n, D] of states [n, H] and the tokens that follow them."""
         embedded = self.norm("midlayer.input_layernorm", self.model.get_input_embeddings()(tokens))
-        x = torch.cat([embedded, self.norm("midlayer.hidden_norm", states)], dim=-1)
-        each = (self.linear(f"midlayer.self_attn.{name}_proj", x) for name in "qkv")
-        return (part.unflatten(-1, (self.config["num_attention_heads"], -1)).transpose(0, 1) for part in each)
+        read = torch.cat([embedded, self.norm("midlayer.hidden_norm", states)], dim=-1)
+        return self.project("midlayer", read, self.config["num_attention_heads"])
 
     def leave(self, states, seen):
         """Returns the layer's states [n, H], from those that it read and what attention saw [heads, n, D]."""
-        states = states + self.linear("midlayer.self_attn.o_proj", seen.transpose(0, 1).flatten(1))
-        x = self.norm("midlayer.post_attention_layernorm", states)
-        gate, up = self.linear("midlayer.mlp.gate_proj", x), self.linear("midlayer.mlp.up_proj", x)
-        return states + self.linear("midlayer.mlp.down_proj", F.silu(gate) * up)
+        return self.mlp("midlayer", states + self.linear("midlayer.self_attn.o_proj", seen.transpose(0, 1).flatten(1)))
 
 
 def following(tokens, root):
