@@ -119,18 +119,18 @@ def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "maker"),
+    ("path", "name"),
     [
-        ("calibration.json", "calibration", "calibrate --run mine"),
-        ("tree.json", "tree", "tree --run mine"),
-        ("drafter/config.json", "backbone", "train --run mine"),
-        ("distill.jsonl", "own words", "distill --run mine-new"),
+        ("calibration.json", "calibration"),
+        ("tree.json", "tree"),
+        ("drafter/config.json", "backbone"),
+        ("distill.jsonl", "own words"),
     ],
 )
-def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, name: str, maker: str) -> None:
+def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, name: str) -> None:
     (case.run.path / path).write_text("{")
     finding = look(case, name)
-    assert finding.status == "unknown" and path in finding.text and finding.remedy.startswith(f"medusa {maker}")
+    assert finding.status == "unknown" and path in finding.text
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,8 @@ def test_a_curve_that_still_falls_asks_for_more_positions(
     assert finding.status == status and ("train.max_tokens=20000" in finding.remedy) == (status == "warn")
 
 
-def test_distilling_again_goes_into_a_new_run_from_the_same_seed(case: Case) -> None:
-    write_json(case.run.path / "distill.json", {"seed": "my seeds.json", "settings": {"max_turns": 2}})
-    assert (
-        case.distill(temperature=1) == "medusa distill --run mine-new --model m --seed 'my seeds.json' --temperature 1"
-    )
-    (case.run.path / "distill.json").write_text("{")
-    assert case.distill() == "medusa distill --run mine-new --model m"
+def test_distilling_again_goes_into_a_new_run(case: Case) -> None:
+    assert case.distill(temperature=1) == "medusa distill --run mine-new --model m --temperature 1"
     case.called = None
     assert case.distill() == "medusa distill --run mine --model m"
 

@@ -122,18 +122,27 @@ class Bench:
         self._answer_by_transformers(results, watcher)
         loaded = load(self.choice)
         backbone, drafting = loaded.backbone, self._drafting(loaded)
-        for name, (choice, drafter, policy) in drafting.items():
-            if name in self.competitors:
-                log.info("%s: %s drafter %s, %s", name, drafter.name, choice.drafter, policy.description)
         answer_all(self, backbone, self._our_methods(backbone, drafting), results, watcher)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
-        kernel = backbone.engine.kernel.name
+        kernel, reference, differences = backbone.engine.kernel.name, reference_of(self.methods), None
+        if self.sampling.greedy:
+            differences = {
+                name: [place for result in results if (place := first_difference(backbone, result, name, reference))]
+                for name in self.methods
+            }
         # Rounded weights answer as a model of their own: the plain model's answers tell how far it moved.
         asks_quality = not self.sampling.greedy or kernel in BITS
+        mode = "greedy" if self.sampling.greedy else self.sampling.mode
+        facts = f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
+        facts += f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
+        drafts = [
+            f"{name}: {drafter.name} drafter {choice.drafter}, {policy.description}."
+            for name, (choice, drafter, policy) in drafting.items()
+        ]
         document = {
             "title": self.title,
-            "facts": self._facts(backbone, drafting),
+            "facts": [facts, *drafts],
             **provenance(backbone.identity),
             "drafting": {name: _describe(*parts) for name, parts in drafting.items()},
             "max_new_tokens": self.max_new_tokens,
@@ -143,7 +152,7 @@ class Bench:
             "kernel": kernel,
             "device": str(backbone.device),
             "sampling": vars(self.sampling),
-            **summarise(results, self._differences(backbone, results)),
+            **summarise(results, differences),
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
             "rows": time_passes(backbone) if time_rows else None,
@@ -232,32 +241,6 @@ class Bench:
                 policy = ngrams_alone(backbone) if name == "lookup" else policy
                 methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
         return methods
-
-    def _differences(self, backbone: Backbone, results: Sequence[Result]) -> dict[str, list[Any]] | None:
-        """Returns each method's first differences from plain decoding; None for sampling, which may differ."""
-        if not self.sampling.greedy:
-            return None
-        reference = reference_of(self.methods)
-        parted = {
-            name: [first_difference(backbone, result, name, reference) for result in results] for name in self.methods
-        }
-        return {name: [difference for difference in row if difference] for name, row in parted.items()}
-
-    def _facts(self, backbone: Backbone, drafting: Mapping[str, Drafting]) -> list[str]:
-        """Returns sentences on what was measured."""
-        mode = "greedy" if self.sampling.greedy else self.sampling.mode
-        facts = [
-            f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
-            f"{len(self.questions)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
-        ]
-        for name, (choice, drafter, policy) in drafting.items():
-            day = _describe(choice, drafter, policy)["created"][:10]
-            facts.append(f"{name}: {drafter.name} drafter {choice.drafter} of {day}, {policy.description}.")
-        if self.draft_model:
-            facts.append(f"hf-assisted: transformers' assisted generation, {self.draft_model} drafts.")
-        if self.batch_size > 1:
-            facts.append(f"{self.batch_size} questions side by side; their seconds are shared by their tokens.")
-        return facts
 
 
 def _describe(choice: Choice, drafter: Drafter, policy: DraftPolicy) -> dict[str, Any]:

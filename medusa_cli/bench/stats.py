@@ -112,7 +112,15 @@ def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]
             "depths": stats.by_depth(),
             "by_position": by_position([answer.stats.by_depth() for answer in answers]),
             "hits": stats.tree_hits(),
-            "answers": [_sums(result, name) for result in results],
+            "answers": [
+                {
+                    "question": result.question.id,
+                    "tokens": answer.tokens,
+                    "seconds": answer.seconds,
+                    **{key: getattr(answer.stats, key) for key in ("steps", "drafted", "accepted")},
+                }
+                for result, answer in zip(results, answers, strict=True)
+            ],
             "per_category": {category: _rates(part, name, baseline) for category, part in categories.items()},
         }
     return {"baseline": baseline, "reference": reference, "methods": methods}
@@ -133,13 +141,6 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
         "acceptance_length": float(rate(steps.sum(axis=0))) if len(steps) else 1.0,
         "acceptance_length_95": bootstrap(steps, rate),
     }
-
-
-def _sums(result: Result, name: str) -> dict[str, Any]:
-    """Returns what one question adds to a method's sums."""
-    answer = result.answers[name]
-    row = {"question": result.question.id, "tokens": answer.tokens, "seconds": answer.seconds}
-    return row | {key: getattr(answer.stats, key) for key in ("steps", "drafted", "accepted")}
 
 
 def by_position(answers: Sequence[Sequence[int]]) -> list[dict[str, float | tuple[float, float] | None]]:

@@ -191,12 +191,6 @@ def show(document: Document) -> None:
             "reference" if name == document["reference"] and same is not None else identical,
         )
     console.result(table)
-    categories = list(next(iter(methods.values()))["per_category"])
-    drafted = [name for name in methods if methods[name]["acceptance_length"] > 1]
-    for title, key, names in (("Speedup", "speedup", list(methods)), ("Acceptance length", LENGTH, drafted)):
-        if len(categories) > 1 and len(methods) > 1 and names:
-            cells = [[c, *(f"{methods[name]['per_category'][c][key]:.2f}" for name in names)] for c in categories]
-            console.result(console.grid(f"{title} by category", ["category", *names], cells, left=("category",)))
     for name, figures in methods.items():
         for part in figures["differences"][:5]:
             where = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"

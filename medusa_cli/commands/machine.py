@@ -1,28 +1,26 @@
-"""`medusa machine`: what this machine is fast at, and what auto makes of it."""
+"""`medusa machine`: times of steps on this machine, and the kernel that auto takes."""
 
-from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 
 def machine(
     *,
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Time everything again though it is known.")] = False,
-    said: OutputFlags,
+    measure: Annotated[bool, flag("--measure", "Time everything again though it is known.")] = False,
+    shown: OutputFlags,
 ) -> None:
     """Show the time of a decoding step by kernel and rows on this machine, its ceilings, and what auto takes.
 
     Timed once for each shape of model and kept in the cache folder; the first use of a model times what it needs.
     """
-    said.configure()
+    shown.configure()
     import torch
 
     from medusa_cli.bench.steps import copy_bandwidth, operations_rate
@@ -31,49 +29,37 @@ def machine(
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config
 
-    name = model or DEFAULT_MODEL
-    config, device = read_config(name, trust_remote_code), torch.device("cpu")
+    name, device = model or DEFAULT_MODEL, torch.device("cpu")
     own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
+    config = read_config(name, trust_remote_code)
     timings = {} if own else kernel_timings(tuple(KERNELS), config, again=measure)
-    taken = "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name
-    bandwidth, flops = copy_bandwidth(device), operations_rate(device, torch.float32)
-    facts = {
+    facts: dict[str, Any] = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "model": name,
-        "copy_bytes_per_s": bandwidth,
-        "fp32_flops_per_s": flops,
-        "auto": taken,
+        "copy_bytes_per_s": copy_bandwidth(device),
+        "fp32_flops_per_s": operations_rate(device, torch.float32),
+        "auto": "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name,
         "kept_in": str(timings_file()),
+        "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
     }
-    if said.json:
-        console.emit_json(
-            {**facts, "step_ms": {k: {str(n): 1e3 * s for n, s in c.items()} for k, c in timings.items()}}
-        )
+    if shown.json:
+        console.emit_json(facts)
         return
     console.result(
-        f"{facts['processor']}, {facts['instructions']}, {facts['threads']} threads, torch {facts['torch']}: "
-        f"a copy moves {bandwidth / 1e9:.0f} GB/s, fp32 products reach {flops / 1e9:.0f} GFLOP/s"
+        "{processor}, {instructions}, {threads} threads, torch {torch}".format(**facts)
+        + f": a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"fp32 products reach {facts['fp32_flops_per_s'] / 1e9:.0f} GFLOP/s"
     )
     if own:
         console.result(f"auto takes eager: {LoadFlags(trust_remote_code=True).of(name)}, runs as it is")
         return
-    console.result(_table(name, timings, taken))
-    console.result(
-        f"auto takes {taken}: of the kernels that are true to the checkpoint's numbers it costs least a token, "
-        f"over the tree that pays best. Kept in {timings_file()}; --measure times it again"
-    )
-
-
-def _table(model: str, seconds: Mapping[str, Mapping[int, float]], taken: str) -> Table:
-    rows = sorted({count for curve in seconds.values() for count in curve})
-    table = Table(title=f"Milliseconds a step of {model} by rows (least of several)")
-    table.add_column("kernel")
-    for count in rows:
-        table.add_column(str(count), justify="right")
-    for name, curve in seconds.items():
+    rows = sorted({count for curve in timings.values() for count in curve})
+    table = Table("kernel", *map(str, rows), title=f"Milliseconds a step of {name} by rows (least of several)")
+    for kernel, curve in timings.items():
         cells = (f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)
-        table.add_row(name, *cells, style="bold green" if name == taken else None)
-    return table
+        table.add_row(kernel, *cells, style="bold green" if kernel == facts["auto"] else None)
+    console.result(table)
+    console.result(f"auto takes {facts['auto']}: the fewest seconds a token over its best tree; --measure times again")

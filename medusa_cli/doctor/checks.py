@@ -3,13 +3,13 @@
 import math
 import random
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.accuracies import Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.io import Malformed
-from medusa_cli.runs.provenance import SEVERAL, Made, describe_distillation, describe_drafter
+from medusa_cli.runs.provenance import Made, describe_drafter
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
@@ -47,7 +47,6 @@ NODES = 16  # of a tree where the run has none
 PROMPT = 384  # tokens of a prompt that is decoded: long ones would take the examination's time
 SLIGHT = 0.05  # tokens a step that are not worth a word
 READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
-T = TypeVar("T")
 LAST = 50  # steps whose mean is the trained accuracy
 
 
@@ -70,15 +69,6 @@ def worst(findings: Sequence[Finding]) -> str:
 def graded(value: float, warn: float, fail: float = math.inf) -> str:
     """Returns the status of a value by two thresholds; larger is worse."""
     return "fail" if value >= fail else "warn" if value >= warn else "pass"
-
-
-@contextmanager
-def mended_by(command: str) -> Iterator[None]:
-    """Gives the errors of a block this command as their remedy."""
-    try:
-        yield
-    except UserError as reason:
-        raise UserError(reason.message, command) from reason
 
 
 def typed(name: str, *words: str, **settings: Any) -> str:
@@ -110,10 +100,6 @@ class Case:
 
     def distill(self, **settings: Any) -> str:
         """Returns the command that distills other data into a new run: settings in a run cannot change."""
-        with suppress(UserError):
-            seed = describe_distillation(self.run.data_path.parent).seed
-            if seed not in (None, SEVERAL):
-                settings = {"seed": seed, **settings}
         return typed("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model, **settings)
 
     def train(self, **settings: Any) -> str:
@@ -121,18 +107,16 @@ class Case:
         recipe = [str(self.run.recipe_path)] if self.run.recipe_path.is_file() else []
         return self.command("train", *recipe, *(f"train.{key}={value}" for key, value in settings.items()))
 
-    def part(self, path: Path, read: Callable[[Path], T], command: str) -> T:
-        """Returns a file of the run as it is read."""
+    def need(self, path: Path, command: str) -> Path:
+        """Returns a path of the run; raises UserError, with the command that makes it, if there is no such file."""
         if not path.is_file():
-            raise UserError(f"{path} is missing", command)
-        with mended_by(command):
-            return read(path)
+            raise UserError(f"{path} is missing", self.command(command))
+        return path
 
     @cached_property
     def provenance(self) -> Made:
         """Provenance of the drafter."""
-        config = self.run.drafter_dir / "config.json"
-        return self.part(config, lambda path: describe_drafter(path.parent).provenance, self.command("train"))
+        return describe_drafter(self.need(self.run.drafter_dir / "config.json", "train").parent).provenance
 
     @cached_property
     def backbone(self) -> Backbone:
@@ -143,30 +127,27 @@ class Case:
     @cached_property
     def drafter(self) -> HeadDrafter:
         """The run's drafter on that model."""
-        assert self.provenance is not None  # raises where there is none
-        backbone = self.backbone
-        with mended_by(self.command("train")):
-            return load_drafter(self.run.drafter_dir, backbone)
+        folder = self.need(self.run.drafter_dir / "config.json", "train").parent
+        return load_drafter(folder, self.backbone)
 
     @cached_property
     def heads(self) -> Heads:
         """Measured accuracies of the heads."""
-        return self.part(self.run.calibration_path, read_calibration, self.command("calibrate"))
+        return read_calibration(self.need(self.run.calibration_path, "calibrate"))
 
     @cached_property
     def tree(self) -> Tree:
         """The run's tree, or else the best one of some nodes by the calibration."""
-        nodes = 0 if self.run.tree_path.is_file() else min(NODES, largest(self.heads.accuracies))
-        drafter = self.drafter
-        with mended_by(self.command("tree", budget="auto")):
-            tree = search(self.heads.accuracies, nodes) if nodes else load_tree(self.run.tree_path)
-            check_fit(tree, drafter, f"static:{nodes}" if nodes else str(self.run.tree_path))
+        if self.run.tree_path.is_file():
+            tree = load_tree(self.run.tree_path)
+        else:
+            tree = search(self.heads.accuracies, min(NODES, largest(self.heads.accuracies)))
+        check_fit(tree, self.drafter, str(self.run.tree_path))
         return tree
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Returns the training's events of a kind."""
-        log = self.part(self.run.path / NAME, read_log, self.command("train"))
-        return [line for line in log if line["event"] == kind]
+        return [line for line in read_log(self.need(self.run.path / NAME, "train")) if line["event"] == kind]
 
     @cached_property
     def conversations(self) -> tuple[list[Conversation], list[Conversation]]:
@@ -174,11 +155,8 @@ class Case:
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
-        path = self.run.data_path
-        if not path.is_file():
-            raise UserError(f"{path} is missing", self.command("distill"))
-        backbone = self.backbone
-        every, _ = self.part(path, lambda path: read_conversations(path, backbone), self.distill())
+        path = self.need(self.run.data_path, "distill")
+        every, _ = read_conversations(path, self.backbone)
         ids = held_out_ids([conversation.id for conversation in every], fraction)
         random.Random(0).shuffle(every)
         return every[:SAMPLE], [conversation for conversation in every if conversation.id in ids][:SAMPLE]
@@ -239,9 +217,7 @@ def tree(case: Case) -> Finding:
     remedy = case.command("tree", budget="auto")
     if not case.run.tree_path.is_file():
         return Finding("unknown", f"{case.run.path} has no tree of its own", remedy)
-    with mended_by(remedy):
-        stamp = tree_provenance(case.run.tree_path).drafter_stamp
-    return _stamped(case, "tree", stamp, remedy)
+    return _stamped(case, "tree", tree_provenance(case.run.tree_path).drafter_stamp, remedy)
 
 
 def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
@@ -274,13 +250,10 @@ def _as_laid_out(backbone: Backbone, conversation: Conversation) -> bool:
     except Malformed:
         return False
     stored = _pieces(backbone, conversation.tokens, conversation.spans)
-    if len(stored) > 2 * len(spans):
-        return False
-    for number, (piece, expected) in enumerate(zip(stored, _pieces(backbone, tokens, spans), strict=False), 1):
-        cut = number == len(stored) and conversation.spans[-1][1] == len(conversation.tokens)  # by its length limit
-        if piece != expected and not (cut and expected.startswith(piece)):
-            return False
-    return True
+    current = _pieces(backbone, tokens, spans)[: len(stored)]
+    if current and conversation.spans[-1][1] == len(conversation.tokens):  # may be cut off by its length limit
+        current[-1] = current[-1][: len(stored[-1])]
+    return stored == current
 
 
 def _pieces(backbone: Backbone, tokens: list[int], spans: list[tuple[int, int]]) -> list[str]:
