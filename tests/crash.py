@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.states import StateStore
+from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.distill import Records
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import CHECKSUMS, find_source
@@ -64,7 +64,9 @@ def conversations(run: Path) -> Facts:
     """Returns every conversation with its states."""
     facts, rows, states = [], 0, StateStore(run / "states.bin", HIDDEN)
     for line in lines_of(run / "distill.jsonl"):
-        own = states.read(*line["state_rows"]).contiguous().view(torch.uint8).numpy().tobytes()
+        own = (
+            read_rows(run / "states.bin", HIDDEN, *line["state_rows"]).contiguous().view(torch.uint8).numpy().tobytes()
+        )
         facts.append((line["id"], digest([line["messages"], line["tokens"], line["spans"], digest(own)])))
         rows += line["state_rows"][1]
     return [*facts, ("state rows", str(states.rows - rows))]

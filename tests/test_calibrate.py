@@ -15,7 +15,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
-from medusa_cli.train.calibration import Calibration, measure
+from medusa_cli.train.calibration import measure
 from tests.helpers import conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
 
 
@@ -37,7 +37,7 @@ class Oracle(torch.nn.Module):
             yield -((self.draft_ids - first[:, None]) % 64).float()
 
 
-def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1) -> Calibration:
+def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1) -> Any:
     """Returns the calibration of a stub on answers, whose rows follow one another."""
     items, row = [], 0
     for i, answer in enumerate(answers):
@@ -50,14 +50,14 @@ def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None =
 
 def test_right_ranks_are_counted_within_each_answer_alone() -> None:
     result = measured(Oracle(0, 2), [5, 6, 7, 8, 9], [30, 31, 32], top=3)
-    assert result.accuracies == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
-    assert result.counted == [4 + 2, 3 + 1]
-    assert (result.positions, result.answers) == (8, 2)
+    assert result["accuracies"] == [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    assert result["counted"] == [4 + 2, 3 + 1]
+    assert (result["positions"], result["answers"]) == (8, 2)
 
 
 def test_long_answers_are_not_cut() -> None:
     tokens = torch.randint(0, 64, (700,))
-    assert measured(Oracle(0, 0), tokens, tokens[:3]).counted == [699 + 2, 698 + 1]
+    assert measured(Oracle(0, 0), tokens, tokens[:3])["counted"] == [699 + 2, 698 + 1]
 
 
 class Unsure(Oracle):
@@ -80,7 +80,7 @@ def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
     answers = tokens.flatten()[:, None].expand(-1, 2)
     states = torch.arange(count).repeat_interleave(2 * draws)[:, None].expand(-1, 32).bfloat16()
-    assert measured(Unsure(scores), *answers, states=states).temperatures[0] == pytest.approx(heat, abs=0.101)
+    assert measured(Unsure(scores), *answers, states=states)["temperatures"][0] == pytest.approx(heat, abs=0.101)
 
 
 def test_impossible_measurements_are_refused() -> None:

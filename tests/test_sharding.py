@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.states import StateStore
+from medusa_cli.data.states import read_rows
 from medusa_cli.distill import Records, answer_locally
 from medusa_cli.distill.distillation import merge_parts, part_of
 from medusa_cli.engine import load_backbone
@@ -67,12 +67,15 @@ def answers(run: Path) -> dict[str, list[int]]:
 
 def check_states(run: Path, model: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
-    store = StateStore(run / "states.bin", backbone.hidden_size)
     for line in (run / "distill.jsonl").read_text().splitlines()[:: COUNT // 4]:
         one = json.loads(line)
         hidden = helpers.forward(backbone, one["tokens"]).hidden[:-1]
-        assert torch.allclose(store.read(*one["state_rows"]).float(), hidden, atol=0.02, rtol=0.02)
-    store.close()
+        assert torch.allclose(
+            read_rows(run / "states.bin", backbone.hidden_size, *one["state_rows"]).float(),
+            hidden,
+            atol=0.02,
+            rtol=0.02,
+        )
 
 
 def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
@@ -131,12 +134,14 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
     merge_parts(run, whole)
     assert whole.done == {seed.id for seed in seeds}
     whole.close()
-    store = StateStore(run.states_path, backbone.hidden_size)
     by_id = {sample.conversation.id: sample for sample in samples}
     for line in run.distill_path.read_text().splitlines():
         one = json.loads(line)
         assert one["tokens"] == by_id[one["id"]].conversation.tokens
-        assert torch.equal(store.read(*one["state_rows"]), by_id[one["id"]].states.to(torch.bfloat16))
+        assert torch.equal(
+            read_rows(run.states_path, backbone.hidden_size, *one["state_rows"]),
+            by_id[one["id"]].states.to(torch.bfloat16),
+        )
     other = Records(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
     other.write(samples[0].conversation, samples[0].states)
     other.close()

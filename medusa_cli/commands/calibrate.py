@@ -54,13 +54,12 @@ def calibrate(
     console.info(f"loading {place.of(name)}")
 
     from medusa_cli.options import follow
-    from medusa_cli.train.calibration import CalibrateOptions
     from medusa_cli.train.calibration import calibrate as measure
     from medusa_cli.train.log import draw_heat_map
 
-    wanted = CalibrateOptions(name, folder, follow(folder, place), data, top, max_samples)
-    with console.bars() as on_progress:
-        document = measure(target, wanted, on_progress)
+    loading = follow(folder, place)
+    with console.bars() as show:
+        document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, on_progress=show)
     if output.json:
         console.emit_json(document)
     accuracies, heat = document["accuracies"], ", ".join(f"{value:.2f}" for value in document["temperatures"])

@@ -89,8 +89,8 @@ def distill(
     from medusa_cli.data.seeds import read_seeds
     from medusa_cli.distill.distillation import DistillOptions, check_settings
     from medusa_cli.distill.distillation import distill as answer_seeds
+    from medusa_cli.model.distributed import Distributed
     from medusa_cli.runs.run import Run, sole_writer
-    from medusa_cli.train import Distributed
 
     check_settings(settings)
     # Each process ends when its share is done, and the shares may differ by hours.

@@ -51,8 +51,7 @@ class StateStore:
     """File of rows [W] in bf16, little-endian, without a header; callers keep the numbers of their rows."""
 
     def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width = path, width
-        self._row_bytes = 2 * width
+        self.path, self.width, self._row_bytes = path, width, 2 * width
         check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
@@ -65,7 +64,7 @@ class StateStore:
 
     def append(self, rows: Tensor) -> int:
         """Writes rows [n, W] at the end, flushes them and returns the number of the first."""
-        first = self._out.tell() // self._row_bytes
+        first = self.rows
         self._out.write(_raw(rows))
         self._out.flush()
         return first
@@ -74,10 +73,6 @@ class StateStore:
         """Drops every row from number `rows` on, and any part of a row."""
         self._out.truncate(rows * self._row_bytes)
         self._out.seek(0, 2)
-
-    def read(self, first: int, count: int) -> Tensor:
-        """Returns rows as `read_rows` does."""
-        return read_rows(self.path, self.width, first, count)
 
     def fileno(self) -> int:
         return self._out.fileno()

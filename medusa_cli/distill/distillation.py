@@ -8,10 +8,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.io import check_regular, read_jsonl, read_object, repair_jsonl, write_json
 from medusa_cli.runs.provenance import SEVERAL, describe_distillation
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe
@@ -67,25 +68,11 @@ def check_settings(settings: DistillRecipe) -> None:
         )
 
 
-class Processes(Protocol):
-    """Processes that share the work: the part of train.Distributed that is needed here."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def first_ahead(self) -> AbstractContextManager[None]: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-
 def distill(
     run: Run,
     seeds: Sequence[Conversation],
     options: DistillOptions,
-    processes: Processes,
+    processes: Distributed,
     on_progress: Callable[..., None] = lambda *event: None,
 ) -> dict[str, Any] | None:
     """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
@@ -93,13 +80,13 @@ def distill(
     Of several processes each writes a part, which the first one merges at the end, or at the next start.
     on_progress: called with a name, the seeds done, their number, the unit, and the rate.
     """
-    template, first, shared = run.template_with(options.chat_template), processes.rank == 0, processes.size > 1
+    template, shared = run.template_with(options.chat_template), processes.size > 1
     with processes.first_ahead():  # it fetches what all read
         answer, model, settings = _source(options, template, processes.size)
         run.bind(model.identity)
         header = _header(options, model.identity, template)
         width = model.hidden_size * (1 + len(settings.taps))
-        records = Records(run, width, header) if first else None
+        records = Records(run, width, header) if processes.first else None
         if records is not None:
             merge_parts(run, records)  # of processes that were killed
             run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
@@ -113,7 +100,7 @@ def distill(
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
-    share = left[processes.rank :: processes.size]
+    share = processes.strided_shard(left)
     own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
     counts, start, rate = Counter[str](), time.perf_counter(), 0.0
     with closing(own):
@@ -307,37 +294,31 @@ def merge_runs(sources: Sequence[Run], target: Run, on_copied: Callable[[], None
 
     Killed at any moment, the same call ends the work. Raises UserError for runs that do not belong together.
     """
-    runs = list(sources)
+    if target.distill_path.is_file() and describe_distillation(target.path).seed != SEVERAL:
+        raise UserError(f"{target.path} was distilled by itself", "merge into another @run")
+    runs = [*sources, target] if target.distill_path.is_file() else sources
+    first, owner, common = sources[0], sources[0].owner or {}, dict(describe_distillation(sources[0].path).settings)
     for run in runs:
-        if not run.distill_path.is_file():
+        if not run.distill_path.is_file() or run.owner is None:
             raise UserError(f"{run.path} holds no distillation", "name runs of `medusa distill`")
-    if target.distill_path.is_file():
-        if describe_distillation(target.path).seed != SEVERAL:
-            raise UserError(f"{target.path} was distilled by itself", "merge into another @run")
-        runs.append(target)
-    owners = [(run.path, owner) for run in runs if (owner := run.owner) and owner.get("hidden_size")]
-    if not owners:
-        raise UserError(f"{runs[0].path} does not say which model it is of", "run `medusa distill` in it once")
-    owner = owners[0][1]
-    for path, other in owners:
-        check_backbone(owner, other, f"{owners[0][0]} (merged with {path})")
-    origins = [describe_distillation(run.path) for run in runs]
-    settings = [origin.settings for origin in origins]
-    for run, other in zip(runs, settings, strict=True):
-        for key in SHARED:
-            if settings[0].get(key) != other.get(key):
+        check_backbone(owner, run.owner, f"{first.path} (merged with {run.path})")
+        settings = describe_distillation(run.path).settings
+        for key in {*common, *SHARED}:
+            if common.get(key) == settings.get(key):
+                continue
+            if key in SHARED:
                 raise UserError(
-                    f"{run.path} was distilled with {key} {other.get(key)!r}, "
-                    f"{runs[0].path} with {settings[0].get(key)!r}",
+                    f"{run.path} was distilled with {key} {settings.get(key)!r}, {first.path} with {common.get(key)!r}",
                     "merge runs whose conversations were made alike",
                 )
-    common = {key: value for key, value in settings[0].items() if all(other.get(key) == value for other in settings)}
+            del common[key]
     target.bind(owner)
-    target.keep_template(sources[0].chat_template)
+    target.keep_template(first.chat_template)
     header = provenance(owner, seed=SEVERAL, settings=common)
     write_json(target.path / HEADER, header)
+    width = owner["hidden_size"] * (1 + len(describe_distillation(first.path).taps))
     counts = Counter[str](taken=0, known=0, broken=0)
-    with closing(Records(target, owner["hidden_size"] * (1 + len(origins[0].taps)), header)) as records:
+    with closing(Records(target, width, header)) as records:
         for source in sources:
             for outcome in records.copy(source):
                 counts[outcome] += 1

@@ -1,8 +1,8 @@
 """Calibration: how often the i-th guess of each head is right on held-out conversations (section 3.3.3)."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,94 +38,72 @@ WHOLE = 100
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Options of a calibration: the model and the drafter's folder, and how to load the model.
+def calibrate(
+    run: Run,
+    model: str,
+    folder: Path,
+    loading: LoadOptions = DEFAULT_LOADING,
+    *,
+    data: Path | None = None,
+    top: int = 10,
+    max_samples: int | None = None,
+    on_progress: Callable[..., None] = lambda *event: None,
+) -> Document:
+    """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration's document.
 
     data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
+    on_progress: called with a name, the units done, their number, and the unit.
     """
-
-    model: str
-    drafter: Path
-    loading: LoadOptions = DEFAULT_LOADING
-    data: Path | None = None
-    top: int = 10
-    max_samples: int | None = None
-
-
-def calibrate(run: Run, options: CalibrateOptions, on_progress: Callable[..., None] = lambda *event: None) -> Document:
-    """Measures the best guesses of each head of a drafter; returns the calibration's document.
-
-    on_progress: called with a name, the units done, their number, and the unit. Raises UserError where nothing can be
-    measured.
-    """
-    kind, origin = drafter_kind(options.drafter), describe_drafter(options.drafter).provenance
+    kind, origin = drafter_kind(folder), describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
     # A run that learnt from conversations elsewhere has none of its own.
     learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
-    data, count = options.data or Path(learnt or run.data_path), options.max_samples
-    if count is None and options.data is None and kind.uses_verify_pass:
-        count = WHOLE
-    part = "" if options.data else "the held-out part of "
-    limit = f"at most {count:,} conversations" if count else "@data FILE takes others, @max_samples N fewer"
-    log.info(f"calibrating {options.drafter} on {part}{data}, top {options.top} guesses a head; {limit}")
+    source = data or Path(learnt or run.data_path)
+    if max_samples is None and data is None and kind.uses_verify_pass:
+        max_samples = WHOLE
+    part = "" if data else "the held-out part of "
+    limit = f"at most {max_samples:,} conversations" if max_samples else "@data takes others, @max_samples N fewer"
+    log.info(f"calibrating {folder} on {part}{source}, top {top} guesses a head; {limit}")
 
-    own = options.drafter.resolve() == run.drafter_dir.resolve()
-    loading = replace(options.loading, engine=engine_for(kind, recipe.train, options.loading.engine))
+    own = folder.resolve() == run.drafter_dir.resolve()
     backbone = load_backbone(
-        options.model, loading, adapter=run.adapter if own else None, chat_template=run.chat_template, rows=ROWS
+        model,
+        replace(loading, engine=engine_for(kind, recipe.train, loading.engine)),
+        adapter=run.adapter if own else None,
+        chat_template=run.chat_template,
+        rows=ROWS,
     )
     run.bind(backbone.identity)
-    drafter = load_drafter(options.drafter, backbone)
+    drafter = load_drafter(folder, backbone)
 
     def select(dataset: Dataset[Conversation]) -> Dataset[Conversation]:
-        chosen = dataset.train if options.data else dataset.held_out
+        chosen = dataset.train if data else dataset.held_out
         if not chosen:
             raise UserError("no conversation is held out for calibration", "distil more than one conversation")
-        return replace(dataset, train=[], held_out=chosen[:count])
+        return replace(dataset, train=[], held_out=chosen[:max_samples])
 
-    fraction = 0.0 if options.data else origin.held_out(recipe.train.validation_fraction)
+    fraction = 0.0 if data else origin.held_out(recipe.train.validation_fraction)
     dataset: Dataset[Any]
     if runs_model(kind, recipe.train):
-        dataset = select(whole_conversations(backbone, recipe, data, fraction))
+        dataset = select(whole_conversations(backbone, recipe, source, fraction))
     else:
-        prompts = drafter.sees_prompt(drafter.config)
         dataset = load_dataset(
             run,
             backbone,
-            data=data,
+            data=source,
             fraction=fraction,
             taps=drafter.taps,
-            prompts=prompts,
+            prompts=drafter.sees_prompt(drafter.config),
             select=select,
             on_progress=lambda done, total: on_progress("hidden states", done, total, "tokens"),
         )
-    measured = measure(backbone, drafter, dataset, options.top, on_progress)
-    source = {"path": str(data), "digest": dataset.digest}
     return {
-        **provenance(backbone.identity, data=source, drafter=str(options.drafter)),
-        STAMP: stamp_of(options.drafter),
-        "accuracies": measured.accuracies,
-        "temperatures": measured.temperatures,
+        **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
+        STAMP: stamp_of(folder),
         "heads": drafter.num_heads,
-        "top": options.top,
-        "positions": measured.positions,
-        "answers": measured.answers,
+        "top": top,
+        **measure(backbone, drafter, dataset, top, on_progress),
     }
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """accuracies[k][i]: share of `counted[k]` positions where guess i of head k was the token.
-
-    temperatures[k] is what head k's softmax must be taken at for its confidences to fit (least log loss).
-    """
-
-    accuracies: list[list[float]]
-    temperatures: list[float]
-    counted: list[int]
-    positions: int
-    answers: int
 
 
 def measure(
@@ -134,21 +112,22 @@ def measure(
     dataset: Dataset[Any],
     top: int = 10,
     on_progress: Callable[..., None] = lambda *event: None,
-) -> Calibration:
-    """Measures every head's `top` best guesses on a data set's held-out items.
+) -> Document:
+    """Measures every head's `top` best guesses on a data set's held-out items; returns figures by head k.
 
-    A token that the heads' vocabulary does not hold counts as missed. Raises UserError where no answer reaches a head.
+    accuracies[k][i]: share of `counted[k]` positions where guess i of head k was the token; a token outside the draft
+    vocabulary counts as missed. temperatures[k]: that of head k's softmax at which its confidences fit (least log
+    loss). Raises UserError where no answer reaches a head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
         raise UsageError(f"@top {top} is not among the {vocabulary} tokens the heads know", f"use 1 to {vocabulary}")
     drafter.eval()
-    heads, total = drafter.num_heads, sum(item.positions for item in dataset.held_out)
+    items, heads, positions = dataset.held_out, drafter.num_heads, 0
     hits = torch.zeros(heads, top, dtype=torch.long)
     counted = torch.zeros(heads, dtype=torch.long)
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
-    index = drafter.vocabulary_index(backbone.device)
-    positions = 0
+    index, total = drafter.vocabulary_index(backbone.device), sum(item.positions for item in items)
     for batch in _batches(backbone, drafter, dataset):
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
@@ -165,15 +144,18 @@ def measure(
         on_progress("calibrating", positions, total, "tokens")
     if not counted.all():
         raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
-    shares = hits.double() / counted[:, None]
-    temperatures = [TEMPERATURES[int(row.argmin())] for row in log_loss]
-    answers = sum(len(item.spans) if isinstance(item, Conversation) else 1 for item in dataset.held_out)
-    return Calibration(shares.tolist(), temperatures, counted.tolist(), positions, answers)
+    return {
+        "accuracies": (hits.double() / counted[:, None]).tolist(),
+        "temperatures": [TEMPERATURES[int(row.argmin())] for row in log_loss],
+        "counted": counted.tolist(),
+        "positions": positions,
+        "answers": sum(len(item.spans) if isinstance(item, Conversation) else 1 for item in items),
+    }
 
 
 def _batches(backbone: Backbone, drafter: HeadDrafter, dataset: Dataset[Any]) -> Iterator[Batch]:
     """Yields the held-out items in batches; none is cut: its rest would be measured without what came before it."""
-    items: Sequence[Any] = dataset.held_out
+    items = dataset.held_out
     if dataset.states is None:
         for conversations in micro_batches(items, TOKENS):
             yield whole_batch(backbone, drafter, conversations)
@@ -186,6 +168,6 @@ def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the summed log losses of targets among scores [n, M] at each temperature; target -1 is left out."""
     known = targets >= 0
     scores, targets = scores[known], targets[known]
-    picked = scores.gather(1, targets[:, None]).squeeze(1)
-    sums = [(scores / heat).logsumexp(-1).sum() - picked.sum() / heat for heat in TEMPERATURES]
+    picked = scores.gather(1, targets[:, None]).sum()
+    sums = [(scores / heat).logsumexp(-1).sum() - picked / heat for heat in TEMPERATURES]
     return torch.stack(sums).double().cpu()

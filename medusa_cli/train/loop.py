@@ -14,11 +14,11 @@ from medusa_cli.data.packing import Dataset, micro_batches, schedule
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import peak_memory
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import checkpoint as checkpoints
-from medusa_cli.train.distributed import Distributed
 from medusa_cli.train.log import Logged, Saved, Stepped, Stopped, Validated
 from medusa_cli.train.losses import BatchLoss
 from medusa_cli.train.stages import Stage1, Stage2
