@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-firp bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -77,9 +77,6 @@ bench-serve: $(READY) ## the API, medusa serve and transformers serve on the sam
 
 # A run with distilled conversations.
 RUN ?= runs/smollm2
-
-bench-firp: $(READY) ## FIRP's entry layers and its mask, as the paper's Figures 5 to 7, on the default run's data
-	$(BIN)/python -m tests.bench.firp_layers --run $(RUN)
 
 bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by rows at 1B and 7B, captured against eager
 	$(BIN)/pytest -q -m gpu

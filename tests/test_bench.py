@@ -211,7 +211,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps"])
-def test_the_models_weights_are_held_once(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
 

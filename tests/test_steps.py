@@ -33,7 +33,7 @@ def test_every_size_is_timed(engine: str) -> None:
     assert copy_bandwidth(torch.device("cpu")) > 1e8
 
 
-def test_the_peak_is_what_was_held_since_the_last_reset() -> None:
+def test_peak_memory_counts_from_the_last_reset() -> None:
     place = torch.device("cpu")
     reset_peak(place)
     before = peak_memory(place)
@@ -58,12 +58,12 @@ def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
 def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
     network = tiny_model(family)
-    every = sum(one.numel() for one in network.parameters()) * 4
+    every = sum(weight.numel() for weight in network.parameters()) * 4
     spared = 0 if tied else network.get_input_embeddings().weight.numel() * 4
     backbone = Backbone(network)
     assert attach(backbone).weight_bytes == every - spared
     # The fast engine counts the matrices that its products read, and neither gains nor biases.
-    vectors = sum(one.numel() for one in network.parameters() if one.dim() == 1) * 4
+    vectors = sum(weight.numel() for weight in network.parameters() if weight.dim() == 1) * 4
     assert attach(backbone, "fast", Kernel("fp32")).weight_bytes == every - spared - vectors
 
 

@@ -22,7 +22,7 @@ PREFILL = 1024
 HEADS = 4
 
 
-def time_model(model: str, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
+def time_model(model: str, device: str) -> dict[str, Any]:
     """Returns step, draft and prefill times of a model by engine: eager, fast and, where steps are captured, "graph".
 
     One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy.
@@ -36,7 +36,7 @@ def time_model(model: str, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
         result |= {"weight_bytes": weights, "ceiling_ms": 1e3 * weights / bandwidth}
         for captured in (False, True) if backbone.engine.captures is not False else (False,):
             try:
-                times = time_engine(backbone, captured, rounds)
+                times = time_engine(backbone, captured)
             except (RuntimeError, torch.AcceleratorError) as reason:
                 times = {"error": str(reason).splitlines()[0]}
             result["engines"]["graph" if captured else engine] = times
@@ -46,10 +46,10 @@ def time_model(model: str, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
     return result
 
 
-def time_engine(backbone: Backbone, captured: bool, rounds: int) -> dict[str, Any]:
+def time_engine(backbone: Backbone, captured: bool) -> dict[str, Any]:
     """Times one engine under fresh Medusa heads, which guess badly in the time that trained ones take."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    costs = measure_costs(backbone, heads, rounds=rounds, sizes=ROWS, cuda_graphs=captured)
+    costs = measure_costs(backbone, heads, rounds=ROUNDS, sizes=ROWS, cuda_graphs=captured)
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):
@@ -83,13 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="random:1b,random:llama-2-7b")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu"))
     asked = parser.parse_args()
     asked.output.mkdir(parents=True, exist_ok=True)
     results = []
     for model in asked.models.split(","):
-        results.append(time_model(model, resolve_device(asked.device), asked.rounds))
+        results.append(time_model(model, resolve_device(asked.device)))
         # Written after each model: a later one may fail.
         (asked.output / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
         show(results[-1])

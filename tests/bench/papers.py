@@ -6,8 +6,6 @@ Every command's output stays in the run, by its name: a run that was stopped goe
 import argparse
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,6 @@ class Evidence:
     def perplexity(self, run: str) -> float:
         return next(row["perplexity_ratio"] for row in self.documents["quality"] if row["run"].endswith(run))
 
-    def last_head(self, figure: str) -> list[float]:
-        return [trial["accuracies"][-1] for trial in self.documents["layers"]["figures"][figure]]
-
     def largest_tree(self) -> float:
         rates = self.swept("nodes", "tokens_per_s", "medusa, static")
         return max(rates) / rates[-1]
@@ -56,7 +51,7 @@ class Evidence:
         return lengths[0] / lengths[-1]
 
     def best_layer(self, figure: str) -> float:
-        *others, last = self.last_head(figure)
+        *others, last = self.documents["layers"][figure]
         return max(others) / last
 
 
@@ -126,6 +121,29 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
     yield "epsilon", [*heads, "medusa", *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25"]
 
 
+def firp_layers(run: Path, model: str, depth: int = 30) -> dict[str, list[float]]:
+    """Returns the last head's held-out accuracy for the entry layers and masks of FIRP's Figures 5 to 7."""
+    half, first = depth // 2, [depth * sixths // 6 for sixths in range(1, 6)] + [depth - 1]
+    figures: dict[str, list[tuple[list[int], bool]]] = {
+        "5": [([layer], False) for layer in first],
+        "6": [([half, layer], False) for layer in first if layer > half],
+        "7": [([half, 2 * depth // 3], masked) for masked in (False, True)],
+    }
+    accuracies: dict[str, list[float]] = {}
+    for figure, choices in figures.items():
+        for layers, masked in choices:
+            target = run / "firp-layers" / ("-".join(map(str, layers)) + ("-masked" if masked else ""))
+            settings = {"drafter": "firp", "drafter.num_heads": len(layers), "drafter.layers": layers}
+            settings |= {"drafter.masked": masked, "train.max_tokens": 8000}
+            if not (target / "drafter" / "config.json").is_file():
+                words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+                medusa("train", *words, "--run", target, "--data", run / "distill.jsonl", "--model", model)
+            events = [json.loads(line) for line in (target / "train.jsonl").read_text().splitlines()]
+            last = [event for event in events if event["event"] == "validated"][-1]
+            accuracies.setdefault(figure, []).append(last["accuracies"][-1])
+    return accuracies
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/papers"))
@@ -136,16 +154,13 @@ def main() -> None:
     for file, words in trainings(asked.run, asked.model):
         if not file.is_file():
             medusa(*words)
-    documents = {}
+    documents: dict[str, Any] = {"layers": firp_layers(asked.run, asked.model)}
     for name, words in benches(asked.run, asked.questions, asked.tokens):
         file = asked.run / f"{name}.json"
         if not file.is_file():
             file.write_text(json.dumps(medusa_json(*words), indent=1))
         documents[name] = json.loads(file.read_text())
-    if not (layers := asked.run / "firp-layers.json").is_file():
-        words = ["--run", asked.run, "--model", asked.model, "--tokens", "8000"]
-        subprocess.run([sys.executable, "-m", "tests.bench.firp_layers", *map(str, words)], check=True)
-    evidence = Evidence({**documents, "layers": json.loads(layers.read_text())})
+    evidence = Evidence(documents)
     print(f"{asked.model}, {asked.questions} MT-Bench questions, {asked.tokens} tokens a turn\n")
     print("| where | what it says | paper | here | |\n|---|---|---|---|---|")
     for source, says, paper, ours in CLAIMS:
