@@ -153,10 +153,8 @@ def forward(
     pseudo: ExtraRows | None = None,
 ) -> Output:
     """Runs tokens [n] as a chain or a tree in one slot; returns logits [n, V], hidden [n, ..], ahead [n, K, H]."""
-    if tree is None:
-        plan = Plan.chain(tokens, slot=slot, taps=taps, logits=logits, pseudo=pseudo)
-    else:
-        plan = Plan.tree(tokens, tree, slot=slot, taps=taps, pseudo=pseudo)
+    shape = (None, None) if tree is None else (tree.depth, tree.mask)
+    plan = Plan(torch.as_tensor(tokens)[None], *shape, slot, tuple(taps), logits, pseudo)
     out = backbone.engine.forward(plan, backbone.engine.new_cache() if cache is None else cache)
     return Output(
         None if out.logits is None else out.logits[0], out.hidden[0], None if out.ahead is None else out.ahead[0]

@@ -6,17 +6,25 @@ import pytest
 import torch
 
 from medusa_cli.engine import attach, load_backbone
-from medusa_cli.model import Backbone
-from medusa_cli.model import lora as adapter
+from medusa_cli.model import Backbone, lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import rounding_in
-from tests.helpers import SPARSE, forward, generate, generate_plain, medusa, medusa_drafter, save_model
+from tests.helpers import (
+    PROMPT,
+    SPARSE,
+    forward,
+    generate,
+    generate_plain,
+    medusa,
+    medusa_drafter,
+    save_model,
+    tokens_of,
+)
 from tests.test_joint import place, train
 
 pytest.importorskip("bitsandbytes")
 __all__ = ["place"]  # a fixture
-PROMPT = [5, 9, 20, 11, 7]
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +37,15 @@ def test_quantised_models_decode_with_drafts_as_without(model: str, method: str)
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
     assert ("Linear4bit" if method == "bnb.nf4" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
-    plain = [t for s in generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()) for t in s.tokens]
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
     drafted = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
-    tokens = [t for s in drafted for t in s.tokens]
+    tokens = tokens_of(drafted)
     assert len(tokens) == 24
     if method == "bnb.nf4":  # 8-bit products round by the row they come in, so near-ties may part there
         assert tokens == plain
 
 
-def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_keeps_the_adapters_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On hosts with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference.
 
     Unless that is switched off, later training passes lose the gradients of adapters with a generic warning at most.
@@ -48,71 +56,71 @@ def test_an_evaluation_does_not_cost_the_adapter_its_gradients(model: str, monke
     layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
     assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
     torch.manual_seed(0)
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
+    lora.attach(network, rank=4, alpha=8, dropout=0.0)
     backbone = Backbone(network)
     attach(backbone)
-    adapter.unfreeze(network)
-    weights = adapter.trained_weights(network)
+    lora.unfreeze(network)
+    weights = lora.trained_weights(network)
     for name, weight in weights.items():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     ids = torch.arange(5, 25)[None]
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def backward() -> dict[str, torch.Tensor]:
         network.train()
         with torch.autocast("cpu", torch.bfloat16):
             backbone.engine.lm_head(backbone.states(ids)).float().logsumexp(-1).sum().backward()
-        found = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
         network.zero_grad()
-        return found
+        return gradients
 
-    before = gradients()
+    before = backward()
     network.eval()
     forward(backbone, ids[0])
-    with adapter.adapter_off(network):
+    with lora.adapter_off(network):
         forward(backbone, ids[0])
-    after = gradients()
+    after = backward()
     assert set(before) == set(after) == set(weights)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(one.abs().sum() > 0 for one in before.values())
+    assert all(gradient.abs().sum() > 0 for gradient in before.values())
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every model loaded from now on, whether it is in 4 bits."""
-    found: list[bool] = []
+    """Returns True for each model loaded from now on that is in 4 bits."""
+    in_4bit: list[bool] = []
 
     def spy(model, options, **rest):
-        found.append(options.quantize == "bnb.nf4")
+        in_4bit.append(options.quantize == "bnb.nf4")
         return load_network(model, options, **rest)
 
     monkeypatch.setattr("medusa_cli.engine.load.load_network", spy)
-    return found
+    return in_4bit
 
 
-def test_what_follows_qlora_loads_the_model_in_4_bits_unless_told_not_to(
+def test_commands_after_qlora_load_the_model_in_4_bits_unless_quantize_is_given(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, run = place
     done = train(place, "--stage", "2", "--tuning", "qlora", "train.optimizer=adamw8bit")
     assert done.exit_code == 0, done.output
     assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
-    found = loads(monkeypatch)
+    in_4bit = loads(monkeypatch)
     chat = ["chat", "--prompt", "w1", "--max-new-tokens", "8"]
     for words in (["calibrate", "--top", "3"], ["tree", "--budget", "auto"], chat, [*chat, "--baseline"]):
         ran = medusa(words[0], "--run", run, *words[1:])
         assert ran.exit_code == 0, ran.output
-        assert "quantizing the model by bnb.nf4" in ran.stderr and found == [True], words
-        found.clear()
+        assert "quantizing the model by bnb.nf4" in ran.stderr and in_4bit == [True], words
+        in_4bit.clear()
     told = medusa(*chat, "--run", run, "--quantize", "bnb.nf4")
-    assert told.exit_code == 0 and found == [True] and "quantizing the model" not in told.stderr, told.output
+    assert told.exit_code == 0 and in_4bit == [True] and "quantizing the model" not in told.stderr, told.output
     for words in ("none", "bnb.int8"):
-        found.clear()
+        in_4bit.clear()
         other = medusa(*chat, "--run", run, "--quantize", words)
-        assert other.exit_code == 0 and found == [False], other.output
+        assert other.exit_code == 0 and in_4bit == [False], other.output
         assert other.stderr.count("was trained on the model quantized by bnb.nf4") == 1
 
 
-def test_heads_trained_on_4_bits_are_resumed_and_followed_alike(
+def test_heads_trained_on_4_bits_resume_and_calibrate_in_4_bits(
     place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, run = place
@@ -124,10 +132,10 @@ def test_heads_trained_on_4_bits_are_resumed_and_followed_alike(
     joint = train((model, f"{run}/joint"), "--stage", "2", "--from", run)
     assert joint.exit_code == 0 and "was trained on the model quantized by bnb.nf4" in joint.stderr, joint.output
     assert run_of(f"{run}/joint") is None  # its adapter is over whole weights
-    found = loads(monkeypatch)
+    in_4bit = loads(monkeypatch)
     for name in (run, f"{run}/joint"):
         assert medusa("calibrate", "--run", name, "--top", "3").exit_code == 0
-    assert found == [True, False]
+    assert in_4bit == [True, False]
 
 
 def run_of(run: str) -> str | None:

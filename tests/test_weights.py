@@ -1,4 +1,4 @@
-"""Damaged weights are found at load, by name, and nothing is allocated for sizes that no file has."""
+"""Damaged weights and configs of drafters are refused by name, and nothing is allocated for sizes that no file has."""
 
 import json
 from collections.abc import Callable
@@ -17,68 +17,63 @@ from tests.helpers import tiny_backbone
 Tensors = dict[str, Tensor]
 
 
-def saved(folder: Path, name: str = "medusa") -> Path:
-    """The weights of a drafter with a draft vocabulary."""
+def save(folder: Path, name: str = "medusa") -> Path:
+    """Saves a drafter with a draft vocabulary; returns the path of its weights."""
     backbone, kind = tiny_backbone(), DRAFTERS[name]
     kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)).save(folder, provenance(backbone.identity))
     return folder / kind.weights_file
 
 
-def first(tensors: Tensors) -> str:
-    """A matrix of the drafter's."""
-    return next(name for name, one in sorted(tensors.items()) if one.dim() == 2)
+def changed(change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
+    """Returns a change of one matrix; None as its result removes it."""
+
+    def damage(tensors: Tensors) -> None:
+        name = next(name for name in sorted(tensors) if tensors[name].dim() == 2)
+        matrix = change(tensors.pop(name))
+        if matrix is not None:
+            tensors[name] = matrix
+
+    return damage
 
 
-def alter(change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({first(tensors): change(tensors[first(tensors)])})
+def with_ids(ids: Tensor) -> Callable[[Tensors], object]:
+    """Returns a change of the draft vocabulary's ids, which EAGLE-3's files store as differences from 0, 1, ..."""
 
-
-def poison(number: float) -> Callable[[Tensor], Tensor]:
-    def change(one: Tensor) -> Tensor:
-        one[0, 0] = number
-        return one
-
-    return change
-
-
-def renamed(ids: Tensor) -> Callable[[Tensors], object]:
-    """Other tokens for the draft vocabulary; EAGLE-3's files say them as distances from their places."""
-
-    def change(tensors: Tensors) -> None:
-        if "d2t" not in tensors:
-            tensors.update(draft_ids=ids)
+    def damage(tensors: Tensors) -> None:
+        if "d2t" in tensors:
+            tensors["d2t"] = ids if ids.is_floating_point() else ids.long() - torch.arange(len(ids))
         else:
-            tensors.update(d2t=ids if ids.is_floating_point() else ids.long() - torch.arange(len(ids)))
+            tensors["draft_ids"] = ids
 
-    return change
+    return damage
 
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "nan": (alter(poison(float("nan"))), "numbers that are not finite"),
-    "inf": (alter(poison(float("inf"))), "numbers that are not finite"),
-    "int8": (alter(lambda one: one.to(torch.int8)), "is of type I8, not BF16"),
-    "one row": (alter(lambda one: one[:1]), r"is of shape \[1, "),
-    "transposed": (alter(lambda one: one[:, :3].contiguous()), "is of shape"),
-    "missing": (lambda tensors: tensors.pop(first(tensors)), "is missing"),
-    "ids equal": (renamed(torch.full((20,), 3, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
-    "ids out of range": (renamed(torch.arange(60, 80, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
-    "ids below 0": (renamed(torch.arange(-1, 19, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
-    "ids of floats": (renamed(torch.arange(20).float()), "is of type F32, not I(32|64)"),
-    "ids too few": (renamed(torch.arange(1, dtype=torch.int32)), r"is of shape \[1\], not \[20\]"),
+    "nan": (changed(lambda matrix: matrix * torch.nan), "not finite"),
+    "inf": (changed(lambda matrix: matrix + torch.inf), "not finite"),
+    "int8": (changed(lambda matrix: matrix.to(torch.int8)), "is of type I8, not BF16"),
+    "one row": (changed(lambda matrix: matrix[:1]), r"is of shape \[1, "),
+    "too narrow": (changed(lambda matrix: matrix[:, :3].contiguous()), "is of shape"),
+    "missing": (changed(lambda matrix: None), "is missing"),
+    "equal ids": (with_ids(torch.full((20,), 3, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "ids out of range": (with_ids(torch.arange(60, 80, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "ids below 0": (with_ids(torch.arange(-1, 19, dtype=torch.int32)), "(draft_ids|d2t).* no set"),
+    "float ids": (with_ids(torch.arange(20).float()), "is of type F32, not I(32|64)"),
+    "too few ids": (with_ids(torch.arange(1, dtype=torch.int32)), r"is of shape \[1\], not \[20\]"),
 }
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_whole_weights_load(tmp_path: Path, name: str) -> None:
-    weights = load_file(saved(tmp_path, name))
+def test_saved_weights_load(tmp_path: Path, name: str) -> None:
+    weights = load_file(save(tmp_path, name))
     loaded = load_drafter(tmp_path, tiny_backbone()).named_weights()
-    assert all(torch.equal(one, weights[key].float()) for key, one in loaded.items())
+    assert all(torch.equal(weight, weights[key].float()) for key, weight in loaded.items())
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_damaged_weights_are_named_and_refused(tmp_path: Path, name: str, damage: str) -> None:
-    path = saved(tmp_path, name)
+def test_damaged_weights_are_refused(tmp_path: Path, name: str, damage: str) -> None:
+    path = save(tmp_path, name)
     change, message = DAMAGE[damage]
     tensors = load_file(path)
     change(tensors)
@@ -89,7 +84,7 @@ def test_damaged_weights_are_named_and_refused(tmp_path: Path, name: str, damage
 
 
 def test_bytes_that_are_no_weights_are_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
+    path = save(tmp_path)
     whole = path.read_bytes()
     for data in (b"", b"x" * 100_000, whole[:-1], (2**60).to_bytes(8, "little") + whole[8:]):
         path.write_bytes(data)
@@ -120,10 +115,10 @@ def test_bytes_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         ("firp", "layers", ["x", "y"], "expected int, got str at layers"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_by_its_field(
+def test_impossible_config_is_refused_by_its_field(
     tmp_path: Path, kind: str, field: str, value: object, message: str
 ) -> None:
-    saved(tmp_path, kind)
+    save(tmp_path, kind)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(UserError) as raised:

@@ -63,7 +63,7 @@ def time_rows(
             ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
             tree = Tree((-1, *[0] * (count - 1)), tuple(range(count)))
             clock.lap()
-            backbone.engine.forward(Plan.tree(ids, tree), cache).logits.argmax(-1).tolist()
+            backbone.engine.forward(Plan(ids[None], tree.depth, tree.mask), cache).logits.argmax(-1).tolist()
             if number >= 2:  # the first rounds warm up
                 laps[count].append(clock.lap())
     medians = {str(count): 1e3 * statistics.median(times) for count, times in laps.items()}

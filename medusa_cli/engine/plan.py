@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,16 +10,6 @@ from torch.nn import functional as F
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.model.masks import Masks
-
-
-class TreeShape(Protocol):
-    """A tree of N nodes as verification sees it."""
-
-    @property
-    def mask(self) -> Tensor: ...  # bool [N, N]: the nodes that a node sees
-
-    @property
-    def depth(self) -> Tensor: ...  # long [N]
 
 
 @dataclass(frozen=True)
@@ -53,19 +42,6 @@ class Plan:
     ) -> "Plan":
         """Returns a pass over one sequence's next tokens [n], such as a prompt's."""
         return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, pseudo)
-
-    @classmethod
-    def tree(
-        cls,
-        tokens: Sequence[int] | Tensor,
-        shape: TreeShape,
-        *,
-        slot: int = 0,
-        taps: Sequence[int] = (-1,),
-        pseudo: ExtraRows | None = None,
-    ) -> "Plan":
-        """Returns a pass over the nodes [N] of one sequence's tree."""
-        return cls(torch.as_tensor(tokens)[None], shape.depth, shape.mask, slot, tuple(taps), "all", pseudo)
 
     @property
     def rows(self) -> int:
