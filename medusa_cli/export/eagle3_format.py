@@ -98,7 +98,7 @@ def verifier_of(config: dict[str, Any]) -> str | None:
 def import_eagle3(
     tensors: dict[str, Tensor], config: dict[str, Any], base: Base
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads an EAGLE-3 folder: config, tensors, notes. Shared key and value heads are copied to every query head.
+    """Reads an EAGLE-3 folder: settings, tensors, notes. Shared key and value heads are copied to every query head.
 
     Raises UserError for variants of the layer that cannot be run here, and for impossible maps and widths.
     """
@@ -121,11 +121,9 @@ def import_eagle3(
     if vocabulary != base.vocab_size:
         tensors["d2t"] = _checked_map(d2t, t2d, vocabulary, base.vocab_size)
     theta = plain.get("rope_theta") or _dict(plain.get("rope_parameters")).get("rope_theta") or 10_000.0
-    ours = {
-        "drafter": KIND,
+    settings = {
         "num_heads": _levels(config),
         "num_layers": 1,
-        "vocab_size": base.vocab_size,
         "vocabulary": "own" if vocabulary == base.vocab_size else "draft",
         "matrices": "one",
         **widths,
@@ -135,7 +133,7 @@ def import_eagle3(
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
         "taps": _aux_layers(plain, base),
     }
-    return ours, tensors, notes
+    return settings, tensors, notes
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -156,7 +154,6 @@ def _widths(plain: dict[str, Any], base: Base) -> tuple[dict[str, Any], int, int
     if type(heads) is not int or heads < 1:
         raise UserError("config.json has no num_attention_heads", "fetch the checkpoint again")
     widths = {
-        "hidden_size": base.hidden_size,
         "intermediate_size": plain.get("intermediate_size"),
         "num_attention_heads": heads,
         "head_dim": plain.get("head_dim") or base.hidden_size // heads,

@@ -60,8 +60,10 @@ def import_drafter(
     for file in files:
         stored |= read_tensors(file)
     format = _format(stored, config, place)
-    ours, tensors, notes = FORMATS[format](stored, config, base)
-    kind = DRAFTERS[ours["drafter"]]
+    name, read = FORMATS[format]
+    kind = DRAFTERS[name]
+    settings, tensors, notes = read(stored, config, base)
+    ours = {"drafter": kind.name, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size, **settings}
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
     check_tensors({name: tensors[name] for name in tensors if name not in MAPS}, weight_shapes(kind, parsed))
     target = Run.open(run or _run_name(place), create=True)
@@ -137,7 +139,7 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
 def import_hydra(
     tensors: dict[str, Tensor], config: dict[str, Any], base: Base
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads Hydra heads as the authors' code saves them: config, tensors, notes; UserError for other architectures.
+    """Reads Hydra heads as the authors' code saves them: settings, tensors, notes; UserError for other architectures.
 
     Biases of the vocabulary matrices are left out, with a note.
     """
@@ -168,19 +170,13 @@ def import_hydra(
     largest = max((bias.float().abs().max().item() for bias in known), default=0)
     if largest:
         notes.append(f"the biases of the vocabulary matrices, at most {largest:.2g}, are left out")
-    ours = {
-        "drafter": "hydra",
-        "num_heads": heads,
-        "num_layers": layers,
-        "hidden_size": base.hidden_size,
-        "vocab_size": base.vocab_size,
-        "vocabulary": "own",
-        "draft_vocab_size": None,
-        "matrices": "each",
-        "prefix_layers": 0,
-        "raw": True,
-    }
-    return ours, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
+    settings = {"num_heads": heads, "num_layers": layers, "vocabulary": "own", "raw": True}
+    return settings, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
 
 
-FORMATS = {"medusa": medusa.import_medusa, "hydra": import_hydra, "eagle3": eagle3.import_eagle3}
+# The kind of drafter that each layout holds, and its reader.
+FORMATS = {
+    "medusa": ("medusa", medusa.import_medusa),
+    "hydra": ("hydra", import_hydra),
+    "eagle3": ("eagle", eagle3.import_eagle3),
+}

@@ -68,7 +68,7 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
 def import_medusa(
     tensors: dict[str, Tensor], config: dict[str, Any], base: Base
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads heads of FasterDecoding (v1, and v2 without matrices), vLLM or TGI: config, tensors, notes."""
+    """Reads heads of FasterDecoding (v1, and v2 without matrices), vLLM or TGI: settings, tensors, notes."""
     tensors = {plain_name(name): tensor for name, tensor in tensors.items()}
     ids = tensors.pop("token_map", None)
     keys = [key for name in tensors if (key := KEY.fullmatch(name)) and key[3] == "linear.weight"]
@@ -85,18 +85,15 @@ def import_medusa(
     if ids is not None:
         tensors["draft_ids"] = _checked_ids(ids, base)
     own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
-    ours = {
-        "drafter": MedusaHeads.name,
+    settings = {
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
         "medusa_fc_bias": True,
-        "hidden_size": base.hidden_size,
-        "vocab_size": base.vocab_size,
         "vocabulary": "draft" if ids is not None else "own" if own else "shared",
         "draft_vocab_size": None if ids is None else len(ids),
         "matrices": "one" if config.get("original_lm_head") else "each",
     }
-    return ours, tensors, notes
+    return settings, tensors, notes
 
 
 def _checked_ids(ids: Tensor, base: Base) -> Tensor:
