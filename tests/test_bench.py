@@ -210,7 +210,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
-@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps"])
+@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps 9"])
 def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
@@ -225,7 +225,7 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
-    short = ["--context", "9"] if "--steps" in words else ["--max-new-tokens", "2"]
+    short = [] if "--steps" in words else ["--max-new-tokens", "2"]
     medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", *short, exit_code=0)
     assert alive == [0, 0]
 
@@ -357,7 +357,6 @@ def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Pat
         ("--methods llama.cpp --gguf {place}/nowhere.gguf", 2, "--gguf"),
         ("--methods llama.cpp", 2, "--methods llama.cpp"),
         ("--methods ar,hf --drafter {place}/mine/drafter", 2, "--drafter"),
-        ("--context 20", 2, "--context"),
         ("--values 3", 2, "--values"),
         ("--batch-size 2 --methods ar,hf-lookup", 2, "hf-lookup"),
         ("--methods hf,hf-assisted", 2, "--draft-model"),

@@ -20,8 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("steps") / "model")
 
 
-def steps(model: str, *words: str) -> Result:
-    return medusa("bench", "--steps", "--model", model, "--dtype", "fp32", *words)
+def steps(model: str, contexts: str, *words: str) -> Result:
+    return medusa("bench", "--steps", contexts, "--model", model, "--dtype", "fp32", *words)
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -49,9 +49,9 @@ def test_peak_memory_counts_from_the_last_reset() -> None:
 
 def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(random_model.SHAPES, "small", (64, 32, 64, 2, 4, 2, 128))
-    document = json.loads(steps("random:small", "--context", "20", "--json").stdout)
+    document = json.loads(steps("random:small", "20", "--json").stdout)
     assert document["model"] == "random:small" and document["dtype"] == "float32"
-    refused = steps("random:huge")
+    refused = steps("random:huge", "20")
     assert refused.exit_code == 2 and "huge" in refused.stderr
 
 
@@ -68,9 +68,9 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
 
 
 def test_the_command_prints_a_table_or_json(model: str) -> None:
-    shown = steps(model, "--context", "20")
+    shown = steps(model, "20")
     assert shown.exit_code == 0 and "eager" in shown.stdout and "fast" in shown.stdout, shown.stderr
-    document = json.loads(steps(model, "--context", "40,20", "--json", "--engine", "fast").stdout)
+    document = json.loads(steps(model, "40,20", "--json", "--engine", "fast").stdout)
     assert list(document["contexts"]) == ["20", "40"] and list(document["contexts"]["40"]) == ["fast"]
     small, large = (document["contexts"][size]["fast"] for size in ("20", "40"))
     assert list(small["step_ms"]) == [str(n) for n in ROWS] and small["cache_bytes"] < large["cache_bytes"]
@@ -80,7 +80,7 @@ def test_the_command_prints_a_table_or_json(model: str) -> None:
 
 def test_a_run_names_the_model_and_what_passes_know_nothing_of_is_refused(model: str, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", model, tree=None)
-    words = ["bench", "--steps", "--run", str(run.path), "--engine", "eager", "--context", "9", "--dtype", "fp32"]
+    words = ["bench", "--steps", "9", "--run", str(run.path), "--engine", "eager", "--dtype", "fp32"]
     shown = medusa(*words, "--json")
     assert shown.exit_code == 0 and json.loads(shown.stdout)["model"] == model
     for more in (["--limit", "2"], ["--methods", "ar"], ["--batch-size", "1"], ["--mt-bench"]):
@@ -90,6 +90,6 @@ def test_a_run_names_the_model_and_what_passes_know_nothing_of_is_refused(model:
 
 @pytest.mark.parametrize("context", ["5000", "20,510", "0", "20,", "many"])
 def test_contexts_beyond_the_model_are_refused(model: str, context: str) -> None:
-    done = steps(model, "--context", context, "--engine", "eager")
-    assert done.exit_code == 2 and "--context" in done.stderr
-    assert steps(model, "--context", "509", "--engine", "eager", "--json").exit_code == 0  # the longest one
+    done = steps(model, context, "--engine", "eager")
+    assert done.exit_code == 2 and "--steps" in done.stderr
+    assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0  # the longest one

@@ -112,7 +112,7 @@ def time_engines(model: str, options: LoadOptions, contexts: Sequence[int]) -> d
         longest = backbone.max_positions - 3
         if contexts[-1] > longest:
             remedy = f"use {longest} or less"
-            raise UsageError(f"@context {contexts[-1]} leaves no position of {backbone.max_positions}", remedy)
+            raise UsageError(f"@steps {contexts[-1]} leaves no position of {backbone.max_positions}", remedy)
         if "ceiling_ms" not in document:
             bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
             document |= {

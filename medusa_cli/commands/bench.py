@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 256
 LENGTH = "acceptance_length"
 # The flags that --steps takes; it asks no questions and runs no drafter.
-WITH_STEPS = {"steps", "context", "model", "run", "device", "dtype", "engine", "quantize"}
+WITH_STEPS = {"steps", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
@@ -42,6 +42,7 @@ METHODS = (
     "hydra: of the run inside the run by that name, or the run's own."
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context, of ar,medusa; resumes a killed one."
+STEPS = "Ask no questions: time forward passes by rows and engine after N tokens, such as 384."
 GGUF = "The file that llama.cpp reads. [default: the default model's own]"
 swept = partial(flag, panel="Sweeps and pass times")
 other = partial(flag, panel="Methods of other programs")
@@ -56,8 +57,7 @@ def bench(
     report: Annotated[bool, flag("--report", "Also write an HTML page with charts, and time passes by rows.")] = False,
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
     values: Annotated[str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")] = None,
-    steps: Annotated[bool, swept("--steps", "Time forward passes by rows and engine; ask no questions.")] = False,
-    context: Annotated[str, swept("--context N[,N]", "With --steps: tokens in the cache. [default: 384]")] = "384",
+    steps: Annotated[str | None, swept("--steps N[,N]", STEPS)] = None,
     draft_model: Annotated[str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judge: options.Judge = None,
@@ -74,16 +74,13 @@ def bench(
     """
     shown.configure()
     given = {name for name in asked.params if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    for flags, other, there in (
-        (given - WITH_STEPS, "with --steps", not steps),
-        (given & {"context"}, "without --steps", steps),
-        (given & {"values"}, "without --sweep", sweep),
-    ):
-        if flags and not there:
-            raise UsageError(f"--{min(flags).replace('_', '-')} has no effect {other}", "change one of them")
-    if steps:
-        time_steps(drafting.choose(need_drafter=False).model, place, context, shown.json)
+    if steps is not None:
+        for name in given - WITH_STEPS:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --steps", "leave one of them out")
+        time_steps(drafting.choose(need_drafter=False).model, place, steps, shown.json)
         return
+    if values is not None and sweep is None:
+        raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
     check_judge(judge, judge_model)
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.judge import write_answers
@@ -104,21 +101,12 @@ def bench(
     choice, competitors = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, lookup)
     questions, count = which.chosen()
     place = follow_choice(choice, place)
+    tokens = rules.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
-        choice,
-        names,
-        questions,
-        rules.max_new_tokens or MAX_NEW_TOKENS,
-        rules.sampled,
-        which.title,
-        place,
-        batch_size,
-        competitors,
-        gguf,
-        draft_model,
+        choice, names, questions, tokens, rules.sampled, which.title, place, batch_size, competitors, gguf, draft_model
     )
     console.info(
-        f"{len(questions)} of {count} questions of {which.title}, up to {what.max_new_tokens} new tokens a turn, "
+        f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
     )
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
@@ -209,9 +197,8 @@ def show_sweep(document: Document) -> None:
 def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> None:
     """Times passes and prints them, context by context."""
     words = [word.strip() for word in contexts.split(",")]
-    for word in words:
-        if not word.isdigit() or int(word) < 1:
-            raise UsageError(f"--context {contexts!r}: {word!r} is not a number >= 1", "use for example 512,2048")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise UsageError(f"--steps {contexts!r} is not a list of numbers >= 1", "use for example 512,2048")
     from medusa_cli.bench.steps import time_engines
 
     document = time_engines(model, place, sorted({int(word) for word in words}))
