@@ -142,8 +142,7 @@ def judge_bench(
                 on_reply(1)
 
         try:
-            for _ in pool.map(ask, missing):
-                pass
+            list(pool.map(ask, missing))
         except BaseException:
             servers.stop()
             pool.shutdown(cancel_futures=True)
@@ -157,25 +156,16 @@ def judge_bench(
 
 def write_answers(folder: Path, model: str, questions: Sequence[Question], texts: Texts) -> None:
     """Writes question.jsonl and model_answer/MODEL-METHOD.jsonl, as FastChat lays out a bench's data."""
-    asked: list[dict[str, Any]] = []
-    for question in questions:
-        reference = {"reference": question.reference} if question.reference else {}
-        words = {"question_id": question.id, "category": question.category, "turns": question.turns}
-        asked.append(words | reference)
-    write_atomic(folder / "question.jsonl", _lines(asked))
+    keys = {"id": "question_id", "category": "category", "turns": "turns", "reference": "reference"}
+    asked = [{key: getattr(question, name) for name, key in keys.items()} for question in questions]
+    _write_lines(folder / "question.jsonl", asked)
     for method, answers in texts.items():
-        name = f"{Path(model).name}-{method}"
-        records = [
-            {
-                "question_id": question,
-                "answer_id": hashlib.sha256(f"{name} {question} {turns}".encode()).hexdigest()[:22],
-                "model_id": name,
-                "choices": [{"index": 0, "turns": turns}],
-                "tstamp": time.time(),
-            }
-            for question, turns in answers.items()
-        ]
-        write_atomic(folder / "model_answer" / f"{name}.jsonl", _lines(records))
+        name, lines = f"{Path(model).name}-{method}", []
+        for question, turns in answers.items():
+            digest = hashlib.sha256(f"{name} {question} {turns}".encode()).hexdigest()[:22]
+            line = {"question_id": question, "answer_id": digest, "model_id": name, "tstamp": time.time()}
+            lines.append({**line, "choices": [{"index": 0, "turns": turns}]})
+        _write_lines(folder / "model_answer" / f"{name}.jsonl", lines)
 
 
 def read_answers(folder: Path, model: str, methods: Sequence[str]) -> tuple[list[Question], Texts]:
@@ -189,5 +179,5 @@ def read_answers(folder: Path, model: str, methods: Sequence[str]) -> tuple[list
     return read_questions(folder / "question.jsonl")[0], texts
 
 
-def _lines(records: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
