@@ -35,14 +35,14 @@ def first_line(reason: BaseException) -> str:
     return next(iter(str(reason).strip().splitlines()), type(reason).__name__)
 
 
-def worded(text: str, word: Callable[[str], str] = str) -> str:
+def in_words(text: str, word: Callable[[str], str] = str) -> str:
     """Returns a text with `word` of each setting in place of its @name."""
     return _SETTING.sub(lambda match: word(match[1]), text)
 
 
 def in_flags(text: str) -> str:
     """Returns a text with settings as flags of the command line."""
-    return worded(text, lambda setting: "--" + setting.replace("_", "-"))
+    return in_words(text, lambda setting: "--" + setting.replace("_", "-"))
 
 
 class UserError(Exception):
@@ -53,7 +53,7 @@ class UserError(Exception):
     def __init__(self, message: str, remedy: str = "") -> None:
         self.message, self.remedy = cut(message), remedy
         self.text = cut(f"{message}; {remedy}" if remedy else message)
-        super().__init__(worded(self.text))
+        super().__init__(in_words(self.text))
 
     @property
     def setting(self) -> str | None:

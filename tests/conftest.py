@@ -1,4 +1,4 @@
-"""What all tests share: one thread, as tiny models lose by more; a cache folder apart; those marked gpu need CUDA."""
+"""Set-up of all tests: one thread, as tiny models lose by more; a cache folder apart; tests marked gpu need CUDA."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what tests measure of the machine beside pytest's own cache; what was fetched is read where it is."""
+    """Keeps timings of the machine beside pytest's cache; fetched files are read in their place."""
     if hasattr(config, "workerinput"):  # one of several processes, which inherits the first one's folder
         return
     from medusa_cli.assets import home

@@ -104,8 +104,8 @@ def benched(run: Path) -> Facts:
     """Returns each method's answers in the last bench, not its speed."""
     methods = json.loads(max(run.glob("bench/*.json")).read_text())["methods"]
     return [
-        (name, digest([one["tokens"], one.get("identical"), round(one["acceptance_length"], 6)]))
-        for name, one in methods.items()
+        (name, digest([method["tokens"], method.get("identical"), round(method["acceptance_length"], 6)]))
+        for name, method in methods.items()
     ]
 
 
@@ -120,7 +120,7 @@ def exported(run: Path) -> Facts:
 def kernels(run: Path) -> Facts:
     """Returns which kernels were timed: the times differ in every run."""
     timed = json.loads((run / "home" / "timings.json").read_text())
-    return [(f"{key} {kernel}", str(sorted(curve))) for key, one in timed.items() for kernel, curve in one.items()]
+    return [(f"{key} {kernel}", str(sorted(curve))) for key, times in timed.items() for kernel, curve in times.items()]
 
 
 def half_written(run: Path) -> list[str]:
@@ -314,35 +314,35 @@ def crash(known: Sequence[Known], scratch: Path, kills: int, draw: random.Random
     """Kills commands in turn, one to three times each, and compares their files after each."""
     turn = 0
     while count.kills.total() < kills and len(count.faults) < 10:
-        one = known[turn % len(known)]
+        chosen = known[turn % len(known)]
         turn += 1
         place = scratch / "trial"
-        shutil.copytree(one.base, place)
+        shutil.copytree(chosen.base, place)
         begun = time.time()
         for _ in range(draw.randint(1, 3)):
-            strike(one, place, count, draw, begun)
+            strike(chosen, place, count, draw, begun)
         try:
-            count.compare(one.job.name, one.facts, one.job.finish(place, begun)[0])
+            count.compare(chosen.job.name, chosen.facts, chosen.job.finish(place, begun)[0])
         except (AssertionError, OSError, ValueError, UserError) as reason:
-            count.faults.append(f"{one.job.name}: could not go on: {reason}")
-        count.leftovers(one.job.name, place / RUN)
+            count.faults.append(f"{chosen.job.name}: could not go on: {reason}")
+        count.leftovers(chosen.job.name, place / RUN)
         shutil.rmtree(place)
 
 
 def contend(known: Sequence[Known], scratch: Path, rounds: int, count: Count) -> None:
     """Starts two or three writers of one run at once: one writes what it would alone, the others are refused."""
     for number in range(rounds):
-        one, size = known[number % WRITERS], 2 + number // WRITERS % 2
+        chosen, size = known[number % WRITERS], 2 + number // WRITERS % 2
         place, name = scratch / "trial", f"{size} x {known[number % WRITERS].job.name}"
-        shutil.copytree(one.base, place)
-        children = [start(one.job.words, place, rank=rank) for rank in range(size)]
+        shutil.copytree(chosen.base, place)
+        children = [start(chosen.job.words, place, rank=rank) for rank in range(size)]
         end(children)
         texts = [child.said.read_text() for child in children if child.code == 1]
         clear = all(text.count("\n") == 1 and "is being written by" in text for text in texts)
         count.refused += len(texts)
         if len(texts) != size - 1 or sum(child.code == 0 for child in children) != 1 or not clear:
             count.faults.append(f"{name}: {[child.code for child in children]}, {texts}")
-        count.compare(name, one.facts, one.job.facts(place / RUN))
+        count.compare(name, chosen.facts, chosen.job.facts(place / RUN))
         shutil.rmtree(place)
 
 
@@ -366,7 +366,7 @@ def main() -> int:
         (scratch / "reference").mkdir()
         prepare(scratch / "reference")
         known = learn(scratch, needed(asked.only, asked.rounds))
-        killed = [one for one in known if one.job.name.startswith(asked.only)]
+        killed = [entry for entry in known if entry.job.name.startswith(asked.only)]
         crash(killed, scratch, asked.kills, random.Random(asked.random_seed), count)
         contend(known, scratch, asked.rounds, count)
     for name, number in count.kills.items():

@@ -153,7 +153,7 @@ class Ground:
         adapter.attach(network, rank=2, alpha=4.0, dropout=0.0)
         adapter.save(network, self.home / "joint" / "adapter", model)
         seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n} w{n + 1}"}]} for n in range(6)]
-        (self.home / "seeds.json").write_text("".join(json.dumps(one) + "\n" for one in seeds))
+        (self.home / "seeds.json").write_text("".join(json.dumps(record) + "\n" for record in seeds))
         save_questions(self.home / "questions.jsonl")
         export_medusa(find_source(f"{run.path}/"), self.home / "theirs")
         torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
@@ -406,8 +406,8 @@ def main() -> None:
     seeds = [asked.seed * 1000 + rank for rank in range(asked.processes)]
     with ProcessPoolExecutor(asked.processes) as pool:
         done = list(pool.map(fuzz, seeds, [asked.seconds] * asked.processes))
-    count, faults = sum(one[0] for one in done), [fault for one in done for fault in one[2]]
-    peak = max(one[1] for one in done) << 10
+    counts, peaks, faults = zip(*done, strict=True)
+    count, peak, faults = sum(counts), max(peaks) << 10, sum(faults, [])
     print(f"{count:,} cases, {len(faults)} faults, at most {peak / 1e9:.2f} GB held; --seed {asked.seed}")
     sys.exit(bool(faults) or peak > MEMORY)
 

@@ -112,7 +112,7 @@ def test_no_imports_go_in_a_circle() -> None:
         imported = imported.removeprefix("medusa_cli.")
         return next((name for name in (imported, imported.rpartition(".")[0]) if name in known), None)
 
-    used = {name: {module(one) for one in imports(at_import(tree))} - {None, name} for name, tree in known.items()}
+    used = {name: {module(other) for other in imports(at_import(tree))} - {None, name} for name, tree in known.items()}
     TopologicalSorter(used).prepare()  # names the circle
 
 

@@ -75,8 +75,8 @@ def test_shared_options_are_alike_everywhere(name: str) -> None:
 
 def test_options_of_a_dataclass_are_spread_and_gathered() -> None:
     @spread_out
-    def shout(asked: typer.Context, *, word: str = "a", place: LoadFlags, said: OutputFlags) -> None:
-        typer.echo(f"{asked.info_name} {word} {place.device} {place.engine} {place.trust_remote_code} {said.json}")
+    def shout(asked: typer.Context, *, word: str = "a", place: LoadFlags, output: OutputFlags) -> None:
+        typer.echo(f"{asked.info_name} {word} {place.device} {place.engine} {place.trust_remote_code} {output.json}")
 
     app = typer.Typer()
     app.command()(shout)

@@ -30,7 +30,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.accuracies import Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.io import Malformed
-from medusa_cli.runs.provenance import Made, describe_drafter
+from medusa_cli.runs.provenance import Provenance, describe_drafter
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
@@ -114,7 +114,7 @@ class Case:
         return path
 
     @cached_property
-    def provenance(self) -> Made:
+    def provenance(self) -> Provenance:
         """Provenance of the drafter."""
         return describe_drafter(self.need(self.run.drafter_dir / "config.json", "train").parent).provenance
 

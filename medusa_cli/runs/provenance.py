@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from medusa_cli.runs.io import read_as
+from medusa_cli.runs.io import convert, read_as
 
 # A model's id, architecture, sizes, and the fingerprints of its weights.
 Identity = dict[str, str | int | None]
@@ -20,27 +21,20 @@ class Data:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class TrainSection:
     """The part of a recipe's section `train` that is read again."""
 
     validation_fraction: float | None = None
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The part of a recipe that is read again."""
-
-    train: HeldOut = field(default_factory=HeldOut)
-
-
-@dataclass(frozen=True)
-class Made:
+class Provenance:
     """The part of a file's provenance that is read again."""
 
     created: str | None = None
     backbone: Identity | str | None = None
     data: Data | None = None
-    recipe: Trained = field(default_factory=Trained)
+    recipe: dict[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> Identity:
@@ -49,8 +43,8 @@ class Made:
 
     def held_out(self, otherwise: float) -> float:
         """Returns the share of the conversations that training held out, `otherwise` if unknown."""
-        fraction = self.recipe.train.validation_fraction
-        return otherwise if fraction is None else fraction
+        section = convert(self.recipe.get("train", {}), TrainSection, "the recipe of the drafter")
+        return otherwise if section.validation_fraction is None else section.validation_fraction
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Described:
     vocab_size: int | None = None
     num_heads: int | None = None
     medusa_num_heads: int | None = None
-    provenance: Made = field(default_factory=Made)
+    provenance: Provenance = field(default_factory=Provenance)
 
     @property
     def heads(self) -> int | None:

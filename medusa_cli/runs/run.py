@@ -10,7 +10,7 @@ from typing import Any
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.runs.io import read_as, read_text, restore, sweep, write_atomic, write_json
-from medusa_cli.runs.provenance import Made, describe_drafter
+from medusa_cli.runs.provenance import Provenance, describe_drafter
 
 LOCK = ".lock"
 RUNS = Path("runs")
@@ -148,7 +148,7 @@ class Run:
         marker, remedy = self.path / "run.json", "delete it: the next command writes it again"
         if not marker.exists():
             return None
-        owner = read_as(marker, Made, "the run's file", remedy).identity
+        owner = read_as(marker, Provenance, "the run's file", remedy).identity
         if not isinstance(owner.get("id"), str):
             raise UserError(f"the run's file {marker} names no backbone", remedy)
         return owner
@@ -194,8 +194,8 @@ def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) 
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     if any(expected[key] != actual[key] for key in known):
         names = [
-            f"{shown(one.get('id'))} (hidden {one.get('hidden_size')}, vocabulary {one.get('vocab_size')})"
-            for one in (expected, actual)
+            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')})"
+            for model in (expected, actual)
         ]
         raise UserError(
             f"{what} was made for the model {names[0]}, not for {names[1]}",

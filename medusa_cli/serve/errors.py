@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from medusa_cli.errors import UserError, worded
+from medusa_cli.errors import UserError, in_words
 from medusa_cli.serve.schema import FIXED, LIST, TEXT
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -58,7 +58,7 @@ class Refusal(Exception):
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     """Returns the refusal for an error of the core; `param` is at fault if no setting is."""
-    text, setting = worded(reason.text, _field), reason.setting
+    text, setting = in_words(reason.text, _field), reason.setting
     if setting is not None:
         return Refusal(400, text, param=_field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
