@@ -37,7 +37,7 @@ def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
     row = 2 * width
     with path.open("rb") as file:
         if first < 0 or (first + count) * row > os.fstat(file.fileno()).st_size:
-            raise UserError(f"{path} ends before state row {first + count}", "distil or train again in a fresh @run")
+            raise UserError(f"{path} ends before state row {first + count}", "delete it to compute the states again")
         if not count:
             return torch.empty(0, width, dtype=torch.bfloat16)
         mapped = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)

@@ -52,20 +52,18 @@ def load_dataset(
     others are not computed. world: the processes that share a prefill. on_progress: called with the tokens done and
     their number. Raises UserError for missing or unusable data, and for states of other data.
     """
-    path = data or run.data_path
+    path, size, world = data or run.data_path, backbone.hidden_size, world or Distributed()
     owner = Run(path.parent).owner
     if path.is_file() and owner is not None:
         check_backbone(owner, backbone.identity, f"{path}")
     conversations, report = read_conversations(path, backbone)
     dataset = split_conversations(conversations, report, fraction=fraction)
-    origin, size = describe_distillation(path.parent), backbone.hidden_size
-    stored, layers = path.with_name(run.states_path.name), with_last_layer(origin.taps)
-    # States kept while distilling are those of the model without an adapter, rounded as it was then.
+    origin, stored = describe_distillation(path.parent), path.with_name(run.states_path.name)
+    # States kept while distilling are those of the model without an adapter, quantized as it was then.
     fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
-    if fits and set(taps) <= set(layers) and stored.is_file() and all(c.state_rows for c in conversations):
-        rows = max(sum(conversation.state_rows or ()) for conversation in conversations)
-        states = _read(stored, rows, size * len(layers), "distil again into a fresh @run")
-        _check_seals(conversations, states, stored)
+    layers = with_last_layer(origin.taps)
+    if fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in conversations):
+        states = _stored(stored, size * len(layers), conversations)
         kept = replace(with_states(select(dataset) if select else dataset, states, prompts), kept=True)
         if tuple(taps) != layers:
             kept.columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
@@ -75,11 +73,9 @@ def load_dataset(
     if select is not None:
         needed = select(needed) if cached.is_file() else _with_rows(select(dataset))
         cached = cached if cached.is_file() else _cache_path(run, backbone, needed, taps)
-    world = world or Distributed()
     if not world.gather(cached.is_file())[0]:  # all as the first one sees it
         _prefill(cached, backbone, _in_order(needed), taps, world, on_progress)
-    rows = max(sum(conversation.state_rows or ()) for conversation in _in_order(needed))
-    return with_states(needed, _read(cached, rows, size * len(taps), "delete it to compute the states again"), prompts)
+    return with_states(needed, _stored(cached, size * len(taps), _in_order(needed)), prompts)
 
 
 def rounding(backbone: Backbone) -> str | None:
@@ -96,40 +92,27 @@ def _in_order(dataset: Conversations) -> list[Conversation]:
 def _with_rows(dataset: Conversations) -> Conversations:
     """Returns conversations with the rows of a file made here, where they follow one another."""
     rows, start = {}, 0
-    for conversation in _in_order(dataset):
-        rows[conversation.id] = (start, len(conversation.tokens) - 1)
-        start += len(conversation.tokens) - 1
-    train, held_out = (
-        [replace(conversation, state_rows=rows[conversation.id]) for conversation in part]
-        for part in (dataset.train, dataset.held_out)
-    )
-    return replace(dataset, train=train, held_out=held_out)
+    for item in _in_order(dataset):
+        rows[item.id] = (start, len(item.tokens) - 1)
+        start += len(item.tokens) - 1
+
+    def numbered(part: Sequence[Conversation]) -> list[Conversation]:
+        return [replace(item, state_rows=rows[item.id], seal=None) for item in part]
+
+    return replace(dataset, train=numbered(dataset.train), held_out=numbered(dataset.held_out))
 
 
-def _read(path: Path, rows: int, width: int, remedy: str) -> Tensor:
-    """Returns the first rows [rows, W] of a file; raises UserError where it is shorter."""
-    size = path.stat().st_size
-    if not rows * width * 2 <= size:
-        raise UserError(
-            f"{path} ({size:,} bytes) does not hold the {rows:,} state rows of width {width} that its data names",
-            remedy,
-        )
-    return read_rows(path, width, 0, rows)
-
-
-def _check_seals(conversations: Sequence[Conversation], states: Tensor, path: Path) -> None:
-    """Raises UserError where state rows are not those that were kept for their conversation."""
-    broken = []
-    for conversation in conversations:
-        first, count = conversation.state_rows or (0, 0)
-        if conversation.seal not in (None, seal(conversation, states[first : first + count])):
-            broken.append(conversation.id)
-    if broken:
-        raise UserError(
-            f"{path} holds other state rows than were kept for {len(broken):,} of {len(conversations):,} "
-            f"conversations, the first of them {broken[0]!r}",
-            "delete it to compute the states again",
-        )
+def _stored(path: Path, width: int, conversations: Sequence[Conversation]) -> Tensor:
+    """Returns the state rows that conversations name; raises UserError where these are not theirs."""
+    states = read_rows(path, width, 0, max(sum(item.state_rows or ()) for item in conversations))
+    for item in conversations:
+        first, count = item.state_rows or (0, 0)
+        if item.seal not in (None, seal(item, states[first : first + count])):
+            raise UserError(
+                f"{path} holds other state rows than were kept for the conversation {item.id!r}",
+                "delete it to compute the states again",
+            )
+    return states
 
 
 def _cache_path(run: Run, backbone: Backbone, dataset: Conversations, taps: Sequence[int]) -> Path:
