@@ -23,8 +23,8 @@ from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.accuracies import UNKNOWN, Heads, outdated, read_calibration, stamp_of
 from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, choose, find_drafter
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import budgets, largest, search
+from medusa_cli.tree.tree import load_tree, tree_provenance
 
 # Most nodes of a dynamic tree whose nodes pay by a measured chance.
 MAX_PAYING_NODES = 32

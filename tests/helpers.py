@@ -23,7 +23,7 @@ from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.io import save_tree
+from medusa_cli.tree.tree import save_tree
 
 FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
 CHAT_TEMPLATE = (

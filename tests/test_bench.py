@@ -24,7 +24,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16, load_network
 from medusa_cli.tree import Tree
-from medusa_cli.tree.io import save_tree
+from medusa_cli.tree.tree import save_tree
 from tests import helpers
 from tests.helpers import TREE, bench, medusa, save_bench, save_model, save_run, tiny_backbone
 

@@ -20,8 +20,8 @@ from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Stepped, TrainLog, Validated
-from medusa_cli.tree.io import save_tree
 from medusa_cli.tree.search import Costs
+from medusa_cli.tree.tree import save_tree
 from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run, tiny_backbone
 
 

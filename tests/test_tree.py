@@ -12,8 +12,8 @@ import torch
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
-from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
+from medusa_cli.tree.tree import load_tree, save_tree
 
 #      0
 #    1   2

@@ -46,7 +46,6 @@ def tree(
     """
     shown.configure()
     from medusa_cli.tree.draw import draw_costs, draw_picture, draw_terminal
-    from medusa_cli.tree.io import save_tree
     from medusa_cli.tree.search import (
         break_even,
         expected_length,
@@ -55,6 +54,7 @@ def tree(
         parse_budget,
         parse_shape,
     )
+    from medusa_cli.tree.tree import save_tree
 
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in ways.items() if value is not None]

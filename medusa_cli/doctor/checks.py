@@ -37,8 +37,8 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
-from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import budgets, expected_length, largest, search
+from medusa_cli.tree.tree import load_tree, tree_provenance
 
 # From good to bad; a part that cannot be examined is no fault.
 STATUSES = ("pass", "unknown", "warn", "fail")

@@ -1,6 +1,6 @@
-"""Trees of guesses: what they are, the best static one, dynamic ones, files and drawings."""
+"""Draft trees: what they are, the best static tree, dynamic trees, and drawings."""
 
 from medusa_cli.tree.dynamic import DynamicTree, TreeBuilder
 from medusa_cli.tree.tree import Tree
 
-__all__ = ["TreeBuilder", "DynamicTree", "Tree"]
+__all__ = ["DynamicTree", "Tree", "TreeBuilder"]

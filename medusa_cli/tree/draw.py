@@ -68,18 +68,9 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 def columns(tree: Tree) -> list[float]:
     """Returns each node's horizontal position: leaves in depth-first order, parents above their children."""
     x = [0.0] * tree.size
-    order: list[int] = []
-    stack = [0]
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack += reversed(tree.children[node])
-    column = 0
-    for node in order:
-        if not tree.children[node]:
-            x[node] = float(column)
-            column += 1
-    for node in reversed(order):
+    for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
+        x[leaf] = float(column)
+    for node in reversed(range(tree.size)):
         if below := tree.children[node]:
             x[node] = (x[below[0]] + x[below[-1]]) / 2
     return x

@@ -4,14 +4,15 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.accuracies import Heads, check_current
 from medusa_cli.runs.run import DEFAULT_RUN
-from medusa_cli.tree.io import MAX_NODES, load_tree
-from medusa_cli.tree.tree import Tree
+from medusa_cli.tree.tree import MAX_NODES, Tree, load_tree
 
 Accuracies = Sequence[Sequence[float]]
 
@@ -98,11 +99,6 @@ class Costs:
         drafting = interpolate(self.draft, depth) if depth else 0.0
         return interpolate(self.verify, nodes * batch) + drafting
 
-    @property
-    def max_rows(self) -> int:
-        """Returns the most rows that were measured."""
-        return max(self.verify)
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -117,22 +113,15 @@ class Budget:
         return self.expected / self.seconds
 
 
-def best_of_size(accuracies: Accuracies, nodes: int, costs: Costs) -> Budget:
-    """Returns the tree of so many nodes with the most tokens a second, over as many of the heads as pay."""
-    candidates = []
-    for heads in range(1 if nodes > 1 else len(accuracies), len(accuracies) + 1):
-        if nodes <= largest(accuracies[:heads]):
-            tree = search(accuracies[:heads], nodes)
-            seconds = costs.step(nodes, tree.max_depth)
-            candidates.append(Budget(tree, expected_length(tree, accuracies), seconds))
-    return max(candidates, key=lambda budget: budget.tokens_per_s)
-
-
 def budgets(accuracies: Accuracies, costs: Costs) -> list[Budget]:
-    """Returns the best tree of each size worth trying, the root alone first."""
-    limit = min(costs.max_rows, largest(accuracies))
-    sizes = [*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)]
-    return [best_of_size(accuracies, nodes, costs) for nodes in sizes]
+    """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
+    limit, best = min(max(costs.verify), largest(accuracies)), []
+    for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
+        some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
+        trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
+        each = [Budget(tree, expected_length(tree, accuracies), costs.step(nodes, tree.max_depth)) for tree in trees]
+        best.append(max(each, key=lambda budget: budget.tokens_per_s))
+    return best
 
 
 def break_even(chosen: Budget, costs: Costs) -> float:
@@ -148,16 +137,13 @@ def break_even(chosen: Budget, costs: Costs) -> float:
 def interpolate(points: Mapping[int, float], x: int) -> float:
     """Returns the value at x: linear between measured points, and with the last slope beyond them."""
     known = sorted(points)
-    if x in points:
-        return points[x]
-    after = bisect_left(known, x)
-    if len(known) == 1 or after == 0:
+    if len(known) == 1 or x <= known[0]:
         return points[known[0]]
-    beyond = after == len(known)
-    low, high = (known[-2], known[-1]) if beyond else (known[after - 1], known[after])
+    after = min(bisect_left(known, x), len(known) - 1)
+    low, high = known[after - 1], known[after]
     slope = (points[high] - points[low]) / (high - low)
     # Noise may give a negative slope; no step is cheaper for being larger.
-    return points[high] + max(slope, 0.0) * (x - high) if beyond else points[low] + slope * (x - low)
+    return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)
 
 
 BUDGET = 64
@@ -177,14 +163,9 @@ def parse_shape(text: str) -> list[int]:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
         raise UsageError(f"@shape {text!r} is no list of numbers", "give widths such as 4,3,2") from reason
-    if min(widths) < 1:
-        raise UsageError(f"@shape {text!r} has a width below 1", "give widths such as 4,3,2")
-    total = level = 1
-    for width in widths:
-        level *= width
-        total += level
-        if total > MAX_NODES:
-            raise UsageError(f"@shape {text!r} makes more than {MAX_NODES:,} nodes", "give fewer or smaller")
+    nodes = 1 + sum(accumulate(widths, mul))
+    if min(widths) < 1 or nodes > MAX_NODES:
+        raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")
     return widths
 
 
@@ -211,18 +192,14 @@ def make_tree(
 
 def missing_accuracies(widths: tuple[int, ...], known: Heads) -> list[str]:
     """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
-    notes = []
+    notes, deep = [], known.count is not None and len(widths) > known.count
     if known.stale:
         notes.append(f"{known.source} was measured on an earlier drafter of this run: so is the expected length")
-    if known.count is not None and len(widths) > known.count:
+    if deep:
         notes.append(
-            f"the tree is {len(widths)} deep but there are {known.count} heads: these heads cannot fill it; "
-            f"@heads {known.count} truncates it"
+            f"the tree is {len(widths)} deep, there are {known.count} heads; @heads {known.count} truncates it"
         )
     for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
         if width > len(row):
-            notes.append(
-                f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; "
-                "the others count 0 in the expected length"
-            )
+            notes.append(f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; the others count 0")
     return notes

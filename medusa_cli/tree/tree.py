@@ -1,14 +1,20 @@
-"""The draft tree: parents and ranks; masks, depths and paths are derived from them."""
+"""The draft tree: parents and ranks, what is derived from them, and its files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa_cli.errors import UserError
+from medusa_cli.runs.io import convert, read_json, write_json
+
+# A step verifies all nodes at once under an N x N mask: no machine gains from more.
+MAX_NODES = 1024
+REMEDY = "make one with `medusa tree`, or give a list of rank paths"
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,10 @@ class Tree:
         index: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [0]
         for path in paths:
-            if path[:-1] not in index:
+            if path[:-1] not in index or path[-1] < 0:
                 raise UserError(
-                    f"the tree's path {list(path)} has no parent {list(path[:-1])}", "add the parent's path"
+                    f"the tree's path {list(path)} has a negative rank or no parent", "add the parent's path"
                 )
-            if path[-1] < 0:
-                raise UserError(f"the tree's path {list(path)} has a negative rank", "ranks count from 0")
             index[path] = len(parents)
             parents.append(index[path[:-1]])
             ranks.append(path[-1])
@@ -50,8 +54,8 @@ class Tree:
     @classmethod
     def dense(cls, shape: Sequence[int]) -> "Tree":
         """Returns the Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
-        choices: list[tuple[int, ...]] = [()]
         level: list[tuple[int, ...]] = [()]
+        choices: list[tuple[int, ...]] = []
         for width in shape:
             level = [(*path, rank) for path in level for rank in range(width)]
             choices += level
@@ -148,6 +152,64 @@ class Tree:
         if not all(type(number) is int for number in (*parents, *ranks)):
             raise ValueError("parents and ranks must be integers")
         return cls(parents, ranks)
+
+
+def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
+    """Writes a tree and its provenance atomically."""
+    write_json(path, {**tree.to_json(), "choices": tree.choices, "provenance": provenance})
+
+
+@dataclass(frozen=True)
+class TreeProvenance:
+    """The drafter that a tree was searched for, and the chance from which a node pays on the machine of the search."""
+
+    drafter_stamp: str | None = None
+    break_even: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.break_even >= 0:
+            raise ValueError("break_even is below 0")
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """The content of a tree file: parents and ranks, or rank paths under one of two names."""
+
+    parents: list[int] | None = None
+    ranks: list[int] | None = None
+    choices: list[list[int]] | None = None
+    medusa_choices: list[list[int]] | None = None
+    provenance: TreeProvenance = TreeProvenance()
+
+    def tree(self) -> Tree:
+        """Returns the tree; raises ValueError where the file holds none."""
+        if self.parents is not None and self.ranks is not None:
+            return Tree(tuple(self.parents), tuple(self.ranks))
+        paths = self.choices if self.choices is not None else self.medusa_choices
+        if paths is None or not all(paths):
+            raise ValueError("neither parents and ranks nor a list of paths")
+        return Tree.from_choices(paths)
+
+
+def load_tree(path: Path) -> Tree:
+    """Reads a tree from {"parents", "ranks"}, {"choices": [[...]]} or a bare list of choices; raises UserError."""
+    try:
+        tree = _read(path).tree()
+    except ValueError as reason:
+        raise UserError(f"the tree {path} cannot be used: {reason}", REMEDY) from reason
+    if tree.size > MAX_NODES:
+        raise UserError(f"the tree {path} has {tree.size:,} nodes", f"use {MAX_NODES:,} at most")
+    return tree
+
+
+def tree_provenance(path: Path) -> TreeProvenance:
+    """Reads the provenance of a tree file; a bare list of choices has none."""
+    return _read(path).provenance
+
+
+def _read(path: Path) -> TreeFile:
+    data = read_json(Path(path), "the tree")
+    return convert({"choices": data} if isinstance(data, list) else data, TreeFile, f"the tree {path}", REMEDY)
 
 
 def batch_trees(tokens: Sequence[Tensor], trees: Sequence[Tree]) -> tuple[Tensor, Tensor, Tensor]:
