@@ -146,9 +146,9 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
             segment = torch.full((len(tokens),), -1)
             segment[len(following) - 1 :] = 0
             truth = Batch(states, tokens, segment, sequence=torch.zeros(len(tokens), dtype=torch.long))
-            found = guesses(drafter, backbone, truth, len(drafter.draft_ids))[0]
+            ranked = guesses(drafter, backbone, truth, len(drafter.draft_ids))[0]
             for head, node in enumerate(path):
-                assert draft.tokens[node] == found[head, draft.tree.ranks[node]], (number, node)
+                assert draft.tokens[node] == ranked[head, draft.tree.ranks[node]], (number, node)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -205,7 +205,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str) -> None:
     index, rows_of = drafter.vocabulary_index(torch.device("cpu")), [batch.targets(k) for k in (1, 2, 3)]
     final = batch.hidden[:, -backbone.hidden_size :]
     p = (final @ drafter.of_vocabulary(backbone.lm_head_weight).T).softmax(-1)
-    found = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7, soft=0.4, regress=0.0))
+    losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7, soft=0.4, regress=0.0))
     expected = torch.zeros(())
     for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
         rows = rows_of[k - 1]
@@ -214,13 +214,15 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str) -> None:
         log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
         loss = 0.6 * F.nll_loss(log_q[known], targets[known], reduction="sum")
         loss = loss - 0.4 * (p[rows + k] * log_q)[known].sum()
-        assert float(found.per_head[k - 1].detach()) == pytest.approx(float(loss.detach()) / int(known.sum()), rel=1e-4)
-        assert int(found.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())
-        assert (int(found.counted[k - 1]), int(found.learnt[k - 1])) == (len(rows), int(known.sum()))
+        assert float(losses.per_head[k - 1].detach()) == pytest.approx(
+            float(loss.detach()) / int(known.sum()), rel=1e-4
+        )
+        assert int(losses.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())
+        assert (int(losses.counted[k - 1]), int(losses.learnt[k - 1])) == (len(rows), int(known.sum()))
         expected = expected + 0.7**k * loss / len(batch.next)
-    assert float(found.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert float(losses.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     weights = list(drafter.parameters())
-    ours, theirs = (torch.autograd.grad(total, weights, retain_graph=True) for total in (found.total, expected))
+    ours, theirs = (torch.autograd.grad(total, weights, retain_graph=True) for total in (losses.total, expected))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
     assert all(gradient.any() for gradient in ours)
 
@@ -249,9 +251,9 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
 def test_conversations_of_a_batch_do_not_see_one_another(kind: str) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind)
-    both = batch_of(drafter, backbone, [0] * 5 + [1] * 7)
-    second = Batch(both.hidden[5:], both.next[5:], both.segment[5:])
-    ours, theirs = (guesses(drafter, backbone, batch, 3) for batch in (both, second))
+    packed = batch_of(drafter, backbone, [0] * 5 + [1] * 7)
+    second = Batch(packed.hidden[5:], packed.next[5:], packed.segment[5:])
+    ours, theirs = (guesses(drafter, backbone, batch, 3) for batch in (packed, second))
     assert torch.equal(ours[5:], theirs)
 
 
@@ -262,9 +264,9 @@ def test_prompts_are_seen_and_not_learnt() -> None:
     batch = Batch(batch.hidden, batch.next, batch.segment, sequence=torch.zeros(12, dtype=torch.long))
     other = Batch(batch.hidden, batch.next.clone(), batch.segment, sequence=batch.sequence)
     other.next[:4] = batch.next[:4].flip(0)
-    found, again = (drafter_loss(drafter, backbone, each, TrainRecipe(regress=0.0)) for each in (batch, other))
-    assert found.counted.tolist() == again.counted.tolist() == [7, 6, 5]
-    assert not torch.equal(found.total, again.total)
+    losses, again = (drafter_loss(drafter, backbone, each, TrainRecipe(regress=0.0)) for each in (batch, other))
+    assert losses.counted.tolist() == again.counted.tolist() == [7, 6, 5]
+    assert not torch.equal(losses.total, again.total)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OF_STATES if not kind.startswith(("eagle", "hydra-raw"))])
@@ -274,7 +276,7 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
     batch = batch_of(drafter, backbone, [0] * 5)
     scores = batch.hidden @ drafter.of_vocabulary(backbone.lm_head_weight).T
     expected = drafter.draft_ids[scores.topk(4).indices]
-    assert all(torch.equal(found, expected) for found in guesses(drafter, backbone, batch, 4).unbind(1))
+    assert all(torch.equal(best, expected) for best in guesses(drafter, backbone, batch, 4).unbind(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -371,7 +373,7 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
     hidden, tokens = torch.randn(15, 4 * size), torch.randint(5, 60, (15,))
     batch = Batch(hidden, tokens, segment, sequence=sequence)
     learnt = [batch.targets(level + 1) for level in range(steps)]
-    found = list(drafter.head_states(backbone, batch, learnt))
+    yielded = list(drafter.head_states(backbone, batch, learnt))
     for number in range(2):
         rows = torch.nonzero(sequence == number).squeeze(1)
         count, embedded = len(rows), backbone.embedding(tokens[rows])
@@ -393,7 +395,7 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
             states = layer.leave(states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
             own = sequence[learnt[level]] == number
             wanted = drafter.norm(states)[learnt[level][own] - int(rows[0])]
-            assert len(wanted) and torch.allclose(found[level][own], wanted, atol=1e-4), (number, level)
+            assert len(wanted) and torch.allclose(yielded[level][own], wanted, atol=1e-4), (number, level)
 
 
 def test_a_bias_from_the_token_before_is_a_low_rank_product() -> None:
@@ -413,16 +415,16 @@ def test_confidences_after_a_token_are_shares_of_all_guesses(monkeypatch: pytest
     torch.nn.init.normal_(bias.after)
     owner, split = torch.tensor([0, 1, 1]), [tokens[:1], tokens[1:]]
     lifted = (scores[owner] + bias.before[tokens] @ bias.after.T) / 1.3
-    found, places = bias.best(scores, split, 4, 1.3)
-    assert torch.allclose(found, lifted.log_softmax(-1).topk(4).values, atol=1e-5)
+    log_p, places = bias.best(scores, split, 4, 1.3)
+    assert torch.allclose(log_p, lifted.log_softmax(-1).topk(4).values, atol=1e-5)
     assert torch.equal(places, lifted.topk(4).indices)
     assert torch.equal(bias.best(scores, split, 4, None)[1], places)
     monkeypatch.setattr(blocks, "CANDIDATES", 8)
-    found, places = bias.best(scores, split, 8, 1.3)
+    log_p, places = bias.best(scores, split, 8, 1.3)
     # Other guesses count without the bias.
     rest = (scores / 1.3).scatter(1, scores.topk(8).indices, -torch.inf).exp().sum(-1)[owner, None]
     some = lifted.gather(1, places)
-    assert torch.allclose(found, some - (some.exp().sum(-1, keepdim=True) + rest).log(), atol=1e-4)
+    assert torch.allclose(log_p, some - (some.exp().sum(-1, keepdim=True) + rest).log(), atol=1e-4)
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(576, 9), (4096, 64), (960, 15), (32, 1), (480, 6), (130, 1)])
@@ -563,8 +565,10 @@ def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) ->
     methods = ["ar", *sorted(DRAFTERS)]
     words = ["--run", place / "run", "--questions", place / "q.jsonl", "--dtype", "fp32", "--tree", "static"]
     words += ["--methods", ",".join(methods), "--max-new-tokens", "20", "--json", "--quiet"]
-    found = json.loads(medusa("bench", *words, exit_code=0).stdout)["methods"]
-    assert list(found) == methods
+    methods_run = json.loads(medusa("bench", *words, exit_code=0).stdout)["methods"]
+    assert list(methods_run) == methods
     for name in DRAFTERS:
-        assert found[name]["identical"] == found[name]["questions"] == 4, name
-        assert found[name]["tokens"] == found["ar"]["tokens"] and found[name]["acceptance_length"] > 1, name
+        assert methods_run[name]["identical"] == methods_run[name]["questions"] == 4, name
+        assert (
+            methods_run[name]["tokens"] == methods_run["ar"]["tokens"] and methods_run[name]["acceptance_length"] > 1
+        ), name

@@ -1,4 +1,4 @@
-"""Trees: shapes derived from parents, the search against brute force, files and pictures."""
+"""Trees: what is derived from parents, search against brute force, dynamic trees, files, drawings, budgets."""
 
 import itertools
 import json
@@ -9,11 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_cli.decode.costs import measure_costs
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
-from medusa_cli.tree.search import expected_length, largest, search
+from medusa_cli.tree.search import (
+    Budget,
+    Costs,
+    break_even,
+    budgets,
+    expected_length,
+    interpolate,
+    largest,
+    node_values,
+    search,
+)
 from medusa_cli.tree.tree import load_tree, save_tree
+from tests.helpers import medusa, medusa_drafter, save_model, save_run, tiny_backbone
+from tests.test_drafters import amphista, hydra
+from tests.test_firp import firp
 
 #      0
 #    1   2
@@ -22,7 +37,7 @@ from medusa_cli.tree.tree import load_tree, save_tree
 SMALL = Tree((-1, 0, 0, 1, 1, 2, 3), (0, 0, 1, 0, 2, 1, 0))
 
 
-def test_everything_is_derived_from_the_parents() -> None:
+def test_shape_is_derived_from_the_parents() -> None:
     assert SMALL.size == 7 and SMALL.max_depth == 3
     assert SMALL.depth.tolist() == [0, 1, 1, 2, 2, 2, 3]
     assert SMALL.children == ((1, 2), (3, 4), (5,), (6,), (), (), ())
@@ -66,8 +81,8 @@ def brute_force(accuracies: list[list[float]], budget: int) -> float:
     ]
     best = 0.0
     for chosen in itertools.combinations(paths, budget - 1):
-        held = {(), *chosen}
-        if all(path[:-1] in held for path in chosen):
+        nodes = {(), *chosen}
+        if all(path[:-1] in nodes for path in chosen):
             best = max(best, expected_length(Tree.from_choices(chosen), accuracies))
     return best
 
@@ -78,67 +93,57 @@ def test_the_search_is_optimal(seed: int, budget: int) -> None:
     chance = random.Random(seed)
     # Unsorted on purpose: a measured accuracy may rise with the rank.
     accuracies = [[chance.random() * 0.6 for _ in range(3)] for _ in range(2)] + [[chance.random()]]
-    found = search(accuracies, budget)
-    assert found.size == budget
-    assert expected_length(found, accuracies) == pytest.approx(brute_force(accuracies, budget))
+    tree = search(accuracies, budget)
+    assert tree.size == budget
+    assert expected_length(tree, accuracies) == pytest.approx(brute_force(accuracies, budget))
 
 
-def test_expected_length_counts_the_own_token_and_every_path() -> None:
+def test_expected_length_counts_the_bonus_token_and_every_path() -> None:
     accuracies = [[0.5, 0.2], [0.4]]
     tree = Tree.from_choices([[0], [1], [0, 0]])
     assert expected_length(tree, accuracies) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
 
 
 @pytest.mark.parametrize("budget", [0, -3, 8])
-def test_a_budget_that_cannot_be_is_named(budget: int) -> None:
+def test_an_impossible_budget_is_refused(budget: int) -> None:
     accuracies = [[0.5, 0.2], [0.4, 0.1]]
     assert largest(accuracies) == 7
     with pytest.raises(UsageError, match=f"budget {budget} .*1 to 7"):
         search(accuracies, budget)
 
 
-def chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
-    """A made-up chance, given its parent, for every path of ranks."""
-    chance = random.Random(seed)
-    found: dict[tuple[int, ...], float] = {}
+def random_chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
+    """Returns a random chance, given its parent, for every path of ranks."""
+    source, chances = random.Random(seed), dict[tuple[int, ...], float]()
     for length in range(depth):
         for above in itertools.product(range(width), repeat=length):
-            row = sorted((chance.random() for _ in range(width)), reverse=True)
-            found |= {(*above, rank): value / 2 for rank, value in enumerate(row)}
-    return found
+            row = sorted((source.random() / 2 for _ in range(width)), reverse=True)
+            chances |= {(*above, rank): value for rank, value in enumerate(row)}
+    return chances
 
 
-def grown(growth: DynamicTree, found: dict[tuple[int, ...], float]) -> tuple[list[list[int]], list[int]]:
-    """Grow a tree over these chances; a path of ranks is its own token, read as a number in base 10."""
-    growing, nodes, paths = TreeBuilder(growth, 0), [0], {0: ()}
-    for _ in range(growth.max_depth):
-        rows = [[found[(*paths[node], rank)] for rank in range(growth.width)] for node in nodes]
-        tokens = [[int("1" + "".join(map(str, (*paths[n], r)))) for r in range(growth.width)] for n in nodes]
-        first = len(growing.tokens)
-        above = list(nodes)
-        nodes = growing.extend(above, [[math.log(one) for one in row] for row in rows], tokens)
-        for node in range(first, len(growing.tokens)):
-            paths[node] = (*paths[growing.parents[node]], int(str(growing.tokens[node])[-1]))
-    tree, kept = growing.tree()
-    return tree.choices, kept
+def grow(limits: DynamicTree, chances: dict[tuple[int, ...], float]) -> tuple[list[list[int]], list[int]]:
+    """Grows a tree over these chances; a node's token is its path of ranks, read as a number after a 1."""
+    builder, nodes = TreeBuilder(limits, 1), [0]
+    for _ in range(limits.max_depth):
+        paths = [tuple(map(int, str(builder.tokens[node])[1:])) for node in nodes]
+        log_p = [[math.log(chances[(*path, rank)]) for rank in range(limits.width)] for path in paths]
+        tokens = [[10 * builder.tokens[node] + rank for rank in range(limits.width)] for node in nodes]
+        nodes = builder.extend(nodes, log_p, tokens)
+    tree, tokens_kept = builder.tree()
+    return tree.choices, tokens_kept
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget", [1, 2, 5, 12, 40])
-def test_the_nodes_are_the_most_likely_paths(seed: int, budget: int) -> None:
-    found = chances(seed, 3, 3)
-    value = {path: math.prod(found[path[: i + 1]] for i in range(len(path))) for path in found}
-    best = sorted(value, key=lambda path: -value[path])[: budget - 1]
-    choices, tokens = grown(DynamicTree(budget, 3, width=3), found)
+@pytest.mark.parametrize("min_chance", [0.0, 0.05])
+def test_dynamic_trees_hold_the_most_likely_paths(seed: int, budget: int, min_chance: float) -> None:
+    chances = random_chances(seed, 3, 3)
+    value = {path: math.prod(chances[path[: i + 1]] for i in range(len(path))) for path in chances}
+    best = [path for path in sorted(value, key=lambda path: -value[path])[: budget - 1] if value[path] >= min_chance]
+    choices, tokens = grow(DynamicTree(budget, 3, width=3, min_chance=min_chance), chances)
     assert sorted(map(tuple, choices)) == sorted(best)
-    assert tokens[1:] == [int("1" + "".join(map(str, path))) for path in choices]
-
-
-def test_nodes_thought_too_unlikely_are_left_out() -> None:
-    found = chances(1, 3, 3)
-    value = {path: math.prod(found[path[: i + 1]] for i in range(len(path))) for path in found}
-    choices, _ = grown(DynamicTree(64, 3, width=3, min_chance=0.05), found)
-    assert sorted(map(tuple, choices)) == sorted(path for path in value if value[path] >= 0.05)
+    assert tokens == [1, *(int("1" + "".join(map(str, path))) for path in choices)]
 
 
 def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:
@@ -166,14 +171,14 @@ def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:
         "[[0",
     ],
 )
-def test_files_that_are_no_tree_are_refused(tmp_path: Path, text: str) -> None:
+def test_broken_tree_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match="tree"):
         load_tree(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_pictures_and_drawings_show_every_node(tmp_path: Path, suffix: str) -> None:
+def test_drawings_show_every_node(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"tree.{suffix}"
     draw_picture(SMALL, path, [[0.5, 0.2], [0.4, 0.2, 0.1], [0.3]])
     head = path.read_bytes()[:200]
@@ -184,3 +189,132 @@ def test_pictures_and_drawings_show_every_node(tmp_path: Path, suffix: str) -> N
     with console.capture() as shown:
         console.print(draw_terminal(SMALL, [[0.5, 0.2], [0.4, 0.2, 0.1], [0.3]]))
     assert shown.get().count("guess") == SMALL.size - 1
+
+
+ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
+
+
+def costs_of(slope: float, each_level: float = 0.0) -> Costs:
+    """A machine on which a row costs `slope` seconds more than 10 ms, and a level of drafting so many."""
+    verify = {n: 0.01 + slope * (n - 1) for n in (1, 8, 20, 30)}
+    return Costs(verify, {level: each_level * level for level in (1, 2, 3)})
+
+
+def best(costs: Costs) -> Budget:
+    """The budget, of any size, that gives most tokens a second."""
+    return max(budgets(ACCURACIES, costs), key=lambda budget: budget.tokens_per_s)
+
+
+def test_costs_are_interpolated_between_measured_sizes() -> None:
+    points = {1: 0.010, 9: 0.018, 17: 0.050}
+    expected = [0.010, 0.014, 0.018, 0.034, 0.05, 0.082]  # beyond the last, on its slope
+    assert [interpolate(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
+    assert interpolate({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
+    costs = Costs(points, {1: 0.001, 3: 0.005})
+    assert costs.step(9, 2) == pytest.approx(0.021) and costs.step(1, 0) == 0.010
+    assert costs.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.0003, 0.002, 0.2])
+def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
+    costs = costs_of(slope)
+    chosen = best(costs)
+    shown = budgets(ACCURACIES, costs)
+    rates = [
+        expected_length(search(ACCURACIES, n), ACCURACIES) / interpolate(costs.verify, n)
+        for n in [size.tree.size for size in shown]
+    ]
+    assert chosen.tokens_per_s == pytest.approx(max(rates))
+    assert [size.tree.size for size in shown] == [*range(1, 21), 24, 28]
+    if slope == 0.0:
+        assert chosen.tree.size == 28
+    if slope == 0.2:
+        assert chosen.tree.size == 1
+
+
+def test_break_even_is_the_chance_that_pays_for_a_nodes_time() -> None:
+    costs = costs_of(0.0005)
+    chosen = best(costs)
+    paying = break_even(chosen, costs)
+    assert paying == pytest.approx(0.0005 * chosen.tokens_per_s)
+    # The nodes of the chosen tree are those worth more than that, and the next best is not.
+    worth = node_values(search(ACCURACIES, chosen.tree.size + 1), ACCURACIES)
+    assert sorted(worth)[0] <= paying <= sorted(worth)[1]
+
+
+def test_expensive_levels_make_shallow_trees() -> None:
+    assert best(costs_of(0.0001)).tree.max_depth == 3
+    dear = best(costs_of(0.0001, each_level=0.006))
+    assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
+
+
+@pytest.mark.parametrize("make", [medusa_drafter, hydra, amphista, firp])
+def test_costs_are_measured_for_every_size_and_depth(make) -> None:
+    backbone = tiny_backbone(layers=6)
+    steps: list[int] = []
+    drafter = make(backbone)
+    sizes = (1, 2, 5)
+    costs = measure_costs(backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append)
+    assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
+    assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
+    assert len(steps) == 3 * (len(sizes) + drafter.num_heads)
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> Path:
+    """A calibrated run of a tiny model."""
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    write_json(run.calibration_path, {"accuracies": ACCURACIES, "heads": 3})
+    return run.path
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_budget_auto_finds_a_size_and_keeps_the_times(tiny_run: Path, own_home: Path) -> None:
+    words = ["--run", tiny_run, "--budget", "auto"]
+    first = medusa("tree", *words, "--json")
+    assert first.exit_code == 0, first.output
+    assert "timing decoding steps" in first.stderr
+    report = json.loads(first.stdout)
+    assert report["nodes"] == report["budgets"][0]["nodes"] == len(report["parents"])
+    assert [row["nodes"] for row in report["budgets"][1:]][:3] == [1, 4, 8]
+    assert report["budgets"][0]["tokens_per_s"] >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
+    assert (tiny_run / "step_cost.png").read_bytes()[:4] == b"\x89PNG"
+    kept = (own_home / "timings.json").read_bytes()
+    again = medusa("tree", *words)
+    assert again.exit_code == 0 and "timing decoding steps" not in again.stderr and "tokens/s" in again.stdout
+    assert (own_home / "timings.json").read_bytes() == kept
+    measured = medusa("tree", *words, "--measure")
+    assert "timing decoding steps" in measured.stderr and (own_home / "timings.json").read_bytes() != kept
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"a": 1}', '{"0": {"verify": {}, "draft": {}}}'])
+def test_a_damaged_file_of_times_is_replaced(tiny_run: Path, own_home: Path, text: str) -> None:
+    own_home.mkdir()
+    (own_home / "timings.json").write_text(text)
+    done = medusa("tree", "--run", tiny_run, "--budget", "auto")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("warning") <= 1
+    assert medusa("tree", "--run", tiny_run, "--budget", "auto").stderr.count("timing decoding steps") == 0
+
+
+@pytest.mark.parametrize("part", ["verify", "draft"])
+def test_incomplete_times_are_measured_again(tiny_run: Path, own_home: Path, part: str) -> None:
+    words = ["--run", tiny_run, "--budget", "auto"]
+    assert medusa("tree", *words).exit_code == 0
+    times = json.loads((own_home / "timings.json").read_text())
+    next(iter(times.values()))[part] = {}
+    (own_home / "timings.json").write_text(json.dumps(times))
+    done = medusa("tree", *words)
+    assert done.exit_code == 0 and "timing decoding steps" in done.stderr, done.output
+
+
+def test_budgets_that_cannot_be_are_refused(tiny_run: Path) -> None:
+    done = medusa("tree", "--run", tiny_run, "--budget", "many")
+    assert done.exit_code == 2 and "--budget" in done.stderr
+    done = medusa("tree", "--calibration", tiny_run / "calibration.json", "--budget", "auto")
+    assert done.exit_code == 1 and "--budget auto" in done.stderr

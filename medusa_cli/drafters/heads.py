@@ -366,8 +366,8 @@ def _grow(limits: DynamicTree, roots: Tensor, guess: Guess) -> list[Draft]:
         tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
         tensors = (torch.tensor(values, device=roots.device) for values in (above, tokens))
         frontier = Frontier([len(own) for own in nodes], *tensors)
-        found = guess(head, limits.width, limits.temperature(head), frontier)
-        log_p, ids = (values.tolist() for values in found)
+        best = guess(head, limits.width, limits.temperature(head), frontier)
+        log_p, ids = (values.tolist() for values in best)
         above, start = [], 0
         for number, builder in enumerate(builders):
             row = {node: start + i for i, node in enumerate(nodes[number])}
