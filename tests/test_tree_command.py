@@ -75,7 +75,7 @@ def test_bare_without_runs_takes_the_drafter_that_ships_and_leaves_it_alone(
     assert [path.name for path in shipped.iterdir()] == ["calibration.json"]
 
 
-def test_a_calibration_file_alone_saves_only_where_it_is_told(folder: Path) -> None:
+def test_a_calibration_file_alone_saves_only_to_given_paths(folder: Path) -> None:
     elsewhere = calibrate(folder / "elsewhere")
     words = ["--calibration", str(elsewhere / "calibration.json")]
     document = report(*words, "--budget", "5")

@@ -65,10 +65,7 @@ def demo(
 
 
 class Panes:
-    """Shows plain and drafted answers: on a terminal in two panes that fill, elsewhere one below the other.
-
-    Plain decoding answers all questions first; its answers then stand beside the drafted ones.
-    """
+    """Shows plain answers, which come first, and drafted ones: two panes that fill; without a terminal as text."""
 
     def __init__(self, show: bool) -> None:
         self._show, self._live = show, Live(console=console.out, refresh_per_second=12, transient=True)

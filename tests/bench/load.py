@@ -105,25 +105,15 @@ def serve(asked: argparse.Namespace) -> None:
 def endpoint(asked: argparse.Namespace) -> None:
     """Prints the share of a server's own throughput that `medusa distill --endpoint` reaches."""
     with contextlib.ExitStack() as stack:
-        words = (*TRANSFORMERS, model_dir(asked.model))
-        url = asked.endpoint or stack.enter_context(server(*words))
+        url = asked.endpoint or stack.enter_context(server(*TRANSFORMERS, model_dir(asked.model)))
         name = asked.endpoint_model or model_dir(asked.model)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shares = []
         for number in range(asked.rounds):
             run = folder / str(number)
-            flags = ["--endpoint", url, "--endpoint-model", name, "--model", asked.model]
-            limits = [
-                "--concurrency",
-                asked.at_once,
-                "--max-samples",
-                asked.questions,
-                "--max-new-tokens",
-                asked.tokens,
-                "--max-turns",
-                1,
-            ]
-            distilled = medusa_json("distill", "--run", run, *flags, *limits, "--random-seed", number)["tokens_per_s"]
+            words = f"--endpoint {url} --endpoint-model {name} --model {asked.model} --concurrency {asked.at_once} "
+            words += f"--max-samples {asked.questions} --max-new-tokens {asked.tokens} --max-turns 1"
+            distilled = medusa_json("distill", "--run", run, *words.split(), "--random-seed", number)["tokens_per_s"]
             records = [json.loads(line) for line in (run / "distill.jsonl").read_text().splitlines()]
             turns = [[turn for turn in record["messages"] if turn["role"] == "user"] for record in records]
             questions = [turn[0]["content"] for turn in turns]
