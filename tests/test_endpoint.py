@@ -247,7 +247,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     assert not (run / "distill-failed.jsonl").exists() and ids(run) == IDS
     # What came from the server trains: the states are computed here, and the run learns whose they are.
     medusa("train", "--run", run, "--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2", exit_code=0)
-    assert json.loads((run / "run.json").read_text())["backbone"]["fingerprint"]
+    assert json.loads((run / "run.json").read_text())["backbone"]["weights"]
     assert Run(run).drafter_dir.is_dir()
 
 

@@ -13,6 +13,7 @@ from medusa_cli import assets
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
 from medusa_cli.errors import UserError, first_line
+from medusa_cli.model.backbone import eos_ids_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.runs.http import ChatServers
 from medusa_cli.runs.io import Malformed
@@ -44,9 +45,7 @@ class Tokenizer:
         owners: list[Any] = [config, self.tokenizer]
         with suppress(OSError):
             owners.append(GenerationConfig.from_pretrained(source))
-        ends = [getattr(owner, "eos_token_id", None) for owner in owners]
-        ids = [id for end in ends for id in (end if isinstance(end, list) else [end])]
-        self.eos_ids: frozenset[int] = frozenset(id for id in ids if id is not None)
+        self.eos_ids: frozenset[int] = frozenset(eos_ids_of(owners))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
@@ -56,7 +55,6 @@ class Tokenizer:
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
             "layers": config.num_hidden_layers,
-            "fingerprint": None,  # of the weights, which are elsewhere
         }
 
 

@@ -22,8 +22,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json")
 def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | None) -> dict[str, Any]:
     """Returns a network's identity: id, architecture, sizes, digests of its weights, rounding, adapter.
 
-    weights: the digest of its files; None computes it from the weights in memory. The fingerprint covers some norms and
-    embeddings alone, which a fine-tune may share.
+    weights: the digest of its files; None computes it from the weights in memory.
     """
     text = network.config.get_text_config()
     identity = {
@@ -32,7 +31,6 @@ def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | No
         "hidden_size": text.hidden_size,
         "vocab_size": network.get_input_embeddings().weight.shape[0],
         "layers": text.num_hidden_layers,
-        "fingerprint": _fingerprint(network),
         "weights": weights or _digest_in_memory(network),
         "rounding": rounding_of(network),
         "adapter": adapter,
@@ -57,14 +55,6 @@ def rounding_of(network: Any) -> str | None:
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
-
-
-def _fingerprint(network: Any) -> str:
-    digest = hashlib.sha256()
-    norms = [p for name, p in network.named_parameters() if "norm" in name and p.dim() == 1]
-    for weight in (*norms[-3:], network.get_input_embeddings().weight[:16]):
-        digest.update(weight.detach().to(torch.bfloat16).float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _digest_in_memory(network: Any) -> str | None:

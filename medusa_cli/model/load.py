@@ -92,8 +92,7 @@ def load_network(
             f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
             "merge it into the model, or put it into the adapter/ of a run",
         )
-    check_complete(info, model)
-    check_eos((network.generation_config, network.config, tokenizer), model)
+    check_files(sorted(info["missing_keys"]), (network.generation_config, network.config, tokenizer), model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if options.quantised:
@@ -260,16 +259,11 @@ def check_config(folder: str) -> None:
         read_as(path, Sizes, "the model's config", AGAIN)
 
 
-def check_complete(info: dict[str, Any], model: str) -> None:
-    """Raises UserError if tensors are missing from a network's files: they would be random numbers."""
-    missing = sorted(info["missing_keys"])
+def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
+    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are no token ids."""
     if missing:
         lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
         raise UserError(f"@model {model!r}: {lack}", AGAIN)
-
-
-def check_eos(owners: Sequence[Any], model: str) -> None:
-    """Raises UserError if a config or tokenizer names anything but token ids as the end of an answer."""
     for id in eos_ids_of(owners):
         if type(id) is not int:
             raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is no token id", AGAIN)

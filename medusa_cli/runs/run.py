@@ -15,7 +15,6 @@ from medusa_cli.runs.provenance import Provenance, describe_drafter
 LOCK = ".lock"
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
-DIGESTS = ("fingerprint", "weights")  # the keys of an identity that tell weights apart
 
 
 @contextmanager
@@ -167,9 +166,8 @@ class Run:
             return
         check_backbone(known, identity, f"the run {self.path}")
         # A run that a server answered is bound without the weights at first.
-        learnt = {key: identity[key] for key in DIGESTS if known.get(key) is None and identity.get(key) is not None}
-        if learnt:
-            write_json(marker, provenance({**known, **learnt}))
+        if known.get("weights") is None and identity.get("weights") is not None:
+            write_json(marker, provenance({**known, "weights": identity["weights"]}))
 
 
 def called(model: str) -> str:
@@ -190,7 +188,7 @@ def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) 
 
     Only what both know is compared: a server does not tell its weights.
     """
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", *DIGESTS)
+    keys = ("architecture", "hidden_size", "vocab_size", "layers", "weights")
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     if any(expected[key] != actual[key] for key in known):
         names = [
