@@ -22,6 +22,7 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.distill import Outcome, Records, answer_locally
+from medusa_cli.distill.distillation import merge_parts, part_of
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UserError
@@ -30,6 +31,7 @@ from medusa_cli.model import load as memory
 from medusa_cli.model.load import free_memory
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
+from medusa_cli.train import load_dataset
 from tests.helpers import CHAT_TEMPLATE, forward, medusa, medusa_json, save_model, tiny_backbone, write_lines
 
 seed = Conversation.from_turns
@@ -294,6 +296,35 @@ def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
     run.distill_path.write_text("".join(lines).rstrip())
     with closing(Records(run, 4, {})) as records:
         assert records.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
+
+
+def test_changed_states_are_refused_and_computed_again(run: Run) -> None:
+    distilled(run, SEEDS)
+    backbone = tiny_backbone()
+    assert load_dataset(run, backbone).kept
+    whole = run.distill_path.read_text()
+    first, second = (json.loads(line) for line in whole.splitlines()[:2])
+    run.distill_path.write_text(whole.replace(str(second["state_rows"]), str(first["state_rows"])))
+    with pytest.raises(UserError, match=r"states\.bin"):  # rows of another conversation
+        load_dataset(run, backbone)
+    run.distill_path.write_text(whole)
+    damaged = bytearray(run.states_path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    run.states_path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"states\.bin"):
+        load_dataset(run, backbone)
+    run.states_path.unlink()  # the remedy
+    assert load_dataset(run, backbone).report.read == len(SEEDS)
+
+
+def test_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
+    part, width, header = part_of(run, 0), tiny_backbone().hidden_size, {"seed": "x", "settings": {}}
+    outcomes = distilled(part, SEEDS[:4])
+    rows = len(outcomes[3].states) * width * 2
+    part.states_path.write_bytes(bytes(part.states_path.stat().st_size - rows) + part.states_path.read_bytes()[-rows:])
+    with closing(Records(run, width, header)) as records:
+        merge_parts(run, records)
+        assert records.done == {outcomes[3].id}
 
 
 def test_other_settings_do_not_mix_into_a_file(run: Run) -> None:
