@@ -1,0 +1,232 @@
+"""Training data: answers and their hidden states, the split, packing, and states of several layers."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from medusa_cli.data.packing import Example, coverage, frequent_tokens, held_out_ids, micro_batches, schedule
+from medusa_cli.data.states import StateStore
+from medusa_cli.engine import attach
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import encode
+from medusa_cli.runs.run import Run
+from medusa_cli.train import load_dataset
+from tests import helpers
+from tests.helpers import END_ID, conversation, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
+
+
+@pytest.fixture
+def backbone() -> Backbone:
+    return tiny_backbone()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(40)])
+    return run
+
+
+def bf16_backbone(engine: str) -> Backbone:
+    """Returns a bf16 backbone on an engine; engine bnb.nf4 stands for weights that bitsandbytes quantized."""
+    backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer())
+    attach(backbone, "eager" if engine == "bnb.nf4" else engine)
+    if engine == "bnb.nf4":
+        backbone.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
+    return backbone
+
+
+def test_spans_are_answers_with_their_end_token(backbone: Backbone) -> None:
+    messages = [{"role": "system", "content": "w1"}, *conversation(3, turns=2)["messages"]]
+    tokens, spans = encode(backbone, messages)
+    assert tokens == backbone.encode_chat(messages, add_generation_prompt=False)
+    for (start, end), message in zip(spans, [m for m in messages if m["role"] == "assistant"], strict=True):
+        assert tokens[end - 1] == END_ID
+        assert backbone.tokenizer.decode(tokens[start : end - 1]) == message["content"]
+        assert tokens[:start][-2:] == backbone.encode_chat([{"role": "user", "content": "w1"}])[-2:]
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> None:
+    last_only = "(' ' + m['content'] + ' <end> ' if loop.last else ' ')"
+    backbone.tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
+    with pytest.raises(UserError, match="rewrites earlier turns"):
+        encode(backbone, conversation(1, turns=2)["messages"])
+    backbone.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        encode(backbone, conversation(1)["messages"])
+
+
+def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbone) -> None:
+    seen: list[tuple[int, int]] = []
+    dataset = load_dataset(run, backbone, on_progress=lambda *event: seen.append(event))
+    assert seen[-1][0] == seen[-1][1]
+    answer = next(example for example in dataset.train if example.id == "c2")
+    tokens, [(start, end)] = encode(backbone, conversation(2)["messages"])
+    hidden = helpers.forward(backbone, tokens).hidden
+    rows = dataset.states[answer.first_row : answer.first_row + len(answer.tokens)]
+    assert answer.tokens.tolist() == tokens[start:end]
+    assert torch.equal(rows, hidden[start - 1 : end - 1].bfloat16())
+    seen.clear()
+    again = load_dataset(run, backbone, on_progress=lambda *event: seen.append(event))
+    assert torch.equal(again.states, dataset.states) and not seen  # the cached file was used
+
+
+def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Backbone) -> None:
+    whole = load_dataset(run, backbone).states.clone()
+    (cached,) = (run.path / "cache").iterdir()
+    cached.unlink()
+    done: list[int] = []
+
+    def killed(count: int, total: int) -> None:
+        done.append(count)
+        if len(done) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_dataset(run, backbone, on_progress=killed)
+    (part,) = (run.path / "cache").iterdir()
+    with part.open("ab") as out:
+        out.write(b"half of what the eighth has")
+    again: list[int] = []
+    dataset = load_dataset(run, backbone, on_progress=lambda done, total: again.append(done))
+    assert torch.equal(dataset.states, whole) and len(again) == 40 - 7
+    assert list((run.path / "cache").iterdir()) == [cached]
+
+
+def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> None:
+    records, row = [], 0
+    for n in range(6):
+        tokens, spans = encode(backbone, conversation(n, turns=2)["messages"])
+        records.append({"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [row, len(tokens) - 1]})
+        row += len(tokens) - 1
+    write_lines(run.distill_path, records)
+    with closing(StateStore(run.states_path, backbone.hidden_size)) as store:
+        rows = torch.randn(row, backbone.hidden_size).bfloat16()
+        store.append(rows)
+        assert torch.equal(load_dataset(run, backbone).states, rows)
+        store.truncate(row - 1)
+    with pytest.raises(UserError, match=f"states.bin .* does not hold the {row} state rows"):
+        load_dataset(run, backbone)
+    run.bind(backbone.identity)
+    with pytest.raises(UserError, match="was made for the model 'tiny-llama'"):
+        load_dataset(run, tiny_backbone("qwen3"))
+
+
+def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path) -> None:
+    backbones = {engine: bf16_backbone(engine) for engine in ("eager", "fast", "int8", "int4", "bnb.nf4")}
+    counts = []
+    for backbone in backbones.values():
+        load_dataset(run, backbone)
+        counts.append(len(list((run.path / "cache").iterdir())))
+    assert counts == [1, 1, 2, 3, 4]
+    tokens, spans = encode(backbones["eager"], conversation(0)["messages"])
+    count = len(tokens) - 1
+    kept = Run.open(f"{tmp_path}/kept", create=True)
+    lines = [{"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [n * count, count]} for n in range(4)]
+    write_lines(kept.distill_path, lines)
+    rows = torch.randn(4 * count, backbones["eager"].hidden_size).bfloat16()
+    with closing(StateStore(kept.states_path, rows.shape[1])) as store:
+        store.append(rows)
+    for answered_by in ("eager", "int8", "bnb.nf4"):
+        settings = {} if answered_by == "eager" else {"rounding": answered_by}
+        (kept.path / "distill.json").write_text(json.dumps({"settings": settings}))
+        for engine in ("eager", "int8", "bnb.nf4"):
+            taken = torch.equal(load_dataset(kept, backbones[engine]).states, rows)
+            assert taken == (engine == answered_by), (engine, answered_by)
+
+
+def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backbone) -> None:
+    good = json.dumps(conversation(1))
+    lines = [
+        good,
+        good,
+        "",
+        "{no json",
+        "[]",
+        '{"id": "x", "tokens": [1, 99999], "spans": [[1, 2]]}',
+        '{"id": "y", "tokens": [1, 2, 3], "spans": [[2, 9]]}',
+        '{"messages": [{"role": "wizard", "content": "w1"}]}',
+        '{"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}',
+        good[:-9],
+    ]
+    run.distill_path.write_text("\n".join(lines))
+    report = load_dataset(run, backbone).report
+    assert report.read == 2 and sum(report.skipped.values()) == len(report.skipped) == 7
+    run.distill_path.write_text("[" + good + ", " + json.dumps(conversation(2)) + ", " + good[:20])
+    report = load_dataset(run, backbone).report
+    assert (report.read, report.skipped) == (2, {"cut off": 1})
+    short = json.dumps({"id": "c", "tokens": [5, 6, 7], "spans": [[2, 3]]})
+    refused = (("", "is empty"), ("{}", "no usable conversation"), (short, "no answer of two tokens or more"))
+    for text, part in refused:
+        run.distill_path.write_text(text)
+        with pytest.raises(UserError, match=part):
+            load_dataset(run, backbone)
+    run.distill_path.unlink()
+    with pytest.raises(UserError, match=r"distill.jsonl does not exist"):
+        load_dataset(run, backbone)
+
+
+def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> None:
+    dataset = load_dataset(run, backbone, fraction=0.2)
+    held, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
+    assert held and trained and not held & trained
+    write_lines(run.distill_path, [conversation(n) for n in range(80)])
+    more = load_dataset(run, backbone, fraction=0.2)
+    assert {a.id for a in more.held_out} & (held | trained) == held
+    assert len({dataset.digest, more.digest, load_dataset(run, backbone, fraction=0.3).digest}) == 3
+    write_lines(run.distill_path, [conversation(n) for n in range(2)])
+    small = load_dataset(run, backbone, fraction=0.001)
+    assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
+
+
+def test_parts_of_one_conversation_are_held_out_together() -> None:
+    held = held_out_ids([f"A{n:06d}_{part}" for n in range(400) for part in range(4)], 0.2)
+    names = {id[:7] for id in held}
+    assert 40 < len(names) < 120
+    assert held == {f"{name}_{part}" for name in names for part in range(4)}
+    # Numbered names are no parts: each conversation goes its own way.
+    for kind in ("example", "c", "sharegpt", "conversation7"):
+        assert 0 < len(held_out_ids([f"{kind}_{n}" for n in range(100)], 0.2)) < 100
+    # Of few conversations one is held out, and never all.
+    parts = ["A000001_0", "A000001_1", "B000001_0", "B000001_1"]
+    for fraction in (1e-9, 0.5, 1.0):
+        assert held_out_ids(parts, fraction) in ({"A000001_0", "A000001_1"}, {"B000001_0", "B000001_1"})
+    assert held_out_ids(parts, 0.0) == held_out_ids(parts[:2], 1.0) == set()
+
+
+def answers_of(*lengths: int) -> list[Example]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [
+        Example(f"a{i}", torch.arange(n), s, torch.zeros(n).long())
+        for i, (n, s) in enumerate(zip(lengths, starts, strict=True))
+    ]
+
+
+def test_packing_keeps_answers_whole_if_they_fit() -> None:
+    batches = micro_batches(answers_of(5, 6, 4, 23, 2), 10)
+    assert [[len(a.tokens) for a in batch] for batch in batches] == [[5], [6, 4], [10], [10], [3, 2]]
+    assert [a.first_row for batch in batches[2:] for a in batch] == [15, 25, 35, 38]
+
+
+def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
+    answers = answers_of(*[7] * 12)
+
+    def ids(**changes) -> list[list[str]]:
+        given = {"limit": 14, "epochs": 2, "seed": 0, "max_positions": None, **changes}
+        return [[a.id for a in batch] for batch in schedule(answers, **given)]
+
+    assert ids() == ids() != ids(seed=1) and len(ids()) == 12
+    assert sorted(sum(ids()[:6], [])) == sorted(a.id for a in answers)
+    assert ids(max_positions=30) == ids()[:3]
+
+
+def test_frequent_tokens_stand_in_most_answers() -> None:
+    answers = [torch.tensor(tokens) for tokens in ([7, 3], [9, 9, 9, 9, 7], [3, 7, 5])]
+    ids = frequent_tokens(answers, 3, 12)
+    assert ids.tolist() == [7, 3, 5]  # 9 stands there most often, in one answer, and 5 has the smaller id
+    assert coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
