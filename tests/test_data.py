@@ -184,7 +184,7 @@ def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> No
     assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
 
 
-def test_parts_of_one_conversation_are_held_out_together() -> None:
+def test_parts_of_a_conversation_stay_together() -> None:
     held = held_out_ids([f"A{n:06d}_{part}" for n in range(400) for part in range(4)], 0.2)
     names = {id[:7] for id in held}
     assert 40 < len(names) < 120

@@ -62,7 +62,7 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
 )
 def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     model = save_model(tmp_path / "model")
-    logs, said = [], []
+    logs, warned = [], []
     for name, size in (("one", 1), ("two", 2)):
         run = prepared(tmp_path / name)
         done = train(size, model, run, *words)
@@ -70,11 +70,11 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
         assert json.loads(done.stdout)["steps"] > 2  # one document: the second process is silent
         assert (run / "drafter" / "config.json").is_file()
         logs.append([json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()])
-        said.append("1 of 2 processes have nothing to do" in done.stderr)
-    assert said == [False, words == ["train.accumulation=1"]]
-    one, two = ([line for line in log if "loss" in line] for log in logs)
-    assert len(one) == len(two)
-    for ours, theirs in zip(one, two, strict=True):
+        warned.append("1 of 2 processes have nothing to do" in done.stderr)
+    assert warned == [False, words == ["train.accumulation=1"]]
+    single, double = ([line for line in log if "loss" in line] for log in logs)
+    assert len(single) == len(double)
+    for ours, theirs in zip(single, double, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["positions"] == theirs["positions"] and ours["accuracies"] == pytest.approx(theirs["accuracies"])
     # Whoever computed them, the states are the same.

@@ -419,8 +419,8 @@ def test_library_call_trains_and_tells_of_every_step(run: Run, model: str) -> No
     steps = [event for event in events if isinstance(event, Stepped)]
     assert trained is not None and trained.run is run and not trained.stopped
     assert [event.steps for event in events if isinstance(event, Started)] == [trained.steps] == [len(steps)]
-    one, two = trained.validation["accuracies"]
-    assert trained.expected_acceptance == pytest.approx(1 + one + one * two)
+    first, two = trained.validation["accuracies"]
+    assert trained.expected_acceptance == pytest.approx(1 + first + first * two)
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2
 
 
