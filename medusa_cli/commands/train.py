@@ -17,38 +17,30 @@ from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from medusa_cli.train import Event, Stepped
+    from medusa_cli.train import Event
 
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
 
 
+_RECIPE = "A recipe file, and settings such as drafter=hydra or train.lr=1e-3."
+_FROM = (
+    "Start from another run's heads if they fit (in stage 2 with their adapter). A run without data uses that run's."
+)
+_SHARD = "Under torchrun: split the frozen model's layers over the processes. [default: --no-shard]"
+Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)]
+
+
 def train(
     *,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE.yaml] [KEY=VALUE ...]",
-            help="A recipe file, and settings such as drafter=hydra or train.lr=1e-3.",
-        ),
-    ] = None,
+    recipe: Words = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"),
+        Path | None, typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]")
     ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="Start from another run's heads if they fit (in stage 2 with their adapter). A run without data uses "
-            "that run's data.",
-        ),
-    ] = None,
+    start: Annotated[str | None, typer.Option("--from", metavar="RUN", help=_FROM)] = None,
     stage: Annotated[
-        int | None,
-        typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]"),
+        int | None, typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]")
     ] = None,
     schedule: Annotated[
         str | None,
@@ -57,14 +49,7 @@ def train(
     tuning: Annotated[
         str | None, typer.Option(metavar="METHOD", help="Stage 2: lora, qlora (4-bit model) or full.")
     ] = None,
-    shard: Annotated[
-        bool | None,
-        typer.Option(
-            "--shard/--no-shard",
-            help="Under torchrun: split the frozen model's layers over the processes. [default: --no-shard]",
-            show_default=False,
-        ),
-    ] = None,
+    shard: Annotated[bool | None, typer.Option("--shard/--no-shard", help=_SHARD, show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
     place: LoadFlags,
@@ -121,20 +106,16 @@ def train(
         console.warn(f"stopped at step {trained.step} of {trained.steps}; the same command with --resume goes on")
         raise typer.Exit(INTERRUPTED)
     rate = progress.positions / progress.seconds if progress.seconds else 0.0
-    drafter, check = trained.run.drafter_dir, trained.validation
     if output.json:
-        keys = ("heads", "steps", "positions", "validation", "draft_coverage")
-        figures = {key: getattr(trained, key) for key in (*keys, "expected_acceptance", "expected_acceptance_at_start")}
-        places = {"run": str(trained.run.path), "drafter": str(drafter)}
+        figures = {key: value for key, value in vars(trained).items() if key not in ("run", "stopped", "step")}
+        places = {"run": str(trained.run.path), "drafter": str(trained.run.drafter_dir)}
         console.emit_json({**places, **figures, "loss": progress.loss, "tokens_per_s": round(rate, 1)})
         return
-    text = f"{drafter}: {trained.heads} heads, {trained.steps:,} steps" + (f" at {rate:,.0f} tokens/s" if rate else "")
-    if check is not None:
-        text += (
-            f", held-out top-1 by head {shares(check['accuracies'])}, about {trained.expected_acceptance:.2f} tokens"
-        )
-        before = trained.expected_acceptance_at_start
-        text += " a step over a chain of first guesses" + (f" ({before:.2f} at the start)" if before else "")
+    text = f"{trained.run.drafter_dir}: {trained.heads} heads, {trained.steps:,} steps at {rate:,.0f} tokens/s"
+    if trained.validation is not None:
+        accuracies, before = trained.validation["accuracies"], trained.expected_acceptance_at_start
+        text += f", held-out top-1 by head {shares(accuracies)}, about {trained.expected_acceptance:.2f} tokens a step"
+        text += f" over a chain of first choices ({before:.2f} at the start)" if before else " over a chain"
     following = run if trained.run is target else trained.run.path
     console.result(f"{text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}")
 
@@ -144,9 +125,8 @@ class Progress:
 
     def __init__(self, bars: Callable[..., None]) -> None:
         self._bars = bars
-        self._total = 0
+        self._total, self.positions, self.seconds = 0, 0, 0.0
         self.loss: float | None = None
-        self.positions, self.seconds = 0, 0.0
 
     def show(self, event: "Event") -> None:
         from medusa_cli.train import Prefilled, Started, Stepped, Validated
@@ -160,17 +140,11 @@ class Progress:
             case Stepped():
                 self.loss = event.loss
                 self.positions, self.seconds = self.positions + event.positions, self.seconds + event.seconds
-                self._bars("training", event.total_positions, self._total, note=note(event))
+                note = f"loss {event.loss:.3f}, top-1 {shares(event.accuracies)}, lr {event.lr:.1e}"
+                self._bars("training", event.total_positions, self._total, note=f"{note}, {event.memory / 1e9:.1f} GB")
             case Validated():
                 figures = f"held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}"
-                console.info(f"step {event.step}: {figures}{cost(event.parts)}")
-
-
-def note(event: "Stepped") -> str:
-    """Returns the figures of a step beside the bar."""
-    weight = f", lambda_0 {event.parts['lambda_0']:.3f}" if "lambda_0" in event.parts else ""
-    figures = f"step {event.step:,}/{event.steps:,}, loss {event.loss:.3f}, top-1 {shares(event.accuracies)}{weight}"
-    return f"{figures}, lr {event.lr:.1e}, {event.memory / 1e9:.1f} GB"
+                console.info(f"step {event.step}: {figures}{model_cost(event.parts)}")
 
 
 def shares(values: list[float]) -> str:
@@ -178,15 +152,16 @@ def shares(values: list[float]) -> str:
     return "/".join(f"{value:.2f}".lstrip("0") for value in values)
 
 
-def cost(parts: dict[str, float]) -> str:
+def model_cost(parts: dict[str, float]) -> str:
     """Returns the cost of stage 2 for the model, as words after a validation; warns if it is high."""
     if "kl" not in parts:
         return f"; perplexity {math.exp(parts['nll']):.3f}" if "nll" in parts else ""
     if parts["kl"] > FAR:
         console.warn(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
+    perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
     return (
-        f"; KL to the original {parts['kl']:.4f} nats, perplexity {math.exp(parts['nll']):.3f} "
-        f"(original {math.exp(parts['nll_original']):.3f}), greedy agreement {parts['agreement']:.1%}"
+        f"; KL to the original {parts['kl']:.4f} nats, perplexity {perplexity:.3f} (original {original:.3f}), "
+        f"greedy agreement {parts['agreement']:.1%}"
     )
 
 
@@ -199,9 +174,6 @@ def stopping() -> Iterator[Callable[[], bool]]:
         asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
     before = signal.signal(signal.SIGINT, ask)
     try:
         yield asked.is_set
