@@ -263,7 +263,6 @@ def save_run(
 ) -> Run:
     """Saves a run with random heads for the tiny model, a tree, and accuracies on request."""
     run = Run.open(str(folder) + "/", create=True)
-    run = Run(folder)
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     torch.manual_seed(0)
     drafter = kind.create(backbone, heads, 1, "own")

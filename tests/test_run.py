@@ -136,7 +136,7 @@ def test_a_run_file_without_a_model_is_named(tmp_path: Path, text: str) -> None:
     (run.path / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json"):
         run.bind({"id": "x"})
-    for command in ("chat", "calibrate", "train"):
+    for command in ("chat", "train"):
         assert "run.json" in medusa(command, "--run", run.path, exit_code=1).stderr
 
 

@@ -143,7 +143,7 @@ def command(session: "Chat", word: str, text: str) -> None:
             session.clear(text or None)
             console.info("system prompt set; the conversation begins anew" if text else "system prompt removed")
         case "/stats":
-            console.result(status(session.total) if session.total.steps else "nothing was answered yet")
+            console.result(status(session.total) if session.total.tokens else "nothing was answered yet")
         case "/save" if text:
             write_json(Path(text).expanduser(), {"messages": session.messages})
             console.info(f"saved to {text}")
