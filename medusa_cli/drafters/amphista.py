@@ -80,11 +80,7 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self,
-        backbone: Backbone,
-        sequences: "Sequence[Amphista]",
-        new: Sequence[NewTokens],
-        tree: Tree | DynamicTree,
+        self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
 

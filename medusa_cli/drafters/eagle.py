@@ -50,7 +50,6 @@ class Eagle(HeadDrafter):
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")
-    draft_ids_name = "d2t"
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -58,15 +57,9 @@ class Eagle(HeadDrafter):
         self.taps = with_last_layer(config.taps)
         size = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
-        self.midlayer = DecoderLayer(
-            size,
-            config.num_attention_heads,
-            config.head_dim,
-            config.intermediate_size,
-            embeddings=True,
-            eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
-        )
+        widths = (size, config.num_attention_heads, config.head_dim, config.intermediate_size)
+        numbers = {"eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
+        self.midlayer = DecoderLayer(*widths, embeddings=True, **numbers)  # type: ignore[arg-type]
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
@@ -110,11 +103,7 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self,
-        backbone: Backbone,
-        sequences: "Sequence[Eagle]",
-        new: Sequence[NewTokens],
-        tree: Tree | DynamicTree,
+        self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         caches, layer = [own._cache for own in sequences], self.packed("midlayer")
@@ -161,29 +150,6 @@ class Eagle(HeadDrafter):
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines read."""
         return {"lm_head.weight" if name == "matrices.0" else name: weight for name, weight in self.named_parameters()}
-
-    def vocabulary_tensors(self) -> dict[str, Tensor]:
-        """Returns d2t [M], what to add to a row's number for its token's id, and t2d [V], which tokens have a row."""
-        ids = self.draft_ids.cpu()
-        known = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-
-    def config_json(self) -> dict[str, Any]:
-        return super().config_json() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "num_key_value_heads": self.config.num_attention_heads,
-            "draft_vocab_size": len(self.draft_ids),
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "eagle_aux_hidden_state_layer_ids": list(self.config.taps),
-        }
-
-    @classmethod
-    def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return {**data, "draft_vocab_size": None} if data.get("vocabulary") == "own" else data
 
 
 def default_taps(depth: int) -> tuple[int, ...]:

@@ -108,18 +108,11 @@ class HeadDrafter(Drafter):
                 f"use one of {', '.join(cls.vocabularies)}",
             )
         ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
-        fields: dict[str, Any] = {
-            "num_heads": num_heads,
-            "num_layers": num_layers,
-            "hidden_size": backbone.hidden_size,
-            "vocab_size": backbone.vocab_size,
-            "vocabulary": vocabulary,
-            "draft_vocab_size": None if ids is None else len(ids),
-            "matrices": matrices,
-        }
-        fields |= cls.fields_of_model(backbone, num_heads)
+        fields = {"num_layers": num_layers, "matrices": matrices} | cls.fields_of_model(backbone, num_heads)
         fields |= {key: value for key, value in own.items() if value not in (None, ())}
-        config = cls.config_class(**fields)
+        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size, "num_heads": num_heads}
+        size = None if ids is None else len(ids)
+        config = cls.config_class(vocabulary=vocabulary, draft_vocab_size=size, **sizes, **fields)  # type: ignore[arg-type]
         cls.check_fit(config, backbone)
         drafter = cls(config)
         if ids is not None:
@@ -296,12 +289,6 @@ class HeadDrafter(Drafter):
         """Returns every weight under its name in the file; the tensors are the parameters themselves."""
         return dict(self.named_parameters())
 
-    draft_ids_name: ClassVar[str] = "draft_ids"  # of the file's tensor [M] with the draft vocabulary
-
-    def vocabulary_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the file that hold a draft vocabulary."""
-        return {self.draft_ids_name: self.draft_ids.cpu().int()} if self.config.vocabulary == "draft" else {}
-
     def config_json(self) -> dict[str, Any]:
         """Returns the config as config.json has it."""
         return asdict(self.config)
@@ -315,7 +302,9 @@ class HeadDrafter(Drafter):
         """Writes config.json and the weights in bf16."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in self.named_weights().items()}
-        save_file(weights | self.vocabulary_tensors(), folder / self.weights_file)
+        if self.config.vocabulary == "draft":
+            weights["draft_ids"] = self.draft_ids.cpu().int()
+        save_file(weights, folder / self.weights_file)
         (folder / self.weights_file).chmod(0o644)  # as readable as the files beside it
         owner = provenance.get("backbone", {})
         base = owner.get("id") if isinstance(owner, dict) else owner

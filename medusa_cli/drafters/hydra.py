@@ -84,11 +84,7 @@ class HydraHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self,
-        backbone: Backbone,
-        sequences: "Sequence[HydraHeads]",
-        new: Sequence[NewTokens],
-        tree: Tree | DynamicTree,
+        self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
         x = self._context(sequences, new)  # [B, H], then [N, (1 + depth) H]: the state and a path's embeddings

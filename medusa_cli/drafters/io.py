@@ -62,7 +62,7 @@ def load_kind(kind: type[T], folder: Path, backbone: Backbone) -> T:
         for name, weight in drafter.named_weights().items():
             weight.copy_(tensors[name])
     if config.vocabulary == "draft":
-        drafter.draft_ids.copy_(_draft_ids(kind, folder, tensors, config.vocab_size))
+        drafter.draft_ids.copy_(tensors["draft_ids"])
     kernel = backbone.engine.kernel
     # Beside an int8 or int4 backbone, unquantised heads would take most of a step; drafts need not be exact.
     drafter._kernel = kernel if kernel.exact else Kernel("int8")
@@ -73,23 +73,17 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     """Reads the config and tensors of a drafter's files; raises UserError for files that do not fit each other."""
     path = Path(folder) / "config.json"
     config = convert(kind.read_config(read_object(path, WHAT)), kind.config_class, f"{WHAT} {path}", REMEDY)
-    ids = {kind.draft_ids_name: (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
-    shapes = weight_shapes(kind, config)
-    return config, read_weights(Path(folder) / kind.weights_file, "the drafter's weights", shapes, ids)
+    ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
+    weights = Path(folder) / kind.weights_file
+    tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)
+    if ids:
+        known = tensors["draft_ids"]
+        if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
+            raise UserError(f"draft_ids in {weights} is no set of the model's tokens", REMEDY)
+    return config, tensors
 
 
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every weight of a kind of drafter by its config; nothing is allocated."""
     with torch.device("meta"):
         return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
-
-
-def _draft_ids(kind: type[HeadDrafter], folder: Path, tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
-    """Returns the draft vocabulary [M] of a file; raises UserError unless it is a set of the model's tokens."""
-    ids = tensors[kind.draft_ids_name].long()
-    if kind.draft_ids_name == "d2t":  # offsets from the rows' numbers
-        ids = ids + torch.arange(len(ids))
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
-        weights = folder / kind.weights_file
-        raise UserError(f"{kind.draft_ids_name} in {weights} is no set of the model's tokens", REMEDY)
-    return ids

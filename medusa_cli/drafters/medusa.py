@@ -27,11 +27,7 @@ class MedusaHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self,
-        backbone: Backbone,
-        sequences: "Sequence[MedusaHeads]",
-        new: Sequence[NewTokens],
-        tree: Tree | DynamicTree,
+        self, backbone: Backbone, sequences: "Sequence[MedusaHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         def compute(states: Tensor) -> list[Tensor]:
             blocks = self.packed("blocks")

@@ -32,7 +32,8 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> t
             "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
         )
     if config.vocabulary == "draft":  # engines want no maps for a full vocabulary
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        ids = tensors.pop("draft_ids").long()
+        tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
@@ -119,7 +120,7 @@ def import_eagle3(
             tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if vocabulary != base.vocab_size:
-        tensors["d2t"] = _checked_map(d2t, t2d, vocabulary, base.vocab_size)
+        tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, base.vocab_size)
     theta = plain.get("rope_theta") or _dict(plain.get("rope_parameters")).get("rope_theta") or 10_000.0
     settings = {
         "num_heads": _levels(config),
@@ -175,13 +176,13 @@ def _aux_layers(plain: dict[str, Any], base: Base) -> list[int]:
 
 
 def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
-    """Returns d2t [M], the offset of each draft token's id; UserError unless t2d [V] marks the same tokens."""
+    """Returns the draft tokens' ids [M] by their offsets d2t; raises UserError unless t2d [V] marks the same tokens."""
     if d2t is None or t2d is None or d2t.shape != (vocabulary,) or t2d.shape != (tokens,) or d2t.is_floating_point():
         raise UserError(f"the checkpoint lacks d2t [{vocabulary}] or t2d [{tokens}]", "fetch it again")
     ids = d2t.long() + torch.arange(vocabulary)
     if ids.min() < 0 or ids.max() >= tokens or not torch.equal(ids.sort().values, t2d.bool().nonzero()[:, 0]):
         raise UserError("d2t and t2d of the checkpoint contradict each other", "fetch it again")
-    return d2t.long()
+    return ids.to(torch.int32)
 
 
 def _levels(config: dict[str, Any]) -> int:

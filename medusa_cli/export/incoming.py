@@ -25,7 +25,6 @@ SUFFIXES = (".safetensors", ".pt", ".bin")
 FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model") for end in SUFFIXES]
 INDEX = "model.safetensors.index.json"
 # Tensors of integers that name the tokens of a draft vocabulary; the layouts check them.
-MAPS = ("draft_ids", "d2t")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def import_drafter(
     settings, tensors, notes = read(stored, config, base)
     ours = {"drafter": kind.name, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size, **settings}
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
-    check_tensors({name: tensors[name] for name in tensors if name not in MAPS}, weight_shapes(kind, parsed))
+    check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
     target = Run.open(run or _run_name(place), create=True)
     with sole_writer(target.path, "medusa import", log.warning):
         if (target.drafter_dir / "config.json").is_file():

@@ -168,8 +168,6 @@ class Eagle(Drafter):
     def __init__(self, config, weights, tree, model):
         super().__init__(config, weights | {"matrices.0": weights["lm_head.weight"]}, tree, model)
         self.taps, self.reads_prompt = config["taps"], True
-        if "d2t" in weights:
-            self.ids = weights["d2t"] + torch.arange(len(weights["d2t"]), device=weights["d2t"].device)
 
     def context(self, tokens, states, root):
         x = self.linear("fc", states)
