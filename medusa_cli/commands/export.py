@@ -1,5 +1,7 @@
 """`medusa export`: a drafter, or the model with it, in the layout of another program."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -48,14 +50,20 @@ def export(
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget has no effect with --to {to}", "leave it out")
-    from medusa_cli import export as formats
+    from medusa_cli.export.eagle3_format import export_eagle3
     from medusa_cli.export.folder import find_source
+    from medusa_cli.export.hf import export_hf
+    from medusa_cli.export.medusa_format import export_medusa
 
     source = find_source(run, model, trust_remote_code)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
     console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}")
-    tree = {"budget": budget} if to == "hf" else {}
-    launch, notes = formats.FORMATS[to](source, output, overwrite=overwrite, **tree)
+    writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
+        "hf": partial(export_hf, budget=budget),
+        "eagle3": export_eagle3,
+        "medusa": export_medusa,
+    }
+    launch, notes = writers[to](source, output, overwrite=overwrite)
     for note in notes:
         console.warn(note)
     if printed.json:
