@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +365,53 @@ def generate_batch(
         rules["stop_ids"] = frozenset(rules["stop_ids"])  # read by every prompt
     for sequence, step in decoder.run(Request(prompt, **rules) for prompt in prompts):
         yield sequence.number, step
+
+
+class ChatServer:
+    """OpenAI-compatible server: `say` makes text and finish reason of a request; `fault` may give an error status."""
+
+    def __init__(self, say: Callable[[dict], tuple[str, str]]) -> None:
+        self.say, self.requests, self.headers = say, [], {}
+        self.fault: Callable[[int, dict], int | None] = lambda number, body: None
+        self.together = self.most_together = 0
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                """Silent."""
+
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": "served"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.requests.append({**body, "path": self.path, "key": self.headers.get("Authorization")})
+                    number = len(outer.requests)
+                    outer.together += 1
+                    outer.most_together = max(outer.most_together, outer.together)
+                threading.Event().wait(0.02)
+                with lock:
+                    outer.together -= 1
+                if status := outer.fault(number, body):
+                    return self._send(status, {"error": "spoilt"})
+                text, reason = outer.say(body)
+                self._send(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+
+            def _send(self, status: int, document: dict) -> None:
+                data = json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                for name, value in outer.headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=lambda: self.http.serve_forever(poll_interval=0.01), daemon=True).start()
+
+    def stop(self) -> None:
+        """Answers pending requests and refuses every connection from now on."""
+        self.http.shutdown()
+        self.http.server_close()

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +19,18 @@ from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from tests.helpers import medusa, medusa_json, save_model, write_lines
+from tests.helpers import ChatServer, medusa, medusa_json, save_model, write_lines
 
 
-class Server:
-    """OpenAI-compatible server that makes words from the question; `fault(number, body)` may give an error status."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict] = []
-        self.fault: Any = lambda number, body: None
-        self.headers: dict[str, str] = {}
-        self.together = self.most_together = 0
-        lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args: object) -> None:
-                """Silent."""
-
-            def do_GET(self) -> None:
-                self._send(200, {"data": [{"id": "served"}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    outer.requests.append({**body, "authorization": self.headers.get("Authorization")})
-                    number = len(outer.requests)
-                    outer.together += 1
-                    outer.most_together = max(outer.most_together, outer.together)
-                threading.Event().wait(0.02)
-                with lock:
-                    outer.together -= 1
-                if status := outer.fault(number, body):
-                    return self._send(status, {"error": "spoilt"})
-                text = "w" + str(len(body["messages"])) + " " + body["messages"][-1]["content"]
-                reason = "length" if "w9" in text else "stop"
-                self._send(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
-
-            def _send(self, status: int, document: dict) -> None:
-                data = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                for name, value in outer.headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=lambda: self.http.serve_forever(poll_interval=0.01), daemon=True).start()
-
-    def stop(self) -> None:
-        """Answers pending requests and refuses every connection from now on."""
-        self.http.shutdown()
-        self.http.server_close()
+def words_of(body: dict) -> tuple[str, str]:
+    """Returns an answer made from the question, and its finish reason."""
+    text = "w" + str(len(body["messages"])) + " " + body["messages"][-1]["content"]
+    return text, "length" if "w9" in text else "stop"
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    running = Server()
+def server() -> Iterator[ChatServer]:
+    running = ChatServer(words_of)
     yield running
     running.stop()
 
@@ -115,7 +66,7 @@ def conversations(outcomes: list[Outcome]) -> list[Conversation]:
     return sorted((outcome.conversation for outcome in outcomes if outcome.conversation), key=lambda c: c.id)
 
 
-def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Server, model: str) -> None:
+def test_turns_follow_one_another_and_conversations_run_side_by_side(server: ChatServer, model: str) -> None:
     answered = conversations(answers(server.url, model))
     assert [conversation.id for conversation in answered] == IDS
     assert 1 < server.most_together <= 4
@@ -128,11 +79,11 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Ser
             assert backbone.decode(conversation.tokens[start:end]).strip() == message["content"]
             assert conversation.tokens[end - 1] in backbone.eos_ids
     sent = server.requests[0]
-    assert set(sent) == {"model", "messages", "max_tokens", "temperature", "stream", "authorization"}
+    assert set(sent) == {"model", "messages", "max_tokens", "temperature", "stream", "path", "key"}
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("served", 16, False)
 
 
-def test_draws_depend_on_the_random_seed_and_the_conversation(server: Server, model: str) -> None:
+def test_draws_depend_on_the_random_seed_and_the_conversation(server: ChatServer, model: str) -> None:
     def sent(random_seed: int, temperature: float) -> dict[str, Any]:
         server.requests.clear()
         rules = replace(RULES, random_seed=random_seed, temperature=temperature)
@@ -145,20 +96,20 @@ def test_draws_depend_on_the_random_seed_and_the_conversation(server: Server, mo
     assert set(sent(1, 0.0).values()) == {None}
 
 
-def test_system_prompt_opens_the_conversation(server: Server, model: str) -> None:
+def test_system_prompt_opens_the_conversation(server: ChatServer, model: str) -> None:
     (answered,) = conversations(answers(server.url, model, [seed("a", ["w20"], "w30")]))
     assert [message["role"] for message in answered.messages] == ["system", "user", "assistant"]
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "w30"}
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-def test_address_may_end_as_the_servers_paths_begin(server: Server, end: str) -> None:
+def test_address_may_end_as_the_servers_paths_begin(server: ChatServer, end: str) -> None:
     servers = ChatServers([server.url + end], "served")
     assert servers.check() == [] and servers.models() == ["served"]
     assert servers.complete([{"role": "user", "content": "w1"}]) == ("w1 w1", "stop")
 
 
-def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model: str) -> None:
+def test_busy_servers_are_asked_again_and_refusals_are_not(server: ChatServer, model: str) -> None:
     seen: dict[str, int] = {}
 
     def spoil(number: int, body: dict) -> int | None:
@@ -176,7 +127,7 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: Server, model
 
 @pytest.mark.parametrize(("pause", "headers"), [(60.0, {}), (0.0, {"Retry-After": "60"})])
 def test_failing_server_is_left_alone_and_the_other_takes_its_work(
-    server: Server, other: Server, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
+    server: ChatServer, other: ChatServer, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", pause)
     server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
@@ -185,7 +136,7 @@ def test_failing_server_is_left_alone_and_the_other_takes_its_work(
     assert len(other.requests) >= 2 * len(SEEDS) - 4
 
 
-def test_first_name_that_the_server_knows_is_taken(server: Server, model: str) -> None:
+def test_first_name_that_the_server_knows_is_taken(server: ChatServer, model: str) -> None:
     server.fault = lambda number, body: None if body["model"] == "served" else 404
     servers, silent = connect(server.url, None, Tokenizer(model))
     assert servers.model == "served" and silent == [] and len(server.requests) == 2
@@ -193,7 +144,7 @@ def test_first_name_that_the_server_knows_is_taken(server: Server, model: str) -
         connect(server.url, "third", Tokenizer(model))
 
 
-def test_prompts_without_room_for_an_answer_are_not_asked(server: Server, model: str) -> None:
+def test_prompts_without_room_for_an_answer_are_not_asked(server: ChatServer, model: str) -> None:
     seeds = [
         seed("long", ["w10 " * 90]),
         seed("later", ["w11", "w12 " * 90]),
@@ -231,7 +182,7 @@ def ids(run: Path) -> list[str]:
 
 
 def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
-    server: Server, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
     monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 2)
@@ -241,7 +192,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     first = medusa_json(*words)
     assert 0 < first["conversations"] < len(SEEDS) and first["failed"] == len(SEEDS) - first["conversations"]
     assert len((run / "distill-failed.jsonl").read_text().splitlines()) == first["failed"]
-    assert server.requests[0]["authorization"] == "Bearer secret"
+    assert server.requests[0]["key"] == "Bearer secret"
     server.fault = lambda number, body: None
     assert medusa_json(*words)["failed"] == 0
     assert not (run / "distill-failed.jsonl").exists() and ids(run) == IDS
@@ -252,7 +203,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
 
 
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
-    server: Server, other: Server, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ChatServer, other: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 3)
     words += ["--endpoint", f"{server.url},{other.url}", "--endpoint-model", "served"]
@@ -284,7 +235,9 @@ def test_server_that_is_not_there_is_named(words: list[str], address: str) -> No
     assert f"--endpoint {address}" in medusa(*words, "--endpoint", address, exit_code=1).stderr
 
 
-def test_model_that_the_server_does_not_know_is_named_at_once(server: Server, words: list[str], tmp_path: Path) -> None:
+def test_model_that_the_server_does_not_know_is_named_at_once(
+    server: ChatServer, words: list[str], tmp_path: Path
+) -> None:
     server.fault = lambda number, body: 400
     failed = medusa(*words, "--endpoint", server.url, "--endpoint-model", "other", exit_code=1)
     assert "'other'" in failed.stderr and "400" in failed.stderr

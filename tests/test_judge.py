@@ -1,9 +1,7 @@
 """Answers in FastChat's form, and a judge over them: grades, pairs in both orders, going on, bad servers."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,46 +9,17 @@ from typer.testing import Result
 
 from medusa_cli.bench.judge import Task, tally, tasks
 from medusa_cli.bench.questions import Question
+from tests.helpers import ChatServer, medusa, save_bench
 from tests.helpers import bench as run_bench
-from tests.helpers import medusa, save_bench
 
 SAMPLED = ["--methods", "ar,medusa", "--tree", "static", "--sampling", "typical", "--temperature", "0.9"]
 
 
-class Judged:
-    """A server whose replies `say` makes from the text it is asked; `status` may spoil them."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict] = []
-        self.say: Callable[[str], str] = lambda text: "Rating: [[7]] [[C]]"
-        self.status = 200
-        outer, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args: object) -> None:
-                """Silent."""
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    outer.asked.append({**body, "path": self.path, "key": self.headers.get("Authorization")})
-                content = outer.say(body["messages"][-1]["content"])
-                reply = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-                self.send_response(outer.status)
-                self.send_header("Content-Length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 @pytest.fixture
-def judge() -> Iterator[Judged]:
-    judged = Judged()
-    yield judged
-    judged.server.shutdown()
+def judge() -> Iterator[ChatServer]:
+    running = ChatServer(lambda body: ("Rating: [[7]] [[C]]", "stop"))
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -83,42 +52,47 @@ def test_answers_lie_beside_the_bench_in_fastchats_form(place: Path) -> None:
 
 
 def test_a_judge_grades_every_turn_and_compares_in_both_orders(
-    place: Path, judge: Judged, monkeypatch: pytest.MonkeyPatch
+    place: Path, judge: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
-    judge.say = lambda text: "Good. Rating: [[8]]" if "Assistant B" not in text else "The first. [[A]]"
+    judge.say = lambda body: (
+        "The first. [[A]]" if "Assistant B" in body["messages"][-1]["content"] else "Good. Rating: [[8]]",
+        "stop",
+    )
     done = bench(place, *SAMPLED, "--judge", f"{judge.url}/v1/", "--judge-model", "wise")
     assert done.exit_code == 0, done.stderr
     outcome = json.loads(done.stdout)["judge"]
     assert outcome["single"] == {name: {"score": 8.0, "answers": 4} for name in ("ar", "medusa")}
     # A judge that always prefers what comes first prefers nobody.
     assert outcome["pairs"] == {"medusa": {"wins": 0, "ties": 2, "losses": 0, "answers": 2}}
-    assert {call["path"] for call in judge.asked} == {"/v1/chat/completions"}
-    assert {(call["model"], call["key"], call["temperature"]) for call in judge.asked} == {("wise", "Bearer secret", 0)}
-    count = len(judge.asked)
+    assert {call["path"] for call in judge.requests} == {"/v1/chat/completions"}
+    assert {(call["model"], call["key"], call["temperature"]) for call in judge.requests} == {
+        ("wise", "Bearer secret", 0)
+    }
+    count = len(judge.requests)
     again = medusa("report", newest(place), "--judge", judge.url, "--judge-model", "wise")
-    assert again.exit_code == 0 and len(judge.asked) == count  # nothing is asked twice
+    assert again.exit_code == 0 and len(judge.requests) == count  # nothing is asked twice
     page = newest(place).with_suffix(".md").read_text()
     assert "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page and "| mine | medusa | 8.00 |" in page
 
 
-def test_a_judgement_goes_on_after_a_failure(place: Path, judge: Judged) -> None:
+def test_a_judgement_goes_on_after_a_failure(place: Path, judge: ChatServer) -> None:
     assert bench(place, *SAMPLED).exit_code == 0
     words = ["report", str(newest(place)), "--judge", judge.url, "--judge-model", "wise"]
-    judge.status = 401
+    judge.fault = lambda number, body: 401
     failed = medusa(*words)
     assert failed.exit_code == 1 and "401" in failed.stderr and "--judge" in failed.stderr
-    judge.status = 200
+    judge.fault = lambda number, body: None
     log = newest(place).with_suffix("") / "judgement.jsonl"
     assert medusa(*words).exit_code == 0
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the fourth
-    judge.asked.clear()
+    judge.requests.clear()
     assert medusa(*words).exit_code == 0
-    assert len(judge.asked) == len(lines) - 3 and len(log.read_text().splitlines()) == len(lines)
-    judge.asked.clear()
+    assert len(judge.requests) == len(lines) - 3 and len(log.read_text().splitlines()) == len(lines)
+    judge.requests.clear()
     assert medusa(*words[:-1], "other").exit_code == 0
-    assert len(judge.asked) == len(lines)  # another judge's grades are its own
+    assert len(judge.requests) == len(lines)  # another judge's grades are its own
 
 
 def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
@@ -141,14 +115,14 @@ def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
     assert result["pairs"]["medusa"] == {"wins": 1, "ties": 2, "losses": 1, "answers": 4}
 
 
-def test_replies_without_a_grade_count_for_nothing(place: Path, judge: Judged) -> None:
+def test_replies_without_a_grade_count_for_nothing(place: Path, judge: ChatServer) -> None:
     task = Task("medusa", "1", 0, 0, "")
     assert task.read("no grade") is None and task.read("[[11]]") is None and task.read("[[3]] no, [[4]]") == 4
-    judge.say = lambda text: "I would rather not."
+    judge.say = lambda body: ("I would rather not.", "stop")
     done = bench(place, *SAMPLED, "--judge", judge.url, "--judge-model", "shy")
     assert done.exit_code == 0 and "shy" in done.stderr
     outcome = json.loads(done.stdout)["judge"]
-    assert outcome["single"] == {} and outcome["unread"] == len(judge.asked)
+    assert outcome["single"] == {} and outcome["unread"] == len(judge.requests)
     assert outcome["pairs"]["medusa"]["answers"] == 0
 
 
