@@ -22,23 +22,15 @@ class EagerEngine(Engine):
         """pack: replaces the network's linear layers by a kernel's products, through which no gradient passes."""
         super().__init__(backbone)
         table = backbone.embedding.weight
-        self.dtype, self.kernel = table.dtype, kernels_for(table.dtype, backbone.device)[-1]
+        self.dtype, self.masks = table.dtype, backbone.masks
+        self.kernel = kernels_for(table.dtype, backbone.device)[-1]
         # A step reads all weights but an embedding table that is not also the lm_head.
-        self._head = backbone.model.get_output_embeddings()
-        self._bytes = sum(weight.nbytes for weight in backbone.model.parameters())
-        if self._head.weight is not table:
-            self._bytes -= table.nbytes
+        tied = backbone.model.get_output_embeddings().weight is table
+        every = sum(weight.nbytes for weight in backbone.model.parameters())
+        self.weight_bytes = every if tied else every - table.nbytes
         if pack:
             pack_linears(backbone.model, self.kernel)
-            self._head = backbone.model.get_output_embeddings()
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._bytes
-
-    def lm_head(self, states: Tensor) -> Tensor:
-        scores: Tensor = self._head(states)
-        return scores
+        self.head = backbone.model.get_output_embeddings()
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         if layout.pseudo is not None:
@@ -49,7 +41,7 @@ class EagerEngine(Engine):
             input_ids=tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=layout.positions,
-            past_key_values=_View(cache, layout),
+            past_key_values=_view(cache, layout),
             use_cache=True,
             output_hidden_states=taps != (-1,),
         )
@@ -66,7 +58,7 @@ class EagerEngine(Engine):
                 f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
                 "use a drafter other than firp, such as drafter=hydra",
             ) from reason
-        view, x = _View(cache, layout), parts.base.embed_tokens(tokens)
+        view, x = _view(cache, layout), parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
             x = pseudo.enter(index, x)
@@ -84,11 +76,9 @@ class EagerEngine(Engine):
         return final
 
 
-class _View(TransformersCache):
-    """The slots of one pass as transformers' attention sees them."""
-
-    def __init__(self, cache: Cache, layout: Layout) -> None:
-        super().__init__(layers=[_ViewLayer(cache, layout, index) for index in range(cache.layers)])
+def _view(cache: Cache, layout: Layout) -> TransformersCache:
+    """Returns the slots of one pass as transformers' attention sees them."""
+    return TransformersCache(layers=[_ViewLayer(cache, layout, index) for index in range(cache.layers)])
 
 
 class _ViewLayer(CacheLayerMixin):

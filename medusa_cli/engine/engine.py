@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.kernels import Kernel
@@ -20,14 +20,18 @@ SCRATCH_ROWS = 256
 
 
 class Engine(ABC):
-    """Runs a backbone's passes; `dtype` is the type of its states, `kernel` how it multiplies.
+    """Runs a backbone's passes.
 
-    On a CPU the next pass overwrites logits that had to be cast: copy them to keep them.
+    dtype: the type of its states. masks: additive masks of that type. head: the lm_head, in that type. weight_bytes:
+    bytes of weights that a step over few rows reads. On a CPU the next pass overwrites logits that had to be cast.
     """
 
     name: ClassVar[str]
     dtype: torch.dtype
     kernel: Kernel
+    masks: Masks
+    head: nn.Module
+    weight_bytes: int
     # Attention reads a multiple of so many columns: a product prepares anew for every length, and would first copy a
     # part of a cache.
     round_to = 1
@@ -43,16 +47,6 @@ class Engine(ABC):
     def title(self) -> str:
         """The engine and its kernel in words."""
         return f"{self.name} engine ({self.kernel.name})"
-
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a step over few rows reads."""
-
-    @property
-    def masks(self) -> Masks:
-        """Additive masks of the type of this engine's states."""
-        return self.backbone.masks
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS, *, plain: bool = False) -> Cache:
         """Returns empty slots of `capacity` rows, which grow as needed.
@@ -98,9 +92,10 @@ class Engine(ABC):
         Writes keys and values of all R rows behind the slots' lengths.
         """
 
-    @abstractmethod
     def lm_head(self, states: Tensor) -> Tensor:
         """Returns scores [.., V] of final states [.., H] in the engine's type."""
+        scores: Tensor = self.head(states)
+        return scores
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns fp32 logits [.., V] of final states [.., H].

@@ -36,20 +36,20 @@ class FastEngine(Engine):
     def __init__(self, backbone: Backbone, kernel: Kernel) -> None:
         super().__init__(backbone)
         self.kernel, self.dtype = kernel, kernel.rows
-        self._masks = Masks(backbone.config, self.dtype)
+        self.masks = Masks(backbone.config, self.dtype)
         on_cpu = backbone.device.type == "cpu"
         self.transposed, self.captures = on_cpu, None if backbone.device.type == "cuda" else False
         # oneDNN prepares bf16 products anew for every new length.
         self.round_to = 64 if on_cpu and self.dtype != torch.float32 else 1
         model, config = backbone.model, backbone.config
         self._parts = Layers(model)
-        kinds, self._tables = self._masks.kinds, sorted(set(self._parts.kinds))
+        kinds, self._tables = self.masks.kinds, sorted(set(self._parts.kinds))
         self.kv, self.groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
         probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
         expected = backbone.states(probe[None]).float()
 
         def pack(index: int, layer: nn.Module) -> FastLayer:
-            kind, table = kinds.index(self._masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
+            kind, table = kinds.index(self.masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
             packed = FastLayer(layer, config, kernel, kind, table).eval()
             release(layer)
             return packed
@@ -60,7 +60,7 @@ class FastEngine(Engine):
             self.layers = list(pool.map(pack, itertools.count(), self._parts.layers))
             self.head = head.result()
         self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
-        self._bytes = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
+        self.weight_bytes = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
         lm_head = model.get_output_embeddings()
         if lm_head.weight is not backbone.embedding.weight:
             release(lm_head)
@@ -79,18 +79,6 @@ class FastEngine(Engine):
         allowed = max(TOLERANCE[self.dtype], TOLERANCE[self.backbone.embedding.weight.dtype])
         if self.kernel.exact and error > allowed:
             raise Unsupported(f"its states differ from the network's own by {error:.1%}")
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._bytes
-
-    @property
-    def masks(self) -> Masks:
-        return self._masks
-
-    def lm_head(self, states: Tensor) -> Tensor:
-        scores: Tensor = self.head(states)
-        return scores
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
@@ -128,7 +116,7 @@ class FastEngine(Engine):
     def _inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
         """Returns the path of attention for the first `rows` rows, and its masks, rotary tables and columns."""
         path = "fused" if rows > FUSED_ROWS or not self.transposed else "slots" if layout.start is None else "slot"
-        masks = [layout.masks[kind][:, :rows].repeat(1, self.groups, 1)[:, None] for kind in self._masks.kinds]
+        masks = [layout.masks[kind][:, :rows].repeat(1, self.groups, 1)[:, None] for kind in self.masks.kinds]
         if path != "fused":
             masks = [mask.expand(-1, self.kv, -1, -1).flatten(0, 1) for mask in masks]  # [B * KV, G * R, L]
         # Slots may share their positions.
