@@ -1,6 +1,5 @@
 """The prompt in view: what layers with a cache of their own see in training is what they see in decoding."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,12 @@ from medusa_cli.data.packing import (
 )
 from medusa_cli.data.states import StateStore
 from medusa_cli.decode import Decoder, Request
-from medusa_cli.drafters import DRAFTERS, Batch, NewTokens, load_drafter
+from medusa_cli.drafters import DRAFTERS, Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
-from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, build_drafter, load_dataset
 from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss
@@ -68,7 +67,7 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
     dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps, prompts=True)
     (items,) = micro_batches(dataset.train, 10_000)
     batch = dataset.batch(items, backbone.device, torch.float32)
-    found, first = guesses(drafter, backbone, batch, 6), 0
+    guessed, first = guesses(drafter, backbone, batch, 6), 0
     chain, checked = Tree.chain(3), 0
     for item in items:
         tokens, learnt = [0, *item.tokens.tolist()], item.segments >= 0
@@ -85,7 +84,7 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
             begun, k = end + 1, 0
             # As far as the guesses are the true tokens, and one further, training must have made the same.
             while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
-                assert draft[k + 1] == found[batch.learnt_index[first + end], k, 0], (item.id, end, k)
+                assert draft[k + 1] == guessed[batch.learnt_index[first + end], k, 0], (item.id, end, k)
                 checked, k = checked + 1, k + 1
         first += len(item.tokens)
     assert checked > 20
@@ -160,51 +159,37 @@ def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_
 
         def watched(*words: object) -> list:
             drafts = type(drafter).draft(drafter, *words)
-            drawn.extend(one.tokens.tolist() for one in drafts)
+            drawn.extend(each.tokens.tolist() for each in drafts)
             return drafts
 
         drafter.draft = watched
         return Decoder(backbone, drafter, TREE), drawn
 
     (decoder, drawn), prompt = begin(), [5, 9, 20, 11]
-    said = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
+    answered = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
     for bridge in ([30, 31, 7], []):  # the next turn, and the same one with its last words put in another way
-        again = [*prompt, *(said if bridge else said[:-3]), *bridge, 6]
+        again = [*prompt, *(answered if bridge else answered[:-3]), *bridge, 6]
         fresh, expected = begin()
         drawn.clear()
-        ours, theirs = ([s.tokens for s in answer(one, again, **rules)] for one in (decoder, fresh))
+        ours, theirs = ([s.tokens for s in answer(each, again, **rules)] for each in (decoder, fresh))
         assert ours == theirs and drawn == expected
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -> None:
-    backbone, drafter = (made := tiny_backbone(layers=4)), trained(made, name)
+    backbone, drafter = (online := tiny_backbone(layers=4)), trained(online, name)
     decoder, prompt = Decoder(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
-    for most, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
-        sequence, first = decoder.admit(Request(prompt, max_new_tokens=most, stop_ids=()))
-        said = list(first.tokens)
+    for limit, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
+        sequence, first = decoder.admit(Request(prompt, max_new_tokens=limit, stop_ids=()))
+        answered = list(first.tokens)
         while decoder.sequences:
-            said += decoder.step()[0][1].tokens
-        prompt = [*prompt, *said, *more]
+            answered += decoder.step()[0][1].tokens
+        prompt = [*prompt, *answered, *more]
     assert sequence.reused == 4 + 1 + 2 + 9 - 1
     decoder.use_tree(TREE)
     ours = answer(decoder, prompt, max_new_tokens=12, stop_ids=())
     theirs = generate(backbone, drafter, TREE, prompt, max_new_tokens=12, stop_ids=())
     assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
-
-
-@pytest.mark.parametrize("name", ["hydra", "amphista"])
-def test_files_of_earlier_versions_see_the_answer_alone(name: str, tmp_path: Path) -> None:
-    backbone = tiny_backbone(layers=4)
-    drafter = trained(backbone, name, context="answer")
-    drafter.save(tmp_path, provenance(backbone.identity))
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config.pop("context") == "answer"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_drafter(tmp_path, backbone)
-    assert isinstance(loaded, HeadDrafter) and not loaded.sees_prompt(loaded.config)
-    ours, theirs = (list(generate(backbone, one, TREE, [5, 9, 20], max_new_tokens=20)) for one in (drafter, loaded))
-    assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
 
 
 def test_parts_and_pieces_of_conversations() -> None:
@@ -214,11 +199,11 @@ def test_parts_and_pieces_of_conversations() -> None:
     item = Example("a", torch.arange(13), 20, parts)
     assert item.positions == 7 and next(item.pieces(7)) is item
     pieces = list(item.pieces(3))
-    assert [one.positions for one in pieces] == [3, 3, 1]
-    assert torch.cat([one.tokens for one in pieces]).tolist() == list(range(13))
-    assert [one.first_row for one in pieces] == [20, 29, 32]
+    assert [each.positions for each in pieces] == [3, 3, 1]
+    assert torch.cat([each.tokens for each in pieces]).tolist() == list(range(13))
+    assert [each.first_row for each in pieces] == [20, 29, 32]
     batches = micro_batches([item, Example("b", torch.arange(5), 0, torch.zeros(5).long())], 4)
-    assert [[one.positions for one in batch] for batch in batches] == [[4], [3], [4], [1]]
+    assert [[each.positions for each in batch] for batch in batches] == [[4], [3], [4], [1]]
 
 
 def test_kept_states_serve_both_views(tmp_path: Path) -> None:
@@ -233,15 +218,15 @@ def test_kept_states_serve_both_views(tmp_path: Path) -> None:
         lines.append({"id": f"c{number}", "tokens": tokens.tolist(), "spans": spans, "state_rows": rows})
     store.close()
     write_lines(run.distill_path, lines)
-    both = [load_dataset(run, backbone, fraction=0.0, prompts=prompts) for prompts in (False, True)]
-    assert all(dataset.kept for dataset in both)
-    answers, conversations = both
+    datasets = [load_dataset(run, backbone, fraction=0.0, prompts=prompts) for prompts in (False, True)]
+    assert all(dataset.kept for dataset in datasets)
+    answers, conversations = datasets
     assert len(answers.train) == 12 and len(conversations.train) == 6
     assert torch.equal(torch.cat(answers.answer_tokens()), torch.cat(conversations.answer_tokens()))
-    one, other = (each.batch(each.train, backbone.device, torch.float32) for each in both)
+    each, other = (each.batch(each.train, backbone.device, torch.float32) for each in datasets)
     learnt = other.learnt
-    assert torch.equal(one.hidden, other.hidden[learnt]) and torch.equal(one.next, other.next[learnt])
-    assert torch.equal(one.segment, other.segment[learnt])
+    assert torch.equal(each.hidden, other.hidden[learnt]) and torch.equal(each.next, other.next[learnt])
+    assert torch.equal(each.segment, other.segment[learnt])
 
 
 def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
@@ -250,12 +235,12 @@ def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tm
     write_lines(run.distill_path, [conversation(n, turns=2) for n in range(12)])
     torch.manual_seed(0)
     heads = DRAFTERS["medusa"].create(backbone, 3, 1, "own")
-    both = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
-    narrow, wide = (measure(backbone, heads, dataset, top=3) for dataset in both)
+    datasets = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
+    narrow, wide = (measure(backbone, heads, dataset, top=3) for dataset in datasets)
     assert all(narrow[key] == wide[key] for key in ("counted", "positions", "accuracies", "temperatures"))
     losses = [
-        drafter_loss(heads, backbone, one.batch(one.train, backbone.device, torch.float32), TrainRecipe())
-        for one in both
+        drafter_loss(heads, backbone, each.batch(each.train, backbone.device, torch.float32), TrainRecipe())
+        for each in datasets
     ]
     assert torch.equal(losses[0].total, losses[1].total) and torch.equal(losses[0].counted, losses[1].counted)
 
@@ -266,7 +251,7 @@ def test_a_wrong_number_of_state_rows_is_refused(tmp_path: Path) -> None:
     line = {"id": "a", "tokens": tokens.tolist(), "spans": spans, "state_rows": [0, len(tokens)]}
     fine = {**line, "id": "b", "state_rows": [0, len(tokens) - 1]}
     records, report = read_conversations(write_lines(tmp_path / "d.jsonl", [line, fine]), backbone)
-    assert [one.id for one in records] == ["b"]
+    assert [each.id for each in records] == ["b"]
     assert sum(report.skipped.values()) == 1
 
 
@@ -308,11 +293,11 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     fresh = whole_conversations(backbone, recipe, run.data_path, 0.2)
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, fresh)
-    made = Trainer(backbone, drafter, fresh, recipe, run).stage.loss(fresh.train, 0.0)
+    online = Trainer(backbone, drafter, fresh, recipe, run).stage.loss(fresh.train, 0.0)
     assert not (run.path / "cache").exists()
     kept = load_dataset(run, backbone, fraction=0.2, taps=taps, prompts=kind.sees_prompt(recipe.drafter))
     expected = Trainer(backbone, drafter, kept, recipe, run).stage.loss(kept.train, 0.0)
-    assert made.positions == expected.positions
-    assert float(made.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
-    ours, theirs = (measure(backbone, drafter, one, top=2) for one in (fresh, kept))
+    assert online.positions == expected.positions
+    assert float(online.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
+    ours, theirs = (measure(backbone, drafter, each, top=2) for each in (fresh, kept))
     assert (ours["counted"], ours["positions"]) == (theirs["counted"], theirs["positions"])

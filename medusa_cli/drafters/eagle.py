@@ -45,7 +45,6 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
-    training_cost = 2.5  # of the training-time test
     autoregressive = True
     config_class = EagleConfig
     settings = ("taps",)

@@ -59,7 +59,6 @@ class HeadDrafter(Drafter):
 
     name: ClassVar[str]
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    training_cost: ClassVar[float] = 1.0  # time of a training position relative to Medusa heads, for estimates
     autoregressive: ClassVar[bool] = False  # each head reads the tokens drafted before its own
     regress: ClassVar[float] = 0.0  # default of train.regress in stage 1, for autoregressive drafters
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft

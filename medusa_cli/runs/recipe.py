@@ -162,11 +162,6 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return _build(values | _checked(pairs, "the command line"))
 
 
-def from_dict(data: dict[str, Any], source: str) -> Recipe:
-    """Returns the recipe that to_dict gave; `source` names it in errors."""
-    return _build(_checked(_flatten(data), source))
-
-
 def _checked(pairs: Iterable[tuple[str, Any]], source: str, folder: Path | None = None) -> dict[str, Any]:
     """Returns values by full key; reads the chat template's file, from `folder` if given."""
     named = [(_full(key, source), value) for key, value in pairs]
@@ -257,10 +252,11 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def differences(old: Recipe, new: Recipe, sections: Sequence[str]) -> list[str]:
-    """Returns the dotted keys of the sections whose values differ."""
-    before, after = dict(_flatten(old.to_dict())), dict(_flatten(new.to_dict()))
-    return [key for key in before if key.split(".")[0] in sections and before[key] != after[key]]
+def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> list[str]:
+    """Returns the dotted keys of the sections whose values differ from what to_dict gave of an old recipe."""
+    before = dict(_flatten(old))
+    after = [(key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections]
+    return [key for key, value in after if before.get(key) != value]
 
 
 def recipe_of(run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:

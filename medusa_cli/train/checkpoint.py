@@ -12,7 +12,7 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import DTYPES
 from medusa_cli.runs.io import replacing
-from medusa_cli.runs.recipe import Recipe, differences, from_dict
+from medusa_cli.runs.recipe import Recipe, differences
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 from medusa_cli.train.prefill import rounding
@@ -97,7 +97,7 @@ def load(path: Path) -> Checkpoint:
 
 def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset[Any], recipe: Recipe) -> None:
     """Raises UserError if recipe, backbone, the states' number type or data changed since the checkpoint."""
-    changed = differences(from_dict(checkpoint.recipe, "the checkpoint"), recipe, ("drafter", "train"))
+    changed = differences(checkpoint.recipe, recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:
         raise UsageError(

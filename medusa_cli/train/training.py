@@ -64,9 +64,9 @@ class Trained:
     positions: int
     heads: int
     draft_coverage: float
-    validation: Document | None = None
-    expected_acceptance: float | None = None
-    expected_acceptance_at_start: float | None = None
+    validation: Document | None
+    expected_acceptance: float | None
+    expected_acceptance_at_start: float | None
 
 
 def train(
@@ -113,19 +113,18 @@ def train(
         if not world.first:
             return None
         checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
+        keys = ("loss", "head_losses", "accuracies", "positions", "parts")
         ended = Trained(
             run,
-            trainer.step < trainer.steps,
-            trainer.step,
-            trainer.steps,
-            trainer.positions,
-            drafter.num_heads,
-            covered,
-            {key: checks[-1][key] for key in ("loss", "head_losses", "accuracies", "positions", "parts")}
-            if checks
-            else None,
-            _expected_acceptance(checks[-1:]),
-            _expected_acceptance([line for line in checks if line["step"] == 0]),
+            stopped=trainer.step < trainer.steps,
+            step=trainer.step,
+            steps=trainer.steps,
+            positions=trainer.positions,
+            heads=drafter.num_heads,
+            draft_coverage=covered,
+            validation={key: checks[-1][key] for key in keys} if checks else None,
+            expected_acceptance=_expected_acceptance(checks[-1:]),
+            expected_acceptance_at_start=_expected_acceptance([line for line in checks if line["step"] == 0]),
         )
         return ended if ended.stopped else replace(ended, run=_save(trainer, source, ended))
 
@@ -210,13 +209,10 @@ def _save(trainer: Trainer, source: Path, ended: Trained) -> Run:
         identity["adapter"] = adapter.digest(run.adapter_dir)
     elif run.adapter is not None:  # it belonged to the drafter that is replaced now
         shutil.rmtree(run.adapter_dir)
+    dataset = trainer.dataset
     written = provenance(
         identity,
-        data={
-            "path": str(source),
-            "digest": trainer.dataset.digest,
-            "conversations": trainer.dataset.report.read,
-        },
+        data={"path": str(source), "digest": dataset.digest, "conversations": dataset.report.read},
         recipe=trainer.recipe.to_dict(),
         steps=trainer.steps,
         positions=trainer.positions,
