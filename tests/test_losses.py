@@ -17,6 +17,7 @@ from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
+from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import ReadReport
@@ -24,6 +25,7 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, split_conversations
 from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, sample_rows
+from medusa_cli.train.setup import check_recipe
 from medusa_cli.train.stages import Stage2
 from medusa_cli.tree import Tree
 from tests.helpers import drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
@@ -153,6 +155,12 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
     with torch.no_grad():  # losses that are only measured are over all
         few, every = (drafter_loss(heads, backbone, batch, replace(recipe, scored=count)).total for count in (40, None))
     assert torch.equal(few, every)
+
+
+def test_lk_loss_refuses_soft_targets() -> None:
+    check_recipe(load_recipe(None, ["train.loss=lk"]))
+    with pytest.raises(UsageError, match=r"train\.soft"):
+        check_recipe(load_recipe(None, ["train.loss=lk", "train.soft=0.5"]))
 
 
 def biased_backbone() -> Backbone:
