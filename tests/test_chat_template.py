@@ -180,7 +180,7 @@ def test_distillation_continues_with_its_own_template_alone(words: list[str], ba
     assert "chat template" in medusa(*words, "--chat-template", other, exit_code=1).stderr
 
 
-def test_template_does_not_join_conversations_made_without_it(words: list[str], tmp_path: Path) -> None:
+def test_template_does_not_join_conversations_without_it(words: list[str], tmp_path: Path) -> None:
     own = save_model(tmp_path / "own")
     medusa(*words, "--model", own, "--max-samples", "3", exit_code=0)
     medusa(*words, "--model", own, "--chat-template", tmp_path / "tiny.jinja", exit_code=1)

@@ -96,7 +96,7 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
     ],
     ids=["faster", "slower", "fails", "differs"],
 )
-def test_trial_decides_once_if_steps_are_captured(
+def test_trial_decides_once_on_cuda_graphs(
     seconds: float, fault: str | None, captured: bool, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     backbone = tiny_backbone(engine="fast")
