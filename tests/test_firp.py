@@ -1,7 +1,6 @@
 """FIRP in decoding: pseudo rows against a slow reference, losslessness, one pass a step, what stays, files."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode import Step
-from medusa_cli.drafters import Firp, load_drafter
+from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import spread
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.run import provenance
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import FAMILIES, Recording, forward, generate, generate_batch, generate_plain, rows_of, tiny_backbone
 
@@ -64,7 +62,7 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_pseudo_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str, masked: bool) -> None:
+def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str, masked: bool) -> None:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
@@ -80,7 +78,7 @@ def test_pseudo_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine:
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-def test_a_prompt_of_several_pieces_ends_in_its_last_tokens_pseudo_rows(engine: str) -> None:
+def test_a_long_prompt_ends_in_its_last_tokens_extra_rows(engine: str) -> None:
     backbone = backbone_of("llama", engine, positions=1024)
     drafter = firp(backbone)
     prompt = [5 + i * 7 % 50 for i in range(530)]
@@ -91,7 +89,7 @@ def test_a_prompt_of_several_pieces_ends_in_its_last_tokens_pseudo_rows(engine: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str) -> None:
+def test_no_real_row_sees_extra_rows_and_the_cache_keeps_none(family: str, engine: str) -> None:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone)
     nodes, path = torch.arange(20, 20 + TREE.size), TREE.path(7)
@@ -115,26 +113,13 @@ def test_no_real_row_sees_them_and_the_cache_keeps_none(family: str, engine: str
     assert torch.allclose(outputs[3].logits, alone.logits[-2:], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, Tree.chain(3), DynamicTree(9, 3), Tree.root_only()], ids=str)
-def test_firp_is_lossless(family: str, engine: str, shape: Tree | DynamicTree) -> None:
-    backbone = backbone_of(family, engine)
-    drafter = firp(backbone, vocabulary="draft" if engine == "fast" else "shared")
-    steps = generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=())
-    plain = generate_plain(backbone_of(family), PROMPT, max_new_tokens=40, stop_ids=())
-    assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
-
-
 class Watched(Recording, Firp):
     pass
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"])
-def test_every_guess_comes_from_its_heads_pseudo_state_after_the_accepted_path(
-    engine: str, shape: Tree | DynamicTree
-) -> None:
+def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone, layers=[2, 3, 4])
     drafter.__class__ = Watched
@@ -150,14 +135,6 @@ def test_every_guess_comes_from_its_heads_pseudo_state_after_the_accepted_path(
         for node in range(1, draft.tree.size):
             expected = ranked[draft.tree.depths[node] - 1, draft.tree.ranks[node]]
             assert draft.tokens[node] == expected, (number, node)
-
-
-def test_the_contexts_end_is_reached_and_not_passed() -> None:
-    backbone = backbone_of(positions=32)
-    steps = generate(backbone, firp(backbone), TREE, PROMPT, max_new_tokens=60, stop_ids=())
-    plain = generate_plain(backbone, PROMPT, max_new_tokens=60, stop_ids=())
-    found = [t for s in steps for t in s.tokens]
-    assert found == [t for s in plain for t in s.tokens] and len(found) == 32 - len(PROMPT)
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -179,20 +156,7 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
     assert passes[1:] == [4 * (step.drafted + 1) for step in steps[1:]]
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    backbone = backbone_of()
-    for vocabulary in ("draft", "shared"):
-        drafter = firp(backbone, vocabulary=vocabulary, masked=True, layers=[1, 4, 5])
-        drafter.save(tmp_path, provenance(backbone.identity))
-        loaded = load_drafter(tmp_path, backbone)
-        assert isinstance(loaded, Firp) and loaded.config == drafter.config
-        assert sum(weight.numel() for weight in loaded.parameters()) == 3 * (32 * 32 + 32)
-        rule = {"max_new_tokens": 30, "stop_ids": ()}
-        ours, theirs = (list(generate(backbone, one, TREE, PROMPT, **rule)) for one in (drafter, loaded))
-        assert [(s.tokens, s.accepted) for s in ours] == [(s.tokens, s.accepted) for s in theirs]
-
-
-def test_the_default_layers_are_a_half_to_five_sixths_of_the_depth() -> None:
+def test_default_layers_spread_from_a_half_to_five_sixths_of_the_depth() -> None:
     assert spread(3, 30) == (15, 20, 25) and spread(1, 30) == (15,)
     assert spread(4, 30) == (15, 18, 22, 25) and spread(4, 2) == (1, 1, 1, 1)
 
@@ -211,10 +175,10 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
 PROMPTS = [PROMPT, [8], [30 + i for i in range(17)], [6, 6, 50], [12, 50]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=["static", "dynamic"])
-def test_many_prompts_at_once_get_what_each_gets_alone(family: str, engine: str, shape: Tree | DynamicTree) -> None:
+def test_prompts_of_a_batch_get_what_each_gets_alone(family: str, engine: str, shape: Tree | DynamicTree) -> None:
     backbone, count = backbone_of(family, engine), 24
     drafter = firp(backbone, layers=[2, 3, 4])
     steps: list[list[Step]] = [[] for _ in PROMPTS]

@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, Draft, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, roots_of
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import (
     DecoderLayer,
     HeadAttention,
@@ -18,6 +18,7 @@ from medusa_cli.drafters.layers import (
     residual_blocks,
     truncate_caches,
 )
+from medusa_cli.drafters.levels import roots_of
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 

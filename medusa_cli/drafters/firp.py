@@ -10,7 +10,8 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, Draft, NewTokens, check_layers
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, roots_of
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.levels import roots_of
 from medusa_cli.engine.extra_rows import ExtraRows
 from medusa_cli.engine.extra_rows import ahead as states_ahead
 from medusa_cli.errors import UsageError, UserError
