@@ -168,7 +168,7 @@ class Job:
             return self.facts(place / RUN), 0.0
         children = self.start(place, begun)
         end(children)
-        assert all(child.code == 0 for child in children), children[0].said.read_text()
+        assert all(child.code == 0 for child in children), children[0].output.read_text()
         return self.facts(place / RUN), max(child.seconds for child in children)
 
 
@@ -306,7 +306,7 @@ def strike(known: Known, place: Path, count: Count, draw: random.Random, begun: 
     count.late += not hit
     bad = [child for child in children if child.code not in (0, -SIGKILL)]
     if bad and not hit:
-        count.faults.append(f"{job.name}: ended with {bad[0].code}: {bad[0].said.read_text()}")
+        count.faults.append(f"{job.name}: ended with {bad[0].code}: {bad[0].output.read_text()}")
     count.faults += [f"{job.name}: {name} is half written" for name in half_written(place / RUN)]
 
 
@@ -337,7 +337,7 @@ def contend(known: Sequence[Known], scratch: Path, rounds: int, count: Count) ->
         shutil.copytree(chosen.base, place)
         children = [start(chosen.job.words, place, rank=rank) for rank in range(size)]
         end(children)
-        texts = [child.said.read_text() for child in children if child.code == 1]
+        texts = [child.output.read_text() for child in children if child.code == 1]
         clear = all(text.count("\n") == 1 and "is being written by" in text for text in texts)
         count.refused += len(texts)
         if len(texts) != size - 1 or sum(child.code == 0 for child in children) != 1 or not clear:

@@ -20,17 +20,17 @@ FILE_METHODS = {"write", "flush", "truncate"}
 
 @dataclass
 class Child:
-    """A forked command: where what it says goes, and its exit code once it ended (negative: the signal)."""
+    """A forked command: the file of its output, and its exit code once it ended (negative: the signal)."""
 
     pid: int
-    said: Path
+    output: Path
     code: int | None = None
     seconds: float = 0.0  # of processor time: unlike the clock's, other work does not stretch them
 
 
 @dataclass
 class Done:
-    """What came of a command of one or several processes: the exit code, results, and what it said."""
+    """The end of a command of several processes: the exit code, standard output and standard error."""
 
     returncode: int
     stdout: str
@@ -46,10 +46,10 @@ def run(words: Sequence[str], place: Path, size: int = 1) -> Done:
         for rank in range(size)
     ]
     end(children)
-    said = "".join(child.said.read_text() for child in children)
+    output = "".join(child.output.read_text() for child in children)
     results = "".join((place / f"results-{rank}.txt").read_text() for rank in range(size))
     codes = [child.code for child in children if child.code]
-    return Done(codes[0] if codes else 0, results, said)
+    return Done(codes[0] if codes else 0, results, output)
 
 
 def start(
@@ -64,16 +64,16 @@ def start(
     **environment: str,
 ) -> Child:
     """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never, None: none is
-    counted); results: where standard output goes, if not beside what the command says."""
-    said = place / f"said-{rank}.txt"
+    counted); results: where standard output goes, if not in the file of the output."""
+    output = place / f"said-{rank}.txt"
     pid = os.fork()
     if pid:
-        return Child(pid, said)
+        return Child(pid, output)
     code = 70
     try:
         os.chdir(place)
         os.environ.update(environment)
-        with said.open("w") as out:
+        with output.open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
         if results is not None:
@@ -135,12 +135,12 @@ def end(children: Sequence[Child], until: float | None = None) -> bool:
                 if child.code is None:
                     os.kill(child.pid, signal.SIGKILL)
             killed = True
-        assert time.monotonic() < late, f"a command hangs: {children[0].said.read_text()}"
+        assert time.monotonic() < late, f"a command hangs: {children[0].output.read_text()}"
         time.sleep(0.002)
     return killed and any(child.code == -signal.SIGKILL for child in children)
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as socket_:
+        socket_.bind(("127.0.0.1", 0))
+        return int(socket_.getsockname()[1])
