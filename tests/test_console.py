@@ -107,20 +107,20 @@ def test_control_characters_are_spelled_out() -> None:
 
 
 @pytest.mark.parametrize("say", [console.info, console.warn, console.error, console.result])
-def test_messages_and_results_are_made_visible(say: Callable[[str], None], terminal: io.StringIO) -> None:
+def test_messages_and_results_are_escaped(say: Callable[[str], None], terminal: io.StringIO) -> None:
     say(HOSTILE)
     say(HARMLESS.replace("\t", " "))
     assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal) and HARMLESS.replace("\t", " ") in harmless(terminal)
 
 
-def test_streamed_text_is_made_visible_and_keeps_its_tabs(terminal: io.StringIO) -> None:
+def test_streamed_text_is_escaped_and_keeps_its_tabs(terminal: io.StringIO) -> None:
     console.stream([("a\tb\x1b", ""), ("[2J\n", "")])
     console.stream([("c\x1b[2J", "bold green")])
     assert harmless(terminal) == "a\tb\\x1b[2J\nc\\x1b[2J"
 
 
 @pytest.mark.parametrize("cell", [HOSTILE, Text(HOSTILE)], ids=["str", "Text"])
-def test_tables_are_made_visible(cell: str | Text, terminal: io.StringIO) -> None:
+def test_tables_are_escaped(cell: str | Text, terminal: io.StringIO) -> None:
     table = Table(title=HOSTILE, caption=HOSTILE)
     table.add_column(HOSTILE)
     table.add_row(cell)
@@ -131,7 +131,7 @@ def test_tables_are_made_visible(cell: str | Text, terminal: io.StringIO) -> Non
     assert harmless(terminal).count(visible(HOSTILE)) == (5 if isinstance(cell, str) else 3)
 
 
-def test_a_bar_shows_count_and_unit_and_is_made_visible(terminal: io.StringIO) -> None:
+def test_a_bar_shows_count_and_unit_and_is_escaped(terminal: io.StringIO) -> None:
     with console.progress("training \x1b]0;owned\x07", total=1000) as bar:
         bar.describe("question \x1b]0;owned\x07")
         bar.show({"loss\x1b]0;": "1\x1b]0;"})
@@ -192,7 +192,7 @@ except ValueError:
 """
 
 
-def test_messages_of_libraries_are_made_visible_and_brief() -> None:
+def test_messages_of_libraries_are_escaped_and_brief() -> None:
     text = Terminal(LIBRARIES).until()
     assert "\x1b]0;" not in text and text.count("\\x1b]0;owned\\x07") >= 3
     console.configure()

@@ -81,7 +81,7 @@ def test_greedy_is_token_identical(family: str, tree: str, right: float) -> None
     if right == 1.0:  # the last step may know too little of the future
         assert all(step.accepted == TREES[tree].max_depth for step in steps[1:-2])
     if right == 0.0:
-        assert Stats.of(steps).acceptance_rate < 1.3
+        assert Stats.of(steps).acceptance_length < 1.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +119,7 @@ def test_drafts_after_the_end_do_not_count_as_accepted(reason: str) -> None:
     assert 1 < len(steps[-1].tokens) <= chain.max_depth
     assert [step.accepted for step in steps[1:]] == [len(step.tokens) - 1 for step in steps[1:]]
     verified = sum(len(step.tokens) for step in steps[1:])
-    assert Stats.of(steps).acceptance_rate == pytest.approx(verified / (len(steps) - 1))
+    assert Stats.of(steps).acceptance_length == pytest.approx(verified / (len(steps) - 1))
 
 
 def test_models_end_token_is_the_default_stop() -> None:
@@ -223,7 +223,7 @@ def test_sampling_depends_on_the_seed_and_typical_accepts_more() -> None:
     assert run(Sampling("exact", 1.0, seed=3)) != run(Sampling("exact", 1.0, seed=4))
     assert run(Sampling("typical", 0.0)) == plain(backbone, 40)
     loose = Sampling("typical", 2.0, epsilon=1e-6, delta=1e-6)
-    assert Stats.of(drafted(backbone, heads, SPARSE, 40, sampling=loose)).acceptance_rate > 3
+    assert Stats.of(drafted(backbone, heads, SPARSE, 40, sampling=loose)).acceptance_length > 3
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"])
@@ -235,7 +235,7 @@ def test_sampling_gives_what_plain_sampling_with_the_seed_gives(right: float, cu
     assert len(set(expected)) > 10
     steps = drafted(backbone, Oracle(expected, right), SPARSE, sampling=sampling)
     assert tokens_of(steps) == expected
-    assert Stats.of(steps).acceptance_rate > 3 or right < 1.0
+    assert Stats.of(steps).acceptance_length > 3 or right < 1.0
 
 
 class Knowing(Oracle):
@@ -275,7 +275,7 @@ def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, e
     known = {tuple(p): (a, share) for p, a, share in zip(PROMPTS, expected, shares, strict=True)}
     tokens, steps = together(backbone, Knowing(known), SPARSE)
     assert tokens == expected
-    rates = [Stats.of(own).acceptance_rate for own in steps]
+    rates = [Stats.of(own).acceptance_length for own in steps]
     assert rates[0] > 3 > rates[2] > 1.2 > rates[1]
 
 

@@ -550,7 +550,7 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
     plain = json.loads(medusa("chat", *words, "--baseline", exit_code=0).stdout)
     for tree in ([], ["--tree", "dynamic"]):
         answer = json.loads(medusa("chat", *words, *tree, exit_code=0).stdout)
-        assert answer["answer"] == plain["answer"] != "" and answer["acceptance_rate"] >= 1
+        assert answer["answer"] == plain["answer"] != "" and answer["acceptance_length"] >= 1
 
 
 def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:

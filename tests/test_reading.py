@@ -105,7 +105,7 @@ def test_a_recipe_names_templates_in_its_own_folder_alone(tmp_path: Path) -> Non
     assert load_recipe(None, [f"chat_template={tmp_path / 'secret'}"]).chat_template == "key"
 
 
-def told(number: int) -> dict[str, Any]:
+def record_of(number: int) -> dict[str, Any]:
     """A line of two answers."""
     return {"id": f"c{number}", "messages": [], "tokens": [1, 2, 3, 4, 5, 6], "spans": [[1, 3], [4, 6]]}
 
@@ -132,7 +132,7 @@ def test_a_line_of_other_types_is_passed_over_in_training_and_named_in_distillin
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     run = Run.open(f"{tmp_path}/run", create=True)
-    write_lines(run.distill_path, [told(0), {**told(1), **changes}, told(2)])
+    write_lines(run.distill_path, [record_of(0), {**record_of(1), **changes}, record_of(2)])
     records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
     with pytest.raises(UserError, match=r"distill\.jsonl line 2 is no conversation"):
@@ -142,7 +142,7 @@ def test_a_line_of_other_types_is_passed_over_in_training_and_named_in_distillin
 @pytest.mark.parametrize("line", [DEEP, LONG, '{"id": "a", "id": "b"}', '{"tokens": ' + LONG + "}"])
 def test_a_line_beyond_the_limits_is_passed_over_in_training_and_named_in_distilling(tmp_path: Path, line: str) -> None:
     run = Run.open(f"{tmp_path}/run", create=True)
-    lines = [json.dumps(told(0)), line, json.dumps(told(2))]
+    lines = [json.dumps(record_of(0)), line, json.dumps(record_of(2))]
     run.distill_path.write_text("\n".join(lines) + "\n")
     records, report = read_conversations(run.distill_path, tiny_backbone())
     assert len(records) == 2 and sum(report.skipped.values()) == 1
@@ -163,7 +163,7 @@ def test_a_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     wrong = ({"step": "2"}, {"head_losses": []}, {"accuracies": [0.5, 0.5]}, {"event": ["saved"]}, {"event": "rested"})
     without = ({key: value for key, value in step.items() if key != missing} for missing in step)
-    for bad in ("[1]", DEEP, *map(json.dumps, without), *(json.dumps(step | one) for one in wrong)):
+    for bad in ("[1]", DEEP, *map(json.dumps, without), *(json.dumps(step | fields) for fields in wrong)):
         path.write_text(f"{json.dumps(step)}\n{bad}\n{json.dumps(step)}\n")
         assert read_log(path) == [step]
     path.write_bytes(b'{"event": "saved", "step": 1}\n\xff\xfe\n')

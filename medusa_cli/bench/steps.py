@@ -5,15 +5,15 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.decode.costs import costs_for
-from medusa_cli.decode.stats import Clock
 from medusa_cli.drafters import load_drafter
-from medusa_cli.engine import Plan, load_backbone
+from medusa_cli.engine import Cache, Engine, Plan, load_backbone
 from medusa_cli.engine.autotune import best_time
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -54,20 +54,26 @@ def time_rows(
     The sizes take turns, so that drift of the machine hits all alike.
     """
     cache = backbone.engine.new_cache(capacity=context + max(rows))
-    clock = Clock(backbone)
-    backbone.engine.forward(Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none"), cache)
-    prefill = clock.lap()
+    prompt = Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none")
+    prefill = best_time(backbone.device, lambda: backbone.engine.forward(prompt, cache), 1)
     laps: dict[int, list[float]] = {count: [] for count in rows}
     for number in range(rounds + 2):
         for count in rows:
             ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
             tree = Tree((-1, *[0] * (count - 1)), tuple(range(count)))
-            clock.lap()
-            backbone.engine.forward(Plan(ids[None], tree.depth, tree.mask), cache).logits.argmax(-1).tolist()
+            plan = Plan(ids[None], tree.depth, tree.mask)
+            seconds = best_time(backbone.device, partial(_verify, backbone.engine, plan, cache), 1)
             if number >= 2:  # the first rounds warm up
-                laps[count].append(clock.lap())
+                laps[count].append(seconds)
     medians = {str(count): 1e3 * statistics.median(times) for count, times in laps.items()}
     return {"step_ms": medians, "prefill_s": prefill, "cache_bytes": cache.nbytes}
+
+
+def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
+    """Runs a pass, and reads each row's most likely token as acceptance does."""
+    logits = engine.forward(plan, cache).logits
+    assert logits is not None
+    logits.argmax(-1).tolist()
 
 
 def time_passes(backbone: Backbone) -> dict[str, Any]:

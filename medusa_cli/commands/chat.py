@@ -64,7 +64,7 @@ def chat(
             "seconds": round(stats.seconds, 4),
             "tokens_per_s": round(stats.tokens_per_s, 2),
             "steps": stats.steps,
-            "acceptance_rate": round(stats.acceptance_rate, 4),
+            "acceptance_length": round(stats.acceptance_length, 4),
         }
         console.emit_json({"prompt": prompt, "answer": session.last.text, **figures})
     if stopped:
@@ -98,7 +98,7 @@ def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False
 def status(stats: "Stats") -> str:
     """Returns speed and acceptance in one line."""
     return (
-        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_rate:.2f} tokens a step "
+        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_length:.2f} tokens a step "
         f"({stats.steps} steps of {1e3 * stats.step_s:.0f} ms)"
     )
 

@@ -17,6 +17,7 @@ from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Step
 from medusa_cli.drafters.base import Draft, Drafter, NewTokens
 from medusa_cli.engine import Engine, ExtraRows, Plan
+from medusa_cli.engine.autotune import synchronize
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.tree import batch_trees
@@ -264,8 +265,7 @@ class Decoder:
 
     def _clock(self) -> float:
         """Returns the time in seconds, once the device has finished its work."""
-        if self.backbone.device.type == "cuda":
-            torch.cuda.synchronize(self.backbone.device)
+        synchronize(self.backbone.device)
         return time.perf_counter()
 
 

@@ -1,31 +1,10 @@
-"""What a step gave, sums over steps, and log probabilities of tokens."""
+"""Results of steps, their sums, and log probabilities of tokens."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from medusa_cli.model import Backbone
-
-
-class Clock:
-    """Measures seconds between laps; each reading waits until the device has finished."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        self._device = backbone.device
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def lap(self) -> float:
-        now = self._now()
-        elapsed, self._last = now - self._last, now
-        return elapsed
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,7 @@ class Stats:
         return self.prefill_s + self.draft_s + self.verify_s
 
     @property
-    def acceptance_rate(self) -> float:
+    def acceptance_length(self) -> float:
         """Returns the tokens a verified step adds, the bonus token included; 1.0 is plain decoding."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 

@@ -131,6 +131,6 @@ def usage(ticket: Ticket) -> dict[str, Any]:
             "drafted_tokens": stats.drafted,
             "accepted_tokens": stats.accepted,
             "steps": stats.steps,
-            "acceptance_rate": round(stats.acceptance_rate, 4),
+            "acceptance_length": round(stats.acceptance_length, 4),
         },
     }
