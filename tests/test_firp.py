@@ -127,10 +127,10 @@ def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape
     list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=60, stop_ids=()))
     assert any(len(confirmed.tokens) > 1 for confirmed, _ in drafter.seen[1:])  # acceptance did happen
     assert max(draft.tree.max_depth for _, draft in drafter.seen) == 3
-    settled = PROMPT[:-1]
+    accepted = PROMPT[:-1]
     for number, (confirmed, draft) in enumerate(drafter.seen):
-        settled += confirmed.tokens.tolist()
-        scores = reference("llama", drafter, settled) @ backbone.lm_head_weight.T
+        accepted += confirmed.tokens.tolist()
+        scores = reference("llama", drafter, accepted) @ backbone.lm_head_weight.T
         ranked = scores.argsort(dim=-1, descending=True)
         for node in range(1, draft.tree.size):
             expected = ranked[draft.tree.depths[node] - 1, draft.tree.ranks[node]]

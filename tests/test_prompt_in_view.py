@@ -59,7 +59,7 @@ def whole(backbone: Backbone, number: int, turns: int) -> tuple[torch.Tensor, li
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_path: Path) -> None:
-    """A packed batch of two conversations against the same tokens settled run by run, prompts at once."""
+    """A packed batch of two conversations against the same tokens accepted run by run, prompts at once."""
     backbone = tiny_backbone(layers=4)
     drafter = trained(backbone, name)
     run = Run.open(f"{tmp_path}/run", create=True)
