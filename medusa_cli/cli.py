@@ -15,7 +15,6 @@ from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, o
 # Each is a function in the file of its name in commands/; a keyword of Python's has an underscore there.
 COMMANDS = {
     "distill": "make training data in the model's own words",
-    "merge": "several distillations as one run's data",
     "train": "train a drafter on it",
     "calibrate": "measure how often its guesses are right",
     "tree": "find the best tree of guesses",

@@ -25,13 +25,10 @@ from typing import Any
 
 import torch
 
-from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.states import StateStore, read_rows
-from medusa_cli.distill import Records
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import CHECKSUMS, find_source
 from medusa_cli.export.medusa_format import export_medusa
-from medusa_cli.runs.run import Run, provenance
 from tests.forked import RUN, Child, end, free_port, start
 from tests.helpers import save_model, save_questions, save_run
 
@@ -190,7 +187,6 @@ JOBS = (
         fresh=True,
         once="drafter/config.json",
     ),
-    Job("merge", ("merge", "given/", "--run", "r", "--quiet"), conversations, fresh=True),
 )
 WRITERS = 2  # of these, the first, several at once are tried on one run
 SHARED = (
@@ -211,28 +207,15 @@ class Known:
 
 
 def prepare(place: Path) -> None:
-    """Saves a tiny model, seeds, questions, heads from elsewhere, and conversations of another run."""
+    """Saves a tiny model, seeds, questions and heads from elsewhere."""
     run = save_run(place / "made", save_model(place / "model"), calibrated=True)
     export_medusa(find_source(f"{run.path}/"), place / "theirs")
-    save_conversations(place / "given", run.owner or {})
     shutil.rmtree(run.path)
     draw = random.Random(0)
     prompts = [" ".join(f"w{draw.randrange(57)}" for _ in range(4)) for _ in range(24)]
     seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": text}]} for n, text in enumerate(prompts)]
     (place / "seeds.json").write_text(json.dumps(seeds))
     save_questions(place / "questions.jsonl", 2)
-
-
-def save_conversations(folder: Path, owner: dict[str, Any]) -> None:
-    """Saves a run with random conversations and states, as `distill` leaves them."""
-    run, draw = Run.open(f"{folder}/", create=True), torch.Generator().manual_seed(0)
-    run.bind(owner)
-    writer = Records(run, HIDDEN, provenance(owner, seed="seeds.json", settings={}))
-    for number in range(24):
-        tokens = torch.randint(4, 60, (12,), generator=draw).tolist()
-        messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-        writer.write(Conversation(f"s{number}", messages, tokens, [(4, 12)]), torch.randn(11, HIDDEN, generator=draw))
-    writer.close()
 
 
 def needed(only: str, rounds: int) -> list[Job]:

@@ -58,7 +58,6 @@ DISTILL = (
 )
 IMPORT = "--run {home}/new/ --model {home}/model --json"
 BENCH = f"bench --run {{run}} --questions {{home}}/questions.jsonl {SHORT} --methods ar --limit 1"
-MERGE = "merge {run}/ --run {home}/merged/ --json"
 DOCTOR = "doctor --run {run} --quick --dtype fp32"
 REPORT = "report {run}/bench/one.json --json"
 SHARDS = f"chat --model {{home}}/shards {PLAIN}"
@@ -70,9 +69,9 @@ FILES: dict[str, tuple[str, ...]] = {
     "run/tree.json": (CHAT,),
     "run/calibration.json": (TREE, f"{CHAT} --tree dynamic:6"),
     "run/recipe.yaml": ("train {run}/recipe.yaml --run {run} --dtype fp32 --quiet",),
-    "run/distill.jsonl": (TRAIN, DISTILL, MERGE, DOCTOR),
-    "run/states.bin": (TRAIN, MERGE),
-    "run/distill.json": (DISTILL, MERGE),
+    "run/distill.jsonl": (TRAIN, DISTILL, DOCTOR),
+    "run/states.bin": (TRAIN,),
+    "run/distill.json": (DISTILL,),
     "run/train.jsonl": ("compare {run} --json", DOCTOR),
     "run/checkpoint.pt": (f"{TRAIN} --resume",),
     "run/bench/one.json": (REPORT,),
@@ -101,7 +100,6 @@ COMMANDS: dict[str, str] = {
     "compare": "compare {run}",
     "doctor": DOCTOR,
     "import": f"import {{home}}/theirs {IMPORT}",
-    "merge": MERGE,
     "export": "export --run {run}/ --output {home}/out --to medusa --json",
     "report": REPORT,
     "serve": "serve --run {run}/ --port 0 --dtype fp32 --tree static",

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 seed = Conversation.from_turns
 SEEDS = [seed(f"s{i}", [f"w{i} w{i + 1}", f"w{i + 2}"]) for i in range(10, 22)]
 IDS = [seed.id for seed in SEEDS]
-RULES = DistillRecipe(max_new_tokens=16)
+RULES = DistillRecipe(max_new_tokens=16, concurrency=4)
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,10 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", 0.01)
 
 
-def answers(
-    urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES, concurrency: int = 4
-) -> list[Outcome]:
+def answers(urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES) -> list[Outcome]:
     """Returns the outcomes of the seeds at servers, addresses with commas between."""
     servers = ChatServers(urls.split(","), "served")
-    return list(answer_remotely(servers, Tokenizer(model), seeds, rules, concurrency))
+    return list(answer_remotely(servers, Tokenizer(model), seeds, rules))
 
 
 def conversations(outcomes: list[Outcome]) -> list[Conversation]:
@@ -151,7 +149,7 @@ def test_prompts_without_room_for_an_answer_are_not_asked(server: ChatServer, mo
         seed("endless", ["w13" * 10_000]),
         seed("whole", ["w14", "w15"]),
     ]
-    outcomes = answers(server.url, model, seeds, replace(RULES, context=100), concurrency=1)
+    outcomes = answers(server.url, model, seeds, replace(RULES, context=100, concurrency=1))
     assert [outcome.id for outcome in outcomes if outcome == Outcome(outcome.id)] == ["long", "endless"]
     assert [(c.id, len(c.spans)) for c in conversations(outcomes)] == [("later", 1), ("whole", 2)]
     assert len(server.requests) == 3

@@ -1,6 +1,5 @@
 """States of several layers kept while distilling: those of a prefill, for drafters that read some of them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -92,15 +91,18 @@ def test_drafters_of_kept_layers_need_no_prefill(place: Path) -> None:
     assert cached in place.glob("kept/cache/states-*.bin")
 
 
-def test_distillation_resumes_and_merges_with_its_own_layers_only(place: Path) -> None:
+def test_distillation_resumes_with_its_own_layers_only(place: Path) -> None:
     medusa(*distill_words(place, "kept", "--taps", "1,3"), exit_code=0)
     medusa(*distill_words(place, "kept", "--taps", "2"), exit_code=1)
-    medusa("merge", place / "kept", place / "final", "--run", place / "all", exit_code=1)
-    alike = medusa("merge", place / "kept", "--run", place / "all", "--json", exit_code=0)
-    assert json.loads(alike.stdout)["taken"] == 8
-    assert (place / "all" / "states.bin").read_bytes() == (place / "kept" / "states.bin").read_bytes()
+
+
+def test_joined_distillations_train(place: Path) -> None:
+    """Joins conversations with states of other files, and of other layers: they are computed anew."""
+    data = place / "all.jsonl"
+    data.write_text("".join((place / name / "distill.jsonl").read_text() for name in ("kept", "final")))
     backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
-    assert load_dataset(Run(place / "all"), backbone, taps=(0, 2, -1)).kept
+    dataset = load_dataset(Run.open(f"{place / 'all'}/", create=True), backbone, data=data)
+    assert dataset.report.read == sum(dataset.report.skipped.values()) == 8 and not dataset.kept
 
 
 def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:

@@ -1,6 +1,6 @@
 """Self-distillation: seed prompts in, conversations in the model's own words out (Medusa, section 3.3.2)."""
 
-from medusa_cli.distill.distillation import DistillOptions, Records, distill
+from medusa_cli.distill.distillation import Records, distill
 from medusa_cli.distill.local import Outcome, answer_locally
 
-__all__ = ["DistillOptions", "Outcome", "Records", "answer_locally", "distill"]
+__all__ = ["Outcome", "Records", "answer_locally", "distill"]

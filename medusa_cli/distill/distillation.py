@@ -1,4 +1,4 @@
-"""Distils a run: seeds are answered by the model or by servers, and any kill is resumed; merges distillations."""
+"""Distils a run: seeds are answered by the model or by servers, and any kill is resumed."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,35 +26,13 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.io import check_regular, read_jsonl, read_object, repair_jsonl, write_json
-from medusa_cli.runs.provenance import SEVERAL, describe_distillation
-from medusa_cli.runs.recipe import COLDEST, DistillRecipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.run import Run, check_backbone, provenance
+from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.run import Run, provenance
 
 log = logging.getLogger(__name__)
 
 HEADER = "distill.json"
-# Settings that decide whose words the conversations are, and which states they have: runs are merged if they agree.
-SHARED = ("rounding", "chat_template", "taps")
-
-
-@dataclass(frozen=True)
-class DistillOptions:
-    """Options of a distillation: the model, the recipe's settings, how to load the model.
-
-    endpoint: comma-separated addresses of servers that answer in the model's place; endpoint_model: its name there
-    (None: found by asking). dedup: of seeds with the same first prompt one is answered.
-    """
-
-    model: str
-    settings: DistillRecipe
-    loading: LoadOptions = DEFAULT_LOADING
-    chat_template: str | None = None
-    endpoint: str | None = None
-    endpoint_model: str | None = None
-    concurrency: int = 8
-    dedup: bool = True
-    min_answer_tokens: int = 0
 
 
 def check_settings(settings: DistillRecipe) -> None:
@@ -71,7 +49,8 @@ def check_settings(settings: DistillRecipe) -> None:
 def distill(
     run: Run,
     seeds: Sequence[Conversation],
-    options: DistillOptions,
+    recipe: Recipe,
+    loading: LoadOptions,
     processes: Distributed,
     on_progress: Callable[..., None] = lambda *event: None,
 ) -> dict[str, Any] | None:
@@ -80,20 +59,20 @@ def distill(
     Of several processes each writes a part, which the first one merges at the end, or at the next start.
     on_progress: called with a name, the seeds done, their number, the unit, and the rate.
     """
-    template, shared = run.template_with(options.chat_template), processes.size > 1
+    shared = processes.size > 1
     with processes.first_ahead():  # it fetches what all read
-        answer, model, settings = _source(options, template, processes.size)
+        answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
-        header = _header(options, model.identity, template)
+        header = _header(recipe.chat_template, settings, loading, model.identity)
         width = model.hidden_size * (1 + len(settings.taps))
         records = Records(run, width, header) if processes.first else None
         if records is not None:
             merge_parts(run, records)  # of processes that were killed
             run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
-            run.keep_template(template)
+            run.keep_template(recipe.chat_template)
     done = set(processes.gather(sorted(records.done) if records else [])[0])
     chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
-    asked = distinct(chosen, done) if options.dedup else chosen
+    asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
         log.info(f"{len(chosen) - len(asked):,} seeds ask what another asks and are left out (@no_dedup keeps them)")
@@ -105,7 +84,7 @@ def distill(
     counts, start, rate = Counter[str](), time.perf_counter(), 0.0
     with closing(own):
         for number, outcome in enumerate(answer(share), 1):
-            counts[_keep(run, own, outcome, options.min_answer_tokens)] += 1
+            counts[_keep(run, own, outcome, settings.min_answer_tokens)] += 1
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
             on_progress("distilling", number, len(share), "conversations", f"{rate:,.0f} tokens/s")
@@ -137,34 +116,36 @@ def distill(
 
 
 def _source(
-    options: DistillOptions, template: str | None, processes: int
+    recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[[Sequence[Conversation]], Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
     """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
-    settings, trusted = options.settings, options.loading.trust_remote_code
-    if options.endpoint is not None:
-        tokenizer = Tokenizer(options.model, template, trust_remote_code=trusted)
-        servers, silent = connect(options.endpoint, options.endpoint_model, tokenizer)
+    settings, template = recipe.distill, recipe.chat_template
+    if settings.endpoint is not None:
+        settings = replace(settings, taps=())  # servers send no states
+        tokenizer = Tokenizer(recipe.model, template, trust_remote_code=loading.trust_remote_code)
+        servers, silent = connect(settings.endpoint, settings.endpoint_model, tokenizer)
         for line in silent:
             log.warning(f"@endpoint {line}; the others take its work until it answers")
-        answer = partial(answer_remotely, servers, tokenizer, settings=settings, concurrency=options.concurrency)
-        return answer, tokenizer, settings
+        return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
     rows = settings.batch_size or MAX_BATCH
-    backbone = load_backbone(options.model, options.loading, chat_template=template, rows=rows)
+    backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows)
     check_layers(settings.taps, backbone.num_layers, "distill.taps")
     if settings.batch_size is None:
         settings = replace(settings, batch_size=choose_batch_size(backbone, settings, processes))
     return partial(answer_locally, backbone, settings=settings), backbone, settings
 
 
-def _header(options: DistillOptions, identity: dict[str, Any], template: str | None) -> dict[str, Any]:
+def _header(
+    template: str | None, settings: DistillRecipe, loading: LoadOptions, identity: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the provenance of a file's conversations, with the settings that all of them share."""
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
-    settings = {key: getattr(options.settings, key) for key in keys}
+    shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
-    rounding = options.loading.quantize if options.endpoint is None and options.loading.quantize != "none" else None
-    more = {"rounding": rounding, "taps": list(options.settings.taps), "chat_template": digest}
-    settings |= {key: value for key, value in more.items() if value}
-    return provenance(identity, seed=options.settings.seed, settings=settings)
+    rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
+    more = {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest}
+    shared |= {key: value for key, value in more.items() if value}
+    return provenance(identity, seed=settings.seed, settings=shared)
 
 
 def _keep(run: Run, records: "Records", outcome: Outcome, min_answer_tokens: int) -> str:
@@ -228,23 +209,8 @@ class Records:
         self.done.add(conversation.id)
         self.tokens += conversation.positions
 
-    def copy(self, source: Run) -> Iterator[str]:
-        """Copies a run's conversations with their states; yields "taken", "known" or "broken" for each.
-
-        known: its id is there already; broken: its states are of another conversation. At the end all is on disk.
-        """
-        for conversation in read_distilled(source):
-            if conversation.id in self.done:
-                yield "known"
-                continue
-            states = None
-            if conversation.state_rows is not None:
-                states = read_rows(source.states_path, self.states.width, *conversation.state_rows)
-                if conversation.seal != seal(conversation, states):
-                    yield "broken"
-                    continue
-            self.write(replace(conversation, state_rows=None, seal=None), states)
-            yield "taken"
+    def sync(self) -> None:
+        """Waits until all is on disk."""
         self.states.sync()
         os.fsync(self._lines.fileno())
 
@@ -271,56 +237,20 @@ def part_of(run: Run, rank: int) -> Run:
     return Run.open(str(run.path / "parts" / f"{rank:03d}") + os.sep, create=True)
 
 
-def parts_of(run: Run) -> list[Run]:
-    """Returns the parts of a distillation by several processes that has not ended."""
-    return [Run(folder) for folder in sorted((run.path / "parts").glob("*"))]
-
-
 def merge_parts(run: Run, records: Records) -> None:
     """Moves the conversations of all parts into the run's own file; raises UserError for parts of other settings.
 
     A part is removed only when all of it is on disk, and known conversations are passed over: killed at any moment,
-    the next merge ends the work.
+    the next merge ends the work. A conversation whose states are not its own is left out, and asked again.
     """
-    for part in parts_of(run):
-        Records(part, records.states.width, records.header).close()  # drops what a kill left at the end
-        for _ in records.copy(part):
-            pass
+    width = records.states.width
+    for part in map(Run, sorted((run.path / "parts").glob("*"))):
+        Records(part, width, records.header).close()  # drops what a kill left at the end
+        for conversation in read_distilled(part):
+            rows = conversation.state_rows
+            states = None if rows is None else read_rows(part.states_path, width, *rows)
+            whole = states is None or conversation.seal == seal(conversation, states)
+            if whole and conversation.id not in records.done:
+                records.write(replace(conversation, state_rows=None, seal=None), states)
+        records.sync()
         shutil.rmtree(part.path)
-
-
-def merge_runs(sources: Sequence[Run], target: Run, on_copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Copies the conversations of several runs of one model into another; returns counts.
-
-    Killed at any moment, the same call ends the work. Raises UserError for runs that do not belong together.
-    """
-    if target.distill_path.is_file() and describe_distillation(target.path).seed != SEVERAL:
-        raise UserError(f"{target.path} was distilled by itself", "merge into another @run")
-    runs = [*sources, target] if target.distill_path.is_file() else sources
-    first, owner, common = sources[0], sources[0].owner or {}, dict(describe_distillation(sources[0].path).settings)
-    for run in runs:
-        if not run.distill_path.is_file() or run.owner is None:
-            raise UserError(f"{run.path} holds no distillation", "name runs of `medusa distill`")
-        check_backbone(owner, run.owner, f"{first.path} (merged with {run.path})")
-        settings = describe_distillation(run.path).settings
-        for key in {*common, *SHARED}:
-            if common.get(key) == settings.get(key):
-                continue
-            if key in SHARED:
-                raise UserError(
-                    f"{run.path} was distilled with {key} {settings.get(key)!r}, {first.path} with {common.get(key)!r}",
-                    "merge runs whose conversations were made alike",
-                )
-            del common[key]
-    target.bind(owner)
-    target.keep_template(first.chat_template)
-    header = provenance(owner, seed=SEVERAL, settings=common)
-    write_json(target.path / HEADER, header)
-    width = owner["hidden_size"] * (1 + len(describe_distillation(first.path).taps))
-    counts = Counter[str](taken=0, known=0, broken=0)
-    with closing(Records(target, width, header)) as records:
-        for source in sources:
-            for outcome in records.copy(source):
-                counts[outcome] += 1
-                on_copied()
-    return {"run": str(target.path), "conversations": len(records.done), "answer_tokens": records.tokens, **counts}

@@ -87,19 +87,19 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
 
 
 def answer_remotely(
-    servers: ChatServers, tokenizer: Tokenizer, seeds: Sequence[Conversation], settings: DistillRecipe, concurrency: int
+    servers: ChatServers, tokenizer: Tokenizer, seeds: Sequence[Conversation], settings: DistillRecipe
 ) -> Iterator[Outcome]:
-    """Lets the servers answer every seed's turns one after another, `concurrency` conversations at a time.
+    """Lets the servers answer every seed's turns one after another, several conversations at a time.
 
     Yields each seed's outcome as it ends, without states: training computes those. A seed fails alone.
     """
     waiting = iter(seeds)
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+    with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
 
         def ask(count: int) -> set[Future[Outcome]]:
             return {pool.submit(_converse, servers, tokenizer, seed, settings) for seed in islice(waiting, count)}
 
-        running = ask(concurrency)
+        running = ask(settings.concurrency)
         try:
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)

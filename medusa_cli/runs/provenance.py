@@ -9,7 +9,6 @@ from medusa_cli.runs.io import convert, read_as
 # A model's id, architecture, sizes, and the digest of its weights.
 Identity = dict[str, str | int | None]
 WHAT = "the drafter's config"
-SEVERAL = "several runs"  # in place of the seed of merged conversations
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class DistillRecipe:
     context: Annotated[int, Meta(ge=16, le=10_000_000)] = 512
     batch_size: Count | None = None
     taps: Layers = ()
+    dedup: bool = True
+    min_answer_tokens: Annotated[int, Meta(ge=0)] = 0
+    endpoint: str | None = None
+    endpoint_model: str | None = None
+    concurrency: Annotated[int, Meta(ge=1, le=65_536)] = 8
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         if not equals:
             raise UsageError(f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3")
         name = _full(key.strip(), "the command line")
-        pairs.append((name, text.strip() if types()[name] is str else _parsed(text.strip())))
+        text = text.strip()
+        pairs.append((name, text if types()[name] in (str, str | None) and text != "null" else _parsed(text)))
     return _build(values | _checked(pairs, "the command line"))
 
 
