@@ -16,7 +16,6 @@ from medusa_cli import cli
 from medusa_cli.errors import in_flags
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
-APART = {"pretrained", "custom_generate"}  # transformers alone runs what is exported beside a model
 # A module may import from its own layer's folder, from the layers after it, and from the leaves.
 LAYERS = [
     {"__main__"},
@@ -42,11 +41,7 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-TREES = {
-    name_of(path): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if not APART & set(path.parts)
-}
+TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES = pytest.mark.parametrize("name", TREES)
 
 

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
+from medusa_cli.decode.ngram import NgramIndex
 from medusa_cli.drafters import Amphista, Eagle, HydraHeads, MedusaHeads, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.export.custom_generate import generate
-from medusa_cli.export.custom_generate.policy import AdaptivePolicy, NgramIndex
+from medusa_cli.export import custom_generate
+from medusa_cli.export.custom_generate import AdaptivePolicy, generate
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.hf import export_hf
 from medusa_cli.model import lora
@@ -95,8 +96,8 @@ def test_every_kind_drafts_as_in_our_own_decoding(export: Export, name: str, mon
     assert compare(folder) < 48
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.register_forward_hook(lambda *_: passes.append(1))
-    monkeypatch.setattr(NgramIndex, "find", lambda index, root: [])
-    answer = generate.generate(PROMPT, model=model, drafter=str(folder), drafts="always", max_new_tokens=48)
+    monkeypatch.setattr(NgramIndex, "find", lambda index, text, root: [])
+    answer = generate(PROMPT, model=model, drafter=str(folder), drafts="always", max_new_tokens=48)
     backbone = load_backbone(str(folder.parent / "model"), LoadOptions(dtype="fp32", engine="eager"))
     drafter, tree = (
         load_drafter(folder.parent / "run" / "drafter", backbone),
@@ -254,25 +255,25 @@ def test_steps_without_drafts_change_no_token_and_no_later_draft(
 ) -> None:
     folder = export(name)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    drafter = generate.load_drafter(str(folder), model)
+    loaded = custom_generate.load_drafter(str(folder), model)
     plain = model.generate(PROMPT, max_new_tokens=60)
 
     def drafts(every: int) -> dict[int, list[int]]:
-        """Returns the draft after so many tokens of the text."""
-        by_length: dict[int, list[int]] = {}
-        length, draft = [0], type(drafter).draft
+        """Returns the draft at each position of the text."""
+        by_position: dict[int, list[int]] = {}
+        draft = type(loaded.drafter).draft
 
-        def recorded(self, tokens, states, root):
-            length[0] += len(tokens)
-            by_length[length[0]] = draft(self, tokens, states, root)
-            return by_length[length[0]]
+        def recorded(self, backbone, sequences, new, tree):
+            drafts = draft(self, backbone, sequences, new, tree)
+            by_position[new[0].end] = drafts[0].tokens.tolist()
+            return drafts
 
-        drafter.policy = EveryNth(every)
+        loaded.policy = EveryNth(every)
         with monkeypatch.context() as patched:
-            patched.setattr(type(drafter), "draft", recorded)
-            answer = generate.generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=60)
+            patched.setattr(type(loaded.drafter), "draft", recorded)
+            answer = generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=60)
         assert answer.tolist() == plain.tolist()
-        return by_length
+        return by_position
 
     always, rarely = drafts(1), drafts(3)
     common = always.keys() & rarely.keys()
@@ -291,19 +292,6 @@ def test_the_faster_way_is_used_and_the_other_is_retried(pays: bool) -> None:
 
     early, late = count(200), count(4000)
     assert late[pays] > 3900 and late[not pays] > early[not pays] > 0
-
-
-def test_ngram_matches_grow_while_they_are_accepted() -> None:
-    index, root = NgramIndex([1, 2, 3, 4, 5, 1]), 2
-    assert index.find(2) == [3, 4, 5, 1]
-    for _ in range(10):  # 1 to 5 over and over
-        accepted = [root, *index.find(root)]
-        root = accepted[-1] % 5 + 1
-        index.extend(accepted, root)
-    assert len(index.find(root)) == 10 and index.find(root)[0] == root % 5 + 1
-    index.extend([root], 9)  # not the match
-    index.extend([9, 1], 2)
-    assert index.find(2) == [3]
 
 
 def test_left_padding_scores_and_logits(export: Export) -> None:
@@ -359,7 +347,7 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
     model = AutoModelForCausalLM.from_pretrained(folder)
     other = PROMPT.flip(1).repeat(1, 3)
     settings = {"drafter": str(folder), "drafts": "always", "max_new_tokens": 12}
-    alone = [generate.generate(prompt, model=model, **settings).tolist() for prompt in (PROMPT, other)]
+    alone = [generate(prompt, model=model, **settings).tolist() for prompt in (PROMPT, other)]
     answers = []
 
     class Between:
@@ -367,12 +355,12 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
 
         def put(self, tokens: torch.Tensor) -> None:
             if not answers and tokens.numel() == 1:
-                answers.append(generate.generate(other, model=model, **settings).tolist())
+                answers.append(generate(other, model=model, **settings).tolist())
 
         def end(self) -> None:
             pass
 
-    assert [generate.generate(PROMPT, model=model, streamer=Between(), **settings).tolist(), *answers] == alone
+    assert [generate(PROMPT, model=model, streamer=Between(), **settings).tolist(), *answers] == alone
 
 
 def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:

@@ -1,5 +1,6 @@
 """A folder from which transformers alone decodes with drafts: model, drafter, tree, code and a model card."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.export.custom_generate import KINDS
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.model import lora
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
@@ -14,9 +16,25 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import MAX_NODES, Tree, load_tree, save_tree
 
-CODE = Path(__file__).parent / "custom_generate"
-# Kinds that draft from what an unmodified model returns; FIRP's extra rows go through its layers.
-KINDS = ("medusa", "hydra", "amphista", "eagle")
+PACKAGE = Path(__file__).parents[1]
+# The project's own files that decoding needs, and what stands for others that they import and do not use in decoding.
+IMPORT = re.compile(r"^from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
+GENERATE = "export.custom_generate"
+SHIPPED = (
+    *("errors", "model.masks", "tree", "tree.tree", "tree.dynamic", "decode.estimates", "decode.ngram"),
+    *(f"drafters.{name}" for name in ("base", "heads", "layers", "levels", "medusa", "hydra", "amphista", "eagle")),
+)
+UNUSED = '''"""Names for training, files and packed weights, which decoding in transformers does not use."""
+
+
+class Meta:
+    def __init__(self, **limits):
+        pass
+
+
+Backbone = Computation = ExtraRows = Kernel = Sampling = Trace = TracedModule = object
+convert = kernels_for = pack_linears = read_json = write_json = None
+'''
 # Nodes of the tree if the run has a calibration and no tree.
 NODES = 16
 CHAT = """inputs = tokenizer.apply_chat_template(
@@ -45,9 +63,9 @@ answer = model.generate(**inputs, max_new_tokens=200, custom_generate=folder, tr
 print(tokenizer.decode(answer[0], skip_special_tokens=True))
 ```
 
-`trust_remote_code=True` runs the files in `custom_generate/`: read them, they are short. `drafter=FOLDER` names this
-folder if the model was loaded from another place. Steps go without drafts while drafts do not pay; `drafts="always"`
-drafts in every step.
+`trust_remote_code=True` runs the files in `custom_generate/`; `generate.py` is the first to read. `drafter=FOLDER`
+names this folder if the model was loaded from another place. Steps go without drafts while drafts do not pay;
+`drafts="always"` drafts in every step.
 
 ## Measured
 
@@ -90,11 +108,24 @@ def export_hf(
         save_tree(part / "drafter" / "tree.json", tree, {})
         if source.run.calibration_path.is_file():
             shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")
-        shutil.copytree(CODE, part / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
-        (part / CODE.name / "requirements.txt").write_text("transformers>=5.20\nsafetensors\n", encoding="utf-8")
+        _write_code(part / "custom_generate")
         (part / "README.md").write_text(_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
     call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
     return [f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call], notes
+
+
+def _write_code(folder: Path) -> None:
+    """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
+    names = {name: name.replace(".", "_") for name in SHIPPED} | {GENERATE: "generate"}
+    texts = {"unused.py": UNUSED, "requirements.txt": "transformers>=5.20\nsafetensors\n"}
+    for module, name in names.items():
+        path = PACKAGE / module.replace(".", "/")
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        text = IMPORT.sub(lambda match: f"from .{names.get(match[1], 'unused')} import", text)
+        texts[f"{name}.py"] = text
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -1,0 +1,285 @@
+"""Several tokens a step from `model.generate`, and the same tokens as without.
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
+
+A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the model verifies all
+of them and accepts those that it chooses itself. transformers copies this file away from the weights: they are found by
+the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
+"""
+
+import json
+import time
+from dataclasses import fields
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
+from transformers.utils import cached_file
+
+from medusa_cli.decode.ngram import NgramIndex, NgramTrust, add_paths
+from medusa_cli.drafters.amphista import Amphista
+from medusa_cli.drafters.base import Draft, NewTokens, concat
+from medusa_cli.drafters.eagle import Eagle
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.hydra import HydraHeads
+from medusa_cli.drafters.medusa import MedusaHeads
+from medusa_cli.model.masks import Masks
+from medusa_cli.tree.tree import Tree
+
+# FIRP is not among them: its extra rows go through the model's layers.
+KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
+# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the longest.
+TRY, RETRY, LONGEST_RETRY = 6, 48, 768
+# Tokens of an n-gram match are drafted while they are accepted more often than this.
+MIN_CHANCE = 0.25
+
+
+def generate(
+    inputs: Any = None,
+    *,
+    model: Any,
+    drafter: str | None = None,
+    drafts: str = "auto",
+    streamer: Any = None,
+    tokenizer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Returns what `model.generate` returns for one prompt, in fewer passes; drafter: the folder or hub id of it.
+
+    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text; "always" drafts every step.
+    """
+    if drafts not in ("auto", "always"):
+        raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
+    for key in ("custom_generate", "trust_remote_code"):  # given again if `model.generate` is this function already
+        kwargs.pop(key, None)
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError("a tree needs its own mask: load the model with attn_implementation='sdpa'")
+    own = load_drafter(drafter or model.name_or_path, model)
+    add_stop_strings(model, tokenizer, kwargs)
+
+    def decode(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        if len(input_ids) != 1 or generation_config.num_beams != 1:
+            raise ValueError("drafts are for one prompt at a time and without beams: leave custom_generate out")
+        as_dict = generation_config.return_dict_in_generate
+        for name in ("output_hidden_states", "output_attentions"):
+            if as_dict and getattr(generation_config, name):
+                raise ValueError(f"{name}=True would include rejected drafts: leave custom_generate out")
+        padding = model_kwargs.get("attention_mask")
+        prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
+        answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        cache = run(model, own, prompt.to(model.device), answer, None if drafts == "always" else own.policy)
+        if streamer is not None:
+            streamer.end()
+        if not as_dict:
+            return answer.ids
+        return GenerateDecoderOnlyOutput(sequences=answer.ids, past_key_values=cache, **answer.kept)
+
+    # The class's own `generate` prepares prompt, processors and criteria as always, without gradients.
+    return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    """Turns stop strings into stopping criteria: transformers hands no tokenizer to a function in its place."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    given = [kwargs.get("stop_strings"), *(config.stop_strings for config in configs if config is not None)]
+    stops = next((strings for strings in given if strings), None)
+    if stops is None:
+        return
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={stops!r} need the tokenizer: give tokenizer=TOKENIZER as well")
+    criteria = [StopStringCriteria(tokenizer, stops), *(kwargs.get("stopping_criteria") or ())]
+    kwargs |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+class AdaptivePolicy:
+    """Drafts while that takes less time a token than plain steps; now and then the other way is tried again."""
+
+    def __init__(self) -> None:
+        self.drafts, self._retry = True, RETRY
+        self._speeds: dict[bool, float] = {}  # tokens a second with drafts and without, as far as both were tried
+        self._steps: list[tuple[float, int]] = []
+
+    def record(self, drafts: bool, seconds: float, tokens: int) -> None:
+        """Learns what a step took; several answers of one model may record to one policy."""
+        if drafts != self.drafts:
+            return
+        self._steps.append((seconds, tokens))
+        if len(self._steps) <= (TRY if len(self._speeds) < 2 else self._retry):
+            return
+        spent, accepted = map(sum, zip(*self._steps[1:], strict=True))  # the first step of a way is slower
+        if len(self._speeds) == 2:
+            self._speeds, self._retry = {}, min(2 * self._retry, LONGEST_RETRY)
+        self._speeds[drafts], self._steps = accepted / spent, []
+        self.drafts = max(self._speeds, key=self._speeds.__getitem__) if len(self._speeds) == 2 else not drafts
+
+
+class Answer:
+    """The tokens so far, chosen and stopped one by one as `generate` does."""
+
+    def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
+        self.ids, self.done = ids, False
+        wanted = [name for name in ("scores", "logits") if getattr(config, f"output_{name}")]
+        self.kept: dict[str, tuple[Tensor, ...]] = {name: () for name in wanted}  # of each token
+        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._sample = config.do_sample
+
+    def choose(self, logits: Tensor) -> int:
+        """Returns the next token for logits [V]: the most likely one, or a draw from the distribution asked for."""
+        raw = logits[None].to(self.ids.device, torch.float32, copy=True)
+        scores = self._processors(self.ids, raw)
+        token = torch.multinomial(scores.softmax(-1), 1) if self._sample else scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        for name, rows in (("scores", scores), ("logits", raw)):
+            if name in self.kept:
+                self.kept[name] += (rows,)
+        if self._streamer is not None:
+            self._streamer.put(token[0].cpu())
+        self.done = bool(self._criteria(self.ids, scores).all())
+        return int(token)
+
+    def accept(self, logits: Tensor, draft: Draft) -> tuple[list[int], int]:
+        """Follows the children that hold the tokens chosen from logits [N, V]; returns the path and the next token."""
+        tokens, path = draft.tokens.tolist(), [0]
+        while True:
+            token = self.choose(logits[path[-1]])
+            child = next((node for node in draft.tree.children[path[-1]] if tokens[node] == token), None)
+            if child is None or self.done:
+                return path, token
+            path.append(child)
+
+
+def run(model: Any, own: "Loaded", prompt: Tensor, answer: Answer, policy: AdaptivePolicy | None) -> DynamicCache:
+    """Drafts (policy None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
+    cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
+    backbone, drafter, index = backbone_of(model), own.drafter.fork(), NgramIndex(NgramTrust())
+    out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
+    states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
+    new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))
+    while not answer.done:
+        began, start, drafts = time.perf_counter(), len(text), policy is None or policy.drafts
+        draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
+        if drafts:
+            (draft,) = drafter.draft(backbone, [drafter], [new], own.tree)
+            matches = index.find(text, new.root)
+            draft = add_paths(draft, [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches])
+        positions = start + draft.tree.depth.to(prompt.device)
+        out = model(
+            draft.tokens[None],
+            attention_mask=tree_masks(model, draft.tree, start, positions),
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        path, root = answer.accept(out.logits[0], draft)
+        rows = torch.tensor(path, device=prompt.device)
+        keep(cache, start, rows)
+        accepted = NewTokens(
+            draft.tokens[rows], tapped(out.hidden_states, drafter.taps, model.device)[rows], root, start
+        )
+        # Tokens of steps without drafts wait until the drafter is used again.
+        new = accepted if drafts else concat([new, accepted])
+        text += accepted.tokens.tolist()
+        index.learn([*text[start + 1 :], root])
+        if policy is not None:
+            policy.record(drafts, time.perf_counter() - began, len(path))
+    return cache
+
+
+def tapped(states: Any, taps: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the states [n, H * taps] after some layers, of all layers' [1, n, H]; the first are the embeddings."""
+    return torch.cat([states[tap if tap < 0 else tap + 1][0].to(device) for tap in taps], dim=-1)
+
+
+def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
+    """Returns the mask, by kind of layer if there are several: a node sees all cached rows [start] and its path."""
+    visible = F.pad(tree.mask.to(positions.device), (start, 0), value=True)
+    columns = torch.cat([torch.arange(start, device=positions.device), positions])
+    additive = Masks(model.config.get_text_config(), model.dtype).additive(visible, positions, columns)
+    masks = {kind: mask[None, None] for kind, mask in additive.items()}
+    return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def keep(cache: DynamicCache, start: int, rows: Tensor) -> None:
+    """Keeps the accepted rows of those from `start` on."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            every = getattr(layer, name)
+            every[:, :, start : start + len(rows)] = every[:, :, start + rows.to(every.device)]
+            setattr(layer, name, every[:, :, : start + len(rows)])
+
+
+def backbone_of(model: Any) -> Any:
+    """Returns the parts of a model that drafters read."""
+    head = model.get_output_embeddings()
+    return SimpleNamespace(
+        embedding=model.get_input_embeddings(),
+        lm_head_weight=head.weight,
+        lm_head_bias=head.bias,
+        engine=SimpleNamespace(lm_head=head, kernel=Plain),
+        device=model.device,
+        dtype=model.dtype,
+    )
+
+
+class Plain:
+    """torch's own product."""
+
+    exact = True
+
+    @staticmethod
+    def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
+        return lambda x: F.linear(x, weight, bias)
+
+
+class Loaded(SimpleNamespace):
+    """A model's drafter with its tree and policy; key: what it was loaded from."""
+
+    key: tuple[Any, ...]
+    drafter: HeadDrafter
+    tree: Tree
+    policy: AdaptivePolicy
+
+
+def load_drafter(source: str, model: Any) -> Loaded:
+    """Returns the drafter of a folder or hub id in the model's type on its device; read once for a model."""
+    key = (source, model.dtype, model.device)
+    known: Loaded | None = getattr(model, "_medusa_drafter", None)
+    if known is not None and known.key == key:
+        return known
+    try:
+        files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
+    except OSError as reason:
+        raise ValueError(f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER") from reason
+    data, tree = (json.loads(Path(file).read_text("utf-8")) for file in files)
+    kind = KINDS[data["drafter"]]
+    data = kind.read_config(data)
+    config = kind.config_class(**{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data})
+    with torch.random.fork_rng(devices=[]):  # a caller's draws do not depend on the drafter's first weights
+        drafter = kind(config)
+    tensors = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
+    for name, weight in drafter.named_weights().items():
+        weight.data.copy_(tensors[name])
+    if "draft_ids" in tensors:
+        drafter.draft_ids.copy_(tensors["draft_ids"])
+    drafter.to(model.device, model.dtype).requires_grad_(False)
+    # Its modules multiply as they are, and nothing is traced.
+    own = {"packed": drafter.get_submodule, "repeated": lambda what, compute, *inputs: compute(*inputs)}
+    vars(drafter).update(own, _kernel=Plain)
+    model._medusa_drafter = Loaded(key=key, drafter=drafter, tree=Tree.from_json(tree), policy=AdaptivePolicy())
+    return model._medusa_drafter
