@@ -50,7 +50,7 @@ def medusa_run(folder: Path, backbone: Backbone, vocabulary: str = "own", layers
 def eagle_run(folder: Path, model: str) -> Run:
     """Imports a random EAGLE-3 drafter into a run."""
     theirs = write(folder / "theirs", "model.safetensors", eagle3(EAGLE), EAGLE)
-    return import_drafter(str(theirs), f"{folder}/run", model).run
+    return import_drafter(str(theirs), f"{folder}/run", model)[0]
 
 
 def source_of(run: Run) -> Source:
@@ -107,7 +107,7 @@ def test_medusa_heads_are_written_for_engines_and_come_back(
         "medusa_fc_bias": True,
     }
     assert '"num_speculative_tokens": 3' in launch[0]
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back").run
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back")[0]
     assert same(weights_of(back.drafter_dir), tensors)
     if not settings and vocabulary != "draft":
         assert same(tensors, weights_of(run.drafter_dir))
@@ -179,7 +179,7 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(
     config = json.loads(path.read_text())
     del config[left_out]  # vLLM reads the other one, SGLang this one, or vice versa
     path.write_text(json.dumps(config))
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model).run
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model)[0]
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     configs = [json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)]
     assert {**configs[0], "provenance": 0} == {**configs[1], "provenance": 0}

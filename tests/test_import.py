@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from medusa_cli.drafters.base import NewTokens
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.eagle3_format import import_eagle3
-from medusa_cli.export.incoming import ImportedDrafter, import_drafter
-from medusa_cli.export.tensors import Base, read_tensors
+from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.tensors import read_tensors
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
 from tests.checkpoints import EAGLE, H, V, eagle3, hydra_heads, medusa_heads, vllm_names, write
@@ -40,13 +41,13 @@ def backbone(model: str) -> Backbone:
 
 
 def take(
-    folder: Path, model: str, tensors: Tensors, config: dict | None = None, file: str = FILE
-) -> tuple[ImportedDrafter, Tensors]:
-    """Imports a checkpoint; returns the result and the tensors of the run's drafter."""
+    folder: Path, model: str | None, tensors: Tensors, config: dict | None = None, file: str = FILE
+) -> tuple[dict, list[str], Tensors]:
+    """Imports a checkpoint; returns facts and notes of the import, and the tensors of the run's drafter."""
     write(folder / "theirs", file, tensors, config)
-    done = import_drafter(str(folder / "theirs"), f"{folder}/run", model)
-    [path] = done.run.drafter_dir.glob("*.safetensors")
-    return done, load_file(path)
+    run, facts, notes = import_drafter(str(folder / "theirs"), f"{folder}/run", model)
+    [path] = run.drafter_dir.glob("*.safetensors")
+    return facts, notes, load_file(path)
 
 
 def refuse(folder: Path, model: str, part: str) -> None:
@@ -83,7 +84,7 @@ def test_fasterdecoding_heads_draft_as_their_own_code(
     tmp_path: Path, model: str, backbone: Backbone, file: str
 ) -> None:
     tensors = medusa_heads()
-    _, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 3, "medusa_num_layers": 2}, file)
+    *_, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 3, "medusa_num_layers": 2}, file)
     assert all(torch.equal(kept[name], tensors[name]) and kept[name].dtype == torch.float16 for name in tensors)
     tokens, hidden, root = drafted(tmp_path, backbone)
     assert tokens == medusa_reference(tensors, hidden, root)
@@ -99,8 +100,8 @@ def test_the_second_form_reads_the_models_own_lm_head(tmp_path: Path, model: str
 def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str, backbone: Backbone) -> None:
     tensors, ids = medusa_heads(vocabulary=20), torch.randperm(V)[:20]
     theirs = {name: tensor for name, tensor in vllm_names(tensors).items() if "bias" not in name} | {"token_map": ids}
-    done, kept = take(tmp_path, model, theirs, {"num_heads": 3, "vocab_size": V}, "model.safetensors")
-    assert len(done.notes) == 1
+    _, notes, kept = take(tmp_path, model, theirs, {"num_heads": 3, "vocab_size": V}, "model.safetensors")
+    assert len(notes) == 1
     assert torch.equal(kept["1.2.weight"], tensors["1.2.weight"]) and not kept["2.1.linear.bias"].any()
     flat = {name: torch.zeros_like(tensor) if "bias" in name else tensor for name, tensor in tensors.items()}
     tokens, hidden, root = drafted(tmp_path, backbone)
@@ -112,13 +113,13 @@ def test_tied_matrices_become_one_each(tmp_path: Path, model: str) -> None:
     tensors = medusa_heads()
     for head in (1, 2):  # several names for one storage, as in a state dict of heads that share a matrix
         tensors[f"{head}.2.weight"] = tensors["0.2.weight"]
-    _, kept = take(tmp_path, model, tensors)
+    *_, kept = take(tmp_path, model, tensors)
     assert torch.equal(kept["2.2.weight"], tensors["0.2.weight"])
 
 
 def test_more_heads_than_the_config_counts_are_imported(tmp_path: Path, model: str) -> None:
-    done, _ = take(tmp_path, model, medusa_heads(), {"medusa_num_heads": 2})
-    assert done.heads == 3 and len(done.notes) == 1
+    facts, notes, _ = take(tmp_path, model, medusa_heads(), {"medusa_num_heads": 2})
+    assert facts["heads"] == 3 and len(notes) == 1
 
 
 def test_hydra_heads_draft_as_their_own_code(tmp_path: Path, model: str, backbone: Backbone) -> None:
@@ -144,20 +145,20 @@ def test_hydra_heads_draft_as_their_own_code(tmp_path: Path, model: str, backbon
 def test_hydra_biases_that_are_left_out_are_noted(tmp_path: Path, model: str) -> None:
     tensors = hydra_heads()
     tensors["hydra_lm_head.1.bias"][3] = -0.25
-    done, _ = take(tmp_path, model, tensors, {"grounded_heads": True}, "hydra_lm_head.pt")
-    assert len(done.notes) == 1 and "0.25" in done.notes[0]
+    _, notes, _ = take(tmp_path, model, tensors, {"grounded_heads": True}, "hydra_lm_head.pt")
+    assert len(notes) == 1 and "0.25" in notes[0]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_eagle3_folders_become_eagle_drafters(tmp_path: Path, model: str, backbone: Backbone, file: str) -> None:
-    done, _ = take(tmp_path, model, eagle3(), EAGLE, file)
-    assert (done.kind, done.format) == ("eagle", "eagle3")
+    facts, *_ = take(tmp_path, model, eagle3(), EAGLE, file)
+    assert (facts["drafter"], facts["format"]) == ("eagle", "eagle3")
     drafted(tmp_path, backbone)
 
 
 def test_shared_keys_and_values_get_a_copy_for_every_query_head() -> None:
     theirs = eagle3()
-    _, tensors, _ = import_eagle3(theirs, EAGLE, Base("model", "llama", H, V, 5))
+    _, tensors, _ = import_eagle3(theirs, EAGLE, SimpleNamespace(hidden_size=H, vocab_size=V, num_hidden_layers=5))
     each = tensors["midlayer.self_attn.k_proj.weight"].unflatten(0, (4, 8))
     shared = theirs["midlayer.self_attn.k_proj.weight"].unflatten(0, (2, 8))
     assert torch.equal(each[0], each[1]) and torch.equal(each[0], shared[0]) and torch.equal(each[3], shared[1])
@@ -170,8 +171,8 @@ def test_a_run_is_named_after_its_folder_or_file(
     write(tmp_path / "heads-1.7b", FILE, medusa_heads())
     (tmp_path / "link").symlink_to(tmp_path / "heads-1.7b")
     monkeypatch.chdir(tmp_path)
-    assert import_drafter(f"{tmp_path}/{name}", model=model).run.path.name == name
-    assert import_drafter(f"{name}/{FILE}", model=model).run.path.name == "medusa_lm_head"
+    assert import_drafter(f"{tmp_path}/{name}", model=model)[0].path.name == name
+    assert import_drafter(f"{name}/{FILE}", model=model)[0].path.name == "medusa_lm_head"
 
 
 def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(tmp_path: Path, model: str) -> None:
@@ -256,7 +257,7 @@ def test_unfit_tensors_are_named_and_nothing_is_written(tmp_path: Path, model: s
         ({"head_dim": -8}, "head_dim"),
         ({"draft_vocab_size": 10**30}, "draft_vocab_size"),
         ({"draft_vocab_size": 23}, "d2t"),
-        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "abc"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "9"),
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**12}]}}, "num_heads"),
     ],
@@ -341,7 +342,7 @@ def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, model: st
         index.write_text(json.dumps({"weight_map": {FIRST: name}}))
         refuse(tmp_path, model, "outside")
     index.write_text(json.dumps({"weight_map": {FIRST: "part.safetensors"}}))
-    assert import_drafter(str(folder), f"{tmp_path}/run", model).heads == 3
+    assert import_drafter(str(folder), f"{tmp_path}/run", model)[1]["heads"] == 3
 
 
 def test_links_of_the_hubs_cache_are_followed_and_no_others(tmp_path: Path, model: str) -> None:
@@ -355,7 +356,7 @@ def test_links_of_the_hubs_cache_are_followed_and_no_others(tmp_path: Path, mode
         (folder / "part.safetensors").symlink_to(target)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {FIRST: "part.safetensors"}}))
         if run == "run":
-            assert import_drafter(str(folder), f"{tmp_path}/{run}", model).heads == 3
+            assert import_drafter(str(folder), f"{tmp_path}/{run}", model)[1]["heads"] == 3
         else:
             with pytest.raises(UserError, match="outside"):
                 import_drafter(str(folder), f"{tmp_path}/{run}", model)

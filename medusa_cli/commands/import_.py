@@ -31,15 +31,14 @@ def import_(
     printed.configure()
     from medusa_cli.export.incoming import import_drafter
 
-    done = import_drafter(place, run, model, trust_remote_code)
-    for note in done.notes:
+    target, facts, notes = import_drafter(place, run, model, trust_remote_code)
+    for note in notes:
         console.warn(note)
     if printed.json:
-        facts = {"run": str(done.run.path), "drafter": done.kind, "format": done.format, "heads": done.heads}
-        console.emit_json({**facts, "notes": done.notes})
+        console.emit_json({"run": str(target.path), **facts, "notes": notes})
         return
-    name = str(done.run.path) if run is None or "/" in run else run
+    name = str(target.path) if run is None or "/" in run else run
     console.result(
-        f"{done.run.drafter_dir}: a {done.kind} drafter of {done.heads} heads (from the {done.format} layout). "
-        f"Next: medusa calibrate --run {name} --data CONVERSATIONS.jsonl"
+        f"{target.drafter_dir}: a {facts['drafter']} drafter of {facts['heads']} heads (from the {facts['format']} "
+        f"layout). Next: medusa calibrate --run {name} --data CONVERSATIONS.jsonl"
     )

@@ -1,26 +1,42 @@
 """EAGLE-3 folders: what vLLM, SGLang and llama.cpp's converter read, and SpecForge, speculators and AngelSlim write."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli import assets
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.export.tensors import Base
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.io import write_json
+from medusa_cli.runs.io import convert, write_json
 
 KIND = "eagle"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Draft tokens if a checkpoint does not say how many it was trained for: SpecForge's default.
 LEVELS = 7
+AGAIN = "fetch the checkpoint again"
 # Variants of the layer that cannot be run here: configs that switch one on are refused.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
-WIDEST = 1 << 24  # of any width in a config: larger ones overflow
+Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger ones overflow
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The fields of a drafter's config.json that its layer and vocabulary depend on."""
+
+    num_attention_heads: Width
+    intermediate_size: Width
+    head_dim: Width | None = None
+    num_key_value_heads: Width | None = None
+    draft_vocab_size: Width | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
 
 
 def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
@@ -97,7 +113,7 @@ def verifier_of(config: dict[str, Any]) -> str | None:
 
 
 def import_eagle3(
-    tensors: dict[str, Tensor], config: dict[str, Any], base: Base
+    tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads an EAGLE-3 folder: settings, tensors, notes. Shared key and value heads are copied to every query head.
 
@@ -113,26 +129,35 @@ def import_eagle3(
         raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
     tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
-    widths, shared, vocabulary = _widths(plain, base)
+    theirs = convert({key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN)
+    heads, taps = theirs.num_attention_heads, theirs.eagle_aux_hidden_state_layer_ids
+    shared, size = theirs.num_key_value_heads or heads, theirs.head_dim or model.hidden_size // heads
+    vocabulary, depth = theirs.draft_vocab_size or model.vocab_size, model.num_hidden_layers
+    taps = taps or [2, depth // 2, depth - 3]
+    if heads % shared:
+        raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}", AGAIN)
+    if not all(1 <= layer < depth for layer in taps):
+        raise UserError(f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model")
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):
-        tensor, heads, size = tensors.get(name), widths["num_attention_heads"], widths["head_dim"]
+        tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:
             tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if vocabulary != base.vocab_size:
-        tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, base.vocab_size)
-    theta = plain.get("rope_theta") or _dict(plain.get("rope_parameters")).get("rope_theta") or 10_000.0
+    if vocabulary != model.vocab_size:
+        tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, model.vocab_size)
     settings = {
         "num_heads": _levels(config),
         "num_layers": 1,
-        "vocabulary": "own" if vocabulary == base.vocab_size else "draft",
+        "vocabulary": "own" if vocabulary == model.vocab_size else "draft",
         "matrices": "one",
-        **widths,
-        "num_key_value_heads": widths["num_attention_heads"],
+        "intermediate_size": theirs.intermediate_size,
+        "num_attention_heads": heads,
+        "head_dim": size,
+        "num_key_value_heads": heads,
         "draft_vocab_size": vocabulary,
-        "rms_norm_eps": plain.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(theta) if isinstance(theta, int) else theta,
-        "taps": _aux_layers(plain, base),
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "rope_theta": theirs.rope_theta,
+        "taps": taps,
     }
     return settings, tensors, notes
 
@@ -146,42 +171,17 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     eagle = _dict(config.get("eagle_config"))
     if isinstance(layers := eagle.get(AUX_LAYERS), list):
         eagle = {**eagle, AUX_LAYERS: [layer + 1 if type(layer) is int else layer for layer in layers]}
-    return eagle | _dict(config.get("transformer_layer_config")) | config
-
-
-def _widths(plain: dict[str, Any], base: Base) -> tuple[dict[str, Any], int, int]:
-    """Returns the layer's widths, its key and value heads, and the size of its draft vocabulary."""
-    heads = plain.get("num_attention_heads")
-    if type(heads) is not int or heads < 1:
-        raise UserError("config.json has no num_attention_heads", "fetch the checkpoint again")
-    widths = {
-        "intermediate_size": plain.get("intermediate_size"),
-        "num_attention_heads": heads,
-        "head_dim": plain.get("head_dim") or base.hidden_size // heads,
-    }
-    shared, vocabulary = plain.get("num_key_value_heads", heads), plain.get("draft_vocab_size") or base.vocab_size
-    valid = all(type(width) is int and 0 < width < WIDEST for width in (*widths.values(), shared, vocabulary))
-    if not valid or heads % shared:
-        sizes = widths | {"num_key_value_heads": shared, "draft_vocab_size": vocabulary}
-        raise UserError(f"config.json has impossible widths: {sizes}", "fetch the checkpoint again")
-    return widths, shared, vocabulary
-
-
-def _aux_layers(plain: dict[str, Any], base: Base) -> list[int]:
-    """Returns the layers after which hidden states are read, from 1; UserError for layers the model does not have."""
-    layers = plain.get(AUX_LAYERS) or [2, base.layers // 2, base.layers - 3]
-    if not isinstance(layers, list) or not all(type(layer) is int and 1 <= layer < base.layers for layer in layers):
-        raise UserError(f"the drafter reads the layers {layers}, the model has {base.layers}", "give its own @model")
-    return layers
+    plain = eagle | _dict(config.get("transformer_layer_config")) | config
+    return _dict(plain.get("rope_parameters")) | plain
 
 
 def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
     """Returns the draft tokens' ids [M] by their offsets d2t; raises UserError unless t2d [V] marks the same tokens."""
     if d2t is None or t2d is None or d2t.shape != (vocabulary,) or t2d.shape != (tokens,) or d2t.is_floating_point():
-        raise UserError(f"the checkpoint lacks d2t [{vocabulary}] or t2d [{tokens}]", "fetch it again")
+        raise UserError(f"the checkpoint lacks d2t [{vocabulary}] or t2d [{tokens}]", AGAIN)
     ids = d2t.long() + torch.arange(vocabulary)
     if ids.min() < 0 or ids.max() >= tokens or not torch.equal(ids.sort().values, t2d.bool().nonzero()[:, 0]):
-        raise UserError("d2t and t2d of the checkpoint contradict each other", "fetch it again")
+        raise UserError("d2t and t2d of the checkpoint contradict each other", AGAIN)
     return ids.to(torch.int32)
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from medusa_cli.drafters.io import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError
 from medusa_cli.export import eagle3_format as eagle3
 from medusa_cli.export import medusa_format as medusa
-from medusa_cli.export.tensors import Base, check_tensors, count_notes, read_tensors
+from medusa_cli.export.tensors import check_tensors, count_notes, read_tensors
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.io import convert, read_object, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance, sole_writer
@@ -24,26 +23,16 @@ SUFFIXES = (".safetensors", ".pt", ".bin")
 # Names of weight files, the safe form of each first.
 FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model") for end in SUFFIXES]
 INDEX = "model.safetensors.index.json"
-# Tensors of integers that name the tokens of a draft vocabulary; the layouts check them.
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ImportedDrafter:
-    """The run that an import wrote, its drafter's kind and heads, the layout it came in, notes on changes."""
-
-    run: Run
-    kind: str
-    format: str
-    heads: int
-    notes: list[str]
-
-
 def import_drafter(
     place: str, run: str | None = None, model: str | None = None, trust_remote_code: bool = False
-) -> ImportedDrafter:
+) -> tuple[Run, dict[str, Any], list[str]]:
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
+
+    Returns the run, its drafter's kind and heads with the layout they came in, and notes on changes.
 
     trust_remote_code: run the Python files that the model's config may need. Raises UserError, naming the fault, for a
     checkpoint that does not fit the model, and for a run that has a drafter.
@@ -53,8 +42,7 @@ def import_drafter(
     owner = model or config.get("base_model_name_or_path") or eagle3.verifier_of(config)
     if not isinstance(owner, str):
         raise UserError(f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID")
-    its = read_config(owner, trust_remote_code)
-    base = Base(owner, its.model_type, its.hidden_size, its.vocab_size, its.num_hidden_layers)
+    base = read_config(owner, trust_remote_code)
     stored: dict[str, Tensor] = {}
     for file in files:
         stored |= read_tensors(file)
@@ -65,20 +53,22 @@ def import_drafter(
     ours = {"drafter": kind.name, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size, **settings}
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
     check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
+    identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
+    identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     target = Run.open(run or _run_name(place), create=True)
     with sole_writer(target.path, "medusa import", log.warning):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
-        target.bind(asdict(base))
-        source = provenance(asdict(base), imported={"from": str(place), "format": format})
+        target.bind(identity)
+        source = provenance(identity, imported={"from": str(place), "format": format})
         with replacing_folder(target.drafter_dir) as part:
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
             own = {name: tensor.detach().clone(memory_format=contiguous_format) for name, tensor in tensors.items()}
             save_file(own, path)
             path.chmod(0o644)
-            write_json(part / "config.json", {"base_model_name_or_path": base.id, **ours, "provenance": source})
-    return ImportedDrafter(target, kind.name, format, parsed.num_heads, notes)
+            write_json(part / "config.json", {"base_model_name_or_path": owner, **ours, "provenance": source})
+    return target, {"drafter": kind.name, "format": format, "heads": parsed.num_heads}, notes
 
 
 def _run_name(place: str) -> str:
@@ -136,7 +126,7 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
 
 
 def import_hydra(
-    tensors: dict[str, Tensor], config: dict[str, Any], base: Base
+    tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads Hydra heads as the authors' code saves them: settings, tensors, notes; UserError for other architectures.
 
@@ -165,7 +155,7 @@ def import_hydra(
     tensors = dict(tensors)
     tensors.pop("input_embed_fn.weight", None)  # the model's own
     biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]
-    known = [bias for bias in biases if bias is not None and bias.shape == (base.vocab_size,)]
+    known = [bias for bias in biases if bias is not None and bias.shape == (model.vocab_size,)]
     largest = max((bias.float().abs().max().item() for bias in known), default=0)
     if largest:
         notes.append(f"the biases of the vocabulary matrices, at most {largest:.2g}, are left out")

@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.export.tensors import Base, count_notes
+from medusa_cli.export.tensors import count_notes
 from medusa_cli.runs.io import write_json
 
 # Two digits at most: a hostile name must not make us count to a billion.
@@ -66,7 +66,7 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
 
 
 def import_medusa(
-    tensors: dict[str, Tensor], config: dict[str, Any], base: Base
+    tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads heads of FasterDecoding (v1, and v2 without matrices), vLLM or TGI: settings, tensors, notes."""
     tensors = {plain_name(name): tensor for name, tensor in tensors.items()}
@@ -83,7 +83,7 @@ def import_medusa(
             weight = tensors[key[0]]
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
     if ids is not None:
-        tensors["draft_ids"] = _checked_ids(ids, base)
+        tensors["draft_ids"] = _checked_ids(ids, model.vocab_size)
     own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
     settings = {
         "medusa_num_heads": heads,
@@ -96,10 +96,10 @@ def import_medusa(
     return settings, tensors, notes
 
 
-def _checked_ids(ids: Tensor, base: Base) -> Tensor:
+def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Returns a token_map as int32; raises UserError unless it names different tokens of the model."""
     integers = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and ids.numel() > 0
-    if not integers or ids.min() < 0 or ids.max() >= base.vocab_size or len(ids.unique()) < len(ids):
+    if not integers or ids.min() < 0 or ids.max() >= vocabulary or len(ids.unique()) < len(ids):
         raise UserError("token_map is not a list of different tokens of the model", "give the heads' own @model")
     return ids.to(torch.int32)
 

@@ -3,7 +3,6 @@
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,6 @@ from medusa_cli.runs.io import FLOATS, INTEGERS, read_weights
 # Faults that an error lists.
 LISTED = 4
 TYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool}
-
-
-@dataclass(frozen=True)
-class Base:
-    """The model of a drafter, by its config alone; its weights are not loaded."""
-
-    id: str
-    architecture: str
-    hidden_size: int
-    vocab_size: int
-    layers: int
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
