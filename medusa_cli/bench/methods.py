@@ -1,7 +1,6 @@
 """Decoding methods that a bench compares: our loops, transformers' generate, llama.cpp."""
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ METHODS = (*TRANSFORMERS, "ar", *DRAFTED, "llama.cpp")
 UNBATCHED = ("hf-lookup", "hf-assisted", "llama.cpp")
 LOOKUP_TOKENS = 10
 OnTokens = Callable[[list[int]], None]
-# Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come.
+# Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Answer]]
 
 
@@ -95,27 +94,14 @@ def our_method(
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+        decoder.forget()  # the other methods run every prompt from its beginning, too
         answers = [Answer([[]]) for _ in prompts]
-        for first in range(0, len(prompts), batch_size):
-            decoder.forget()  # the other methods run every prompt from its beginning, too
-            start = time.perf_counter()
-            batch = answers[first : first + batch_size]
-            requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts[first : first + batch_size]]
-            for sequence, step in decoder.run(requests):
-                batch[sequence.number].turns[0] += step.tokens
-                batch[sequence.number].stats.add(step)
-                on_tokens(step.tokens)
-            _share(batch, time.perf_counter() - start)
+        for sequence, step in decoder.run(Request(prompt, max_new_tokens, sampling) for prompt in prompts):
+            answers[sequence.number].add(step)
+            on_tokens(step.tokens)
         return answers
 
     return answer
-
-
-def _share(answers: Sequence[Answer], seconds: float) -> None:
-    """Shares a batch's seconds among its answers by their tokens."""
-    total = max(sum(answer.tokens for answer in answers), 1)
-    for answer in answers:
-        answer.seconds = seconds * answer.tokens / total
 
 
 def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> Method:
@@ -141,18 +127,11 @@ def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = F
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ids, mask_ids = torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
         streamer = _Streamer(on_tokens) if len(prompts) == 1 else None  # transformers streams one sequence only
-        start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=mask_ids, max_new_tokens=max_new_tokens, streamer=streamer, **options
             )
-        rows = out[:, width:].tolist()  # waits for the device
-        seconds = time.perf_counter() - start
-        answers = [Answer([_until_end(row, ends)]) for row in rows]
-        for batched in answers if streamer is None else ():
-            on_tokens(batched.turns[0])
-        _share(answers, seconds)
-        return answers
+        return [Answer([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
 
     return answer
 
@@ -185,15 +164,14 @@ def llama_method(gguf: Path, backbone: Backbone) -> Method:
     context = backbone.max_positions
     model: Any = Llama(str(gguf), verbose=False, n_ctx=context, n_threads=threads, n_threads_batch=threads)
 
-    def answer_one(prompt: Sequence[int], max_new_tokens: int, on_tokens: OnTokens) -> Answer:
-        tokens: list[int] = []
+    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+        [prompt], tokens = prompts, list[int]()
         model.reset()  # no method may keep a prompt from the turn before
-        start = time.perf_counter()
         for token in model.generate(list(prompt), temp=0.0, top_k=1):
             tokens.append(int(token))
             on_tokens(tokens[-1:])
             if len(tokens) == max_new_tokens or tokens[-1] in ends:
                 break
-        return Answer([tokens], time.perf_counter() - start)
+        return [Answer([tokens])]
 
-    return lambda prompts, count, on_tokens: [answer_one(prompt, count, on_tokens) for prompt in prompts]
+    return answer

@@ -1,12 +1,9 @@
 """Reports: saved benches as one HTML page that needs no network, and as Markdown."""
 
+import base64
 import io
-import itertools
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +11,10 @@ from typing import Any, NamedTuple
 from medusa_cli import __version__
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.io import Document, read_object, write_atomic
-from medusa_cli.tree.draw import draw_nodes
-from medusa_cli.tree.tree import Tree
 
-MARKERS = "osD^vPX*"
 LISTED = 40  # differences in the table
 Interval = tuple[float, float] | None
-Curve = Sequence[tuple[float, float, Interval]]  # x, y and y's interval
-LENGTH = "acceptance length (tokens a step)"
+Curves = Mapping[str, Sequence[tuple[float, float, Interval]]]  # by name: x, y and y's interval
 
 
 class SavedBench(NamedTuple):
@@ -32,27 +25,19 @@ class SavedBench(NamedTuple):
     sweeps: list[Document]
 
 
-class Chart(NamedTuple):
-    """A drawing on matplotlib's axes, made when the page is."""
-
-    title: str
-    draw: Callable[[Any], None]
-    width: float = 5.2  # inches
-    height: float = 3.4
-
-
 class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
     caption: str = ""
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
+    """Words, tables, and the SVG of charts by title."""
+
     title: str
-    words: str = ""
-    tables: list[Table] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
+    words: str
+    tables: list[Table]
+    charts: dict[str, str]
 
 
 def read_bench(path: Path) -> Document:
@@ -63,8 +48,8 @@ def read_bench(path: Path) -> Document:
     return document
 
 
-def write_report(paths: Mapping[str, Path], page: Path, with_page: bool = True) -> list[Path]:
-    """Writes the page of benches by name, unless it is not wanted, and the Markdown beside it; returns their paths.
+def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
+    """Writes the page of benches by name, and the Markdown beside it; returns both paths.
 
     Raises UserError for figures that no bench writes: a file may hold anything.
     """
@@ -73,9 +58,12 @@ def write_report(paths: Mapping[str, Path], page: Path, with_page: bool = True) 
         for name, path in paths.items():
             sweeps = [read_object(sweep, "the sweep") for sweep in sorted(path.parent.glob("sweep-*.json"))]
             benches.append(SavedBench(name, read_bench(path), sweeps))
-        sections = list(itertools.chain.from_iterable(part(benches) for part in PARTS))
-        texts = {page: html(benches, sections)} if with_page else {}
-        texts[page.with_suffix(".md")] = markdown(benches, sections)
+        title = ", ".join(dict.fromkeys(str(bench.document["title"]) for bench in benches))
+        if len(benches) > 1:
+            title += f": {', '.join(paths)}"
+        facts = {bench.name: " ".join(bench.document["facts"]) for bench in benches}
+        sections = [section for part in PARTS for section in part(benches)]
+        texts = {page: html(title, facts, sections), page.with_suffix(".md"): markdown(title, facts, sections)}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
         files, text = " or ".join(map(str, paths.values())), f"{type(reason).__name__}: {first_line(reason)}"
         raise UserError(f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again") from reason
@@ -84,71 +72,59 @@ def write_report(paths: Mapping[str, Path], page: Path, with_page: bool = True) 
     return list(texts)
 
 
-def html(benches: Sequence[SavedBench], sections: Sequence[Section]) -> str:
+def html(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
     """Returns the page; style and charts are in it, so it opens offline and can be sent by mail."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    numbers = itertools.count(1)
-    drawn = [(section, [svg(chart, next(numbers)) for chart in section.charts]) for section in sections]
     template = jinja.get_template("page.html.jinja")
-    return template.render(title=_title(benches), benches=benches, parts=drawn, version=__version__)
+    return template.render(title=title, facts=facts, sections=sections, version=__version__)
 
 
-def markdown(benches: Sequence[SavedBench], sections: Sequence[Section]) -> str:
+def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
     """Returns the same words and tables; charts are in the page only."""
-    lines = [f"# {_inline(_title(benches))}", ""]
-    for bench in benches:
-        name = f"**{_inline(bench.name)}.** " if len(benches) > 1 else ""
-        lines += [name + _inline(" ".join(bench.document["facts"])), ""]
+
+    def inline(text: str) -> str:
+        """Returns a text on one line, in which nothing reads as HTML or ends a table's cell."""
+        return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+    lines = [f"# {inline(title)}", ""]
+    for name, text in facts.items():
+        lines += [(f"**{inline(name)}.** " if len(facts) > 1 else "") + inline(text), ""]
     for section in sections:
-        lines += [f"## {_inline(section.title)}", "", *([_inline(section.words), ""] if section.words else [])]
+        lines += [f"## {inline(section.title)}", "", *([inline(section.words), ""] if section.words else [])]
         for table in section.tables:
-            lines += [f"{_inline(table.caption)}:", ""] if table.caption else []
+            lines += [f"{inline(table.caption)}:", ""] if table.caption else []
             rows = [table.head, ["---"] * len(table.head), *table.rows]
-            lines += ["| " + " | ".join(map(_inline, row)) + " |" for row in rows] + [""]
+            lines += ["| " + " | ".join(map(inline, row)) + " |" for row in rows] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _inline(text: str) -> str:
-    """Returns a text on one line, in which nothing reads as HTML or ends a table's cell."""
-    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
-
-
-def _title(benches: Sequence[SavedBench]) -> str:
-    titles = ", ".join(dict.fromkeys(str(bench.document["title"]) for bench in benches))
-    return titles if len(benches) == 1 else f"{titles}: {', '.join(bench.name for bench in benches)}"
-
-
-def svg(chart: Chart, number: int) -> str:
-    """Returns a chart as inline SVG: text stays text, and its ids are unlike those of the page's other charts."""
+def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dict[str, str]:
+    """Returns what `draw` draws on matplotlib's axes, by its title, as the address of an SVG image."""
     import matplotlib
     from matplotlib.figure import Figure
 
     # Names are of people's choosing, and some hold dollars: no text is mathematics.
     style = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context({**style, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10.0}):
-        figure = Figure(figsize=(chart.width, chart.height), layout="constrained")
+    with matplotlib.rc_context({**style, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
-        axes.set_axisbelow(True)
-        axes.set_title(textwrap.fill(chart.title, int(10.4 * chart.width)), fontsize=10.5)
-        chart.draw(axes)
+        axes.set_title(textwrap.fill(title, 54), fontsize=10.5)
+        draw(axes)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         if len(handles) > 1:
             place: Any = {"loc": "outside lower center", "ncols": min(3, len(handles)), "fontsize": 9, "frameon": False}
             figure.legend(handles.values(), handles.keys(), **place)
-        stream = io.StringIO()
+        stream = io.BytesIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = stream.getvalue()
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1c{number}-", text[text.index("<svg") :])
-    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1)
+    return {title: f"data:image/svg+xml;base64,{base64.b64encode(stream.getvalue()).decode()}"}
 
 
-def bars(
-    title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str, order: list[str]
-) -> Chart:
+def bars(title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str) -> dict[str, str]:
     """Returns a chart of a figure of methods by group: horizontal bars with whiskers, a dotted line at 1."""
+    names = list(dict.fromkeys(name for methods in groups.values() for name in methods))
 
     def draw(axes: Any) -> None:
         y, ticks = 0.0, []
@@ -156,9 +132,9 @@ def bars(
             ticks.append((y + (len(methods) - 1) / 2, group))
             for name, figures in methods.items():
                 value, interval = figures[key], figures[f"{key}_95"] or (figures[key], figures[key])
-                axes.barh(y, value, 0.8, color=f"C{order.index(name) % 10}", label=name)
                 whiskers = [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
-                axes.errorbar(value, y, xerr=whiskers, color="black", capsize=2.5, linewidth=1)
+                color = f"C{names.index(name) % 10}"
+                axes.barh(y, value, 0.8, color=color, label=name, xerr=whiskers, error_kw={"capsize": 2.5})
                 end = (max(value, interval[1]), y)
                 axes.annotate(f"{value:.2f}", end, (4, 0), textcoords="offset points", va="center")
                 y += 1
@@ -169,26 +145,29 @@ def bars(
         axes.margins(x=0.14)
         axes.set_xlabel(unit)
 
-    return Chart(title, draw, height=1.4 + 0.27 * sum(len(methods) + 0.6 for methods in groups.values()))
+    return chart(title, draw, 1.4 + 0.27 * sum(len(methods) + 0.6 for methods in groups.values()))
 
 
-def draw_curves(axes: Any, curves: Mapping[str, Curve], x: str, y: str, log: bool = False) -> None:
-    """Draws lines with their intervals as bands. log: the x axis doubles between ticks."""
-    for number, (name, points) in enumerate(curves.items()):
-        marks = {"marker": MARKERS[number % len(MARKERS)], "linestyle": ("-", "--", "-.", ":")[number // 8 % 4]}
-        color = f"C{number % 10}"
-        axes.plot([p[0] for p in points], [p[1] for p in points], color=color, label=name, markersize=4, **marks)
-        bands = [(p[0], *p[2]) for p in points if p[2] is not None]
-        if len(bands) > 1:
-            axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.16, linewidth=0)
-    ticks = sorted({point[0] for points in curves.values() for point in points})
-    if log:
-        axes.set_xscale("log", base=2)
-        axes.minorticks_off()
-    if log and len(ticks) <= 12 or all(tick == int(tick) for tick in ticks) and len(ticks) <= 8:
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel=x, ylabel=y)
+def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict[str, str]:
+    """Returns a chart of lines with their intervals as bands. log: the x axis doubles between ticks."""
+
+    def draw(axes: Any) -> None:
+        for number, (name, points) in enumerate(curves.items()):
+            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", "-.", ":")[number // 10 % 4]}
+            axes.plot([p[0] for p in points], [p[1] for p in points], label=name, marker="o", markersize=4, **look)
+            bands = [(p[0], *p[2]) for p in points if p[2] is not None]
+            if bands:
+                axes.fill_between(*zip(*bands, strict=True), color=look["color"], alpha=0.16, linewidth=0)
+        ticks = sorted({point[0] for points in curves.values() for point in points})
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.minorticks_off()
+        if log or all(tick == int(tick) for tick in ticks):
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel=x, ylabel=y)
+
+    return chart(title, draw)
 
 
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
@@ -225,9 +204,8 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
         "as whiskers: 95 % bootstrap intervals over questions."
     )
     groups = {bench.name: bench.document["methods"] for bench in benches}
-    order = list(dict.fromkeys(name for methods in groups.values() for name in methods))
-    chart = bars(f"Speedup over {base}", groups, "speedup", "x", order)
-    yield Section("What it gains", words, [Table([*head, "identical answers", "tokens"], rows)], [chart])
+    charts = bars(f"Speedup over {base}", groups, "speedup", "x")
+    yield Section("What it gains", words, [Table([*head, "identical answers", "tokens"], rows)], charts)
 
 
 def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -235,12 +213,11 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
     known = list(dict.fromkeys(category for *_, figures in every for category in figures["per_category"]))
     faster = {name: f["per_category"] for name, document, method, f in every if method != document["baseline"]}
     drafted = {name: f["per_category"] for name, document, method, f in every if method in document["drafting"]}
+    tables, charts = [], dict[str, str]()
     for title, key, unit, methods in (
         ("Speedup", "speedup", "x", faster),
-        ("Acceptance length", "acceptance_length", LENGTH, drafted),
+        ("Acceptance length", "acceptance_length", "tokens a step", drafted),
     ):
-        if len(known) < 2 or not methods:
-            continue
         groups = {}
         for category in known:
             if part := {name: figures[category] for name, figures in methods.items() if category in figures}:
@@ -248,83 +225,32 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
         rows = [
             [c, *(_with_interval(part[n], key) if n in part else "-" for n in methods)] for c, part in groups.items()
         ]
-        chart = bars(f"{title} by category (questions)", groups, key, unit, list(methods))
-        yield Section(f"{title} by category", "", [Table(["category (questions)", *methods], rows)], [chart])
-
-
-def decomposition(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    rows = []
-    for name, document, _, figures in _methods(benches):
-        if "ar" in document["methods"] and figures["overhead"] is not None:
-            length, overhead = figures["acceptance_length"], figures["overhead"]
-            engine, drafts = document["methods"]["ar"]["speedup"], length / overhead
-            values = (engine, length, overhead, drafts, figures["speedup"] / (engine * drafts), figures["speedup"])
-            rows.append([name, *(f"{value:.2f}" for value in values)])
-    if rows:
-        head = ["method", "engine: ar over baseline", "acceptance length", "overhead", "length / overhead"]
-        words = (
-            "Drafts gain acceptance length / overhead. The engine's own gain is that of our plain loop over the "
-            "baseline. The rest is the prefill, which drafts do not shorten, and the time between steps."
-        )
-        table = Table([*head, "prefill and the rest", "speedup over baseline"], rows)
-        yield Section("Where the gain comes from", words, [table])
+        if rows:
+            tables.append(Table(["category (questions)", *methods], rows, title))
+            charts |= bars(f"{title} by category (questions)", groups, key, unit)
+    if len(known) > 1:
+        yield Section("By category", "", tables, charts)
 
 
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    curves: dict[str, Curve] = {}
-    rows = []
+    curves, rows = {}, []
     for name, document, method, figures in _methods(benches):
         if method in document["drafting"] or method == "lookup":
-            shares = figures["by_position"]
-            curves[name] = [(0, 1.0, None), *((k, s["reached"], s["reached_95"]) for k, s in enumerate(shares, 1))]
-            cells = [[str(k), f"{s['reached']:.1%}", f"{s['after']:.1%}"] for k, s in enumerate(shares, 1)]
-            rows += [[name, *row, f"{sum(figures['depths']):,}"] for row in cells]
+            shares = list(enumerate(figures["by_position"], 1))
+            curves[name] = [(0.0, 1.0, None), *((k, share["reached"], share["reached_95"]) for k, share in shares)]
+            rows += [[name, str(k), f"{share['reached']:.1%}", f"{share['after']:.1%}"] for k, share in shares]
     if rows:
         words = (
             "Share of steps that accepted a draft token at position k: of all steps, as vLLM and SPEED-Bench count; of "
             "those that had accepted position k - 1, EAGLE's k-alpha."
         )
-        draw = partial(draw_curves, curves=curves, x="k, position of the draft token", y="share of steps")
-        table = Table(["method", "position", "of all steps", "of those before", "steps"], rows)
-        chart = Chart("Steps that accepted at least k draft tokens", draw)
-        yield Section("Acceptance by position", words, [table], [chart])
-
-
-def trees(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    charts = []
-    for name, document, method, figures in _methods(benches):
-        saved, hits = document["drafting"].get(method, {}).get("static_tree"), figures["hits"]
-        if saved is not None and len(saved["parents"]) == len(hits):
-            tree = Tree.from_json(saved)
-            draw = partial(draw_nodes, tree=tree, values=[count / max(hits[0], 1) for count in hits])
-            width = max(5.2, 0.3 * len(tree.leaves) + 1.2)
-            charts.append(Chart(f"{name}: {hits[0]:,} steps", draw, width, 0.9 + 0.85 * tree.max_depth))
-    if charts:
-        words = "Static trees; the darker a node, the more steps accepted it. Numbers are ranks."
-        yield Section("Which nodes of the tree were accepted", words, charts=charts)
-
-
-def passes(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    section = Section("What a step costs", "The weights are read once a pass: at the bandwidth of a copy, no faster.")
-    for bench in benches:
-        if not (rows := bench.document.get("rows")):
-            continue
-        times = sorted((int(count), ms) for count, ms in rows["step_ms"].items())
-        limit = 1e3 * rows["weight_bytes"] / rows["copy_bytes_per_s"]
-        cells = [[str(count), f"{ms:.1f}", f"{ms / times[0][1]:.2f}", f"{limit:.1f}"] for count, ms in times]
-        head = ["rows", "ms a pass", "over one row", "reading the weights, ms"]
-        section.tables.append(Table(head, cells, f"{bench.name}: {rows['engine']}"))
-        curves = {rows["engine"]: [(count, ms, None) for count, ms in times]}
-        curves["reading the weights"] = [(count, limit, None) for count, _ in times]
-        title = f"{bench.name}: a pass by rows, {rows['context']} tokens in the cache, median of {rows['rounds']}"
-        draw = partial(draw_curves, curves=curves, x="rows (nodes)", y="ms a pass", log=True)
-        section.charts.append(Chart(title, draw))
-    if section.charts:
-        yield section
+        table = Table(["method", "position", "of all steps", "of those before"], rows)
+        title, x = "Steps that accepted at least k draft tokens", "k, position of the draft token"
+        yield Section("Acceptance by position", words, [table], lines(title, curves, x, "share of steps"))
 
 
 def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    section = Section("Sweeps")
+    tables, charts = [], dict[str, str]()
     for name, sweep in [(bench.name, sweep) for bench in benches for sweep in bench.sweeps]:
         rows = []
         for point in sweep["points"]:
@@ -332,18 +258,17 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
             row += [_with_interval(point, "acceptance_length"), _cell(point["nll"], ".3f"), str(point["questions"])]
             rows.append(row)
         head = ["series", sweep["unit"], "tokens/s", "acceptance length", "nats a token", "questions"]
-        section.tables.append(Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"))
-        for key, y in (("acceptance_length", LENGTH), ("tokens_per_s", "tokens/s"), ("nll", "nats a token")):
+        tables.append(Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"))
+        for key, y in (("acceptance_length", "tokens a step"), ("tokens_per_s", "tokens/s"), ("nll", "nats a token")):
             curves: dict[str, list[tuple[float, float, Interval]]] = {}
             for point in sweep["points"]:
                 if point[key] is not None:
                     curves.setdefault(point["series"], []).append((point["x"], point[key], point.get(f"{key}_95")))
-            log = sweep["axis"] in ("nodes", "batch", "context")
-            draw = partial(draw_curves, curves=curves, x=sweep["unit"], y=y, log=log)
             if curves:
-                section.charts.append(Chart(f"{name}: {y} by {sweep['axis']}", draw))
-    if section.tables:
-        yield section
+                log = sweep["axis"] in ("nodes", "batch", "context")
+                charts |= lines(f"{name}: {y} by {sweep['axis']}", curves, sweep["unit"], y, log)
+    if tables:
+        yield Section("Sweeps", "", tables, charts)
 
 
 def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -363,7 +288,7 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
     head = ["run", "judged", "score, of 10", "wins", "ties", "losses", "answers"]
     tables += [Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")] if judged else []
     if tables:
-        yield Section("Quality", "", tables)
+        yield Section("Quality", "", tables, {})
 
 
 def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -381,7 +306,7 @@ def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
         )
     table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
     if compared:
-        yield Section("Identity with plain decoding", words, [table] if rows else [])
+        yield Section("Identity with plain decoding", words, [table] if rows else [], {})
 
 
 def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -393,7 +318,7 @@ def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:
         columns[name] = facts
     keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
     rows = [[key, *(str(facts.get(key, "-")) for facts in columns.values())] for key in keys]
-    yield Section("Environment and versions", "", [Table(["", *columns], rows)])
+    yield Section("Environment and versions", "", [Table(["", *columns], rows)], {})
 
 
-PARTS = (gains, categories, decomposition, positions, trees, passes, sweeps, quality, differences, setting)
+PARTS = (gains, categories, positions, sweeps, quality, differences, setting)

@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,10 +32,9 @@ from medusa_cli.bench.methods import (
 )
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Answer, Result, reference_of, summarise
-from medusa_cli.bench.steps import time_passes
-from medusa_cli.decode import AdaptivePolicy, DraftPolicy, Sampling
+from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.decoder import policy_of
-from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy
+from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan
@@ -47,7 +47,6 @@ from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import write_json
-from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import provenance
 
@@ -59,17 +58,14 @@ Drafting = tuple[Choice, Drafter, DraftPolicy]  # a method's files, its drafter 
 log = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
-    """Sees methods at work."""
+# Receives a method's name, the results that it answers, and new tokens; none: their answers to this turn are complete.
+OnTokens = Callable[[str, list[Result], list[int]], None]
+# Opened for methods that share a backbone, with the number of turns that they answer together.
+Watch = Callable[[Backbone, int], AbstractContextManager[OnTokens]]
 
-    def begin(self, backbone: Backbone, names: Sequence[str]) -> None:
-        """The methods of these names are about to answer all questions."""
 
-    def tokens(self, name: str, new: list[int]) -> None:
-        """A method gave new tokens; none: its answer has ended."""
-
-    def answered(self, result: Result) -> None:
-        """The methods have answered a question."""
+def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens]:
+    return nullcontext(lambda name, results, tokens: None)
 
 
 @dataclass(frozen=True)
@@ -111,18 +107,13 @@ class Bench:
             if value is not None and method not in names:
                 raise UsageError(f"{flag} {value} has no effect with @methods {text}", f"leave it out, or add {method}")
 
-    def run(
-        self, load: Callable[[Choice], LoadedModel], watcher: Watcher, time_rows: bool = False
-    ) -> tuple[dict[str, Any], Texts]:
-        """Returns the bench's document and the answers' texts; only one copy of the model is loaded at a time.
-
-        time_rows: times passes by rows for the report, too.
-        """
+    def run(self, load: Callable[[Choice], LoadedModel], watch: Watch = unwatched) -> tuple[dict[str, Any], Texts]:
+        """Returns the bench's document and the answers' texts; only one copy of the model is loaded at a time."""
         results = [Result(question) for question in self.questions]
-        self._answer_by_transformers(results, watcher)
+        self._answer_by_transformers(results, watch)
         loaded = load(self.choice)
         backbone, drafting = loaded.backbone, self._drafting(loaded)
-        answer_all(self, backbone, self._our_methods(backbone, drafting), results, watcher)
+        answer_all(self, backbone, self._our_methods(backbone, drafting), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
         kernel, reference, differences = backbone.engine.kernel.name, reference_of(self.methods), None
@@ -155,7 +146,6 @@ class Bench:
             **summarise(results, differences),
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
-            "rows": time_passes(backbone) if time_rows else None,
         }
         texts = {
             name: {r.question.id: [backbone.decode(turn).strip() for turn in r.answers[name].turns] for r in results}
@@ -163,7 +153,7 @@ class Bench:
         }
         return document, texts
 
-    def _answer_by_transformers(self, results: list[Result], watcher: Watcher) -> None:
+    def _answer_by_transformers(self, results: list[Result], watch: Watch) -> None:
         """Runs transformers' methods on the unmodified model and frees it."""
         names = [name for name in self.methods if name in TRANSFORMERS]
         if not names:
@@ -176,7 +166,7 @@ class Bench:
             )
             for name in names
         }
-        answer_all(self, backbone, methods, results, watcher)
+        answer_all(self, backbone, methods, results, watch)
         del backbone, assistant, methods
         gc.collect()
         if torch.cuda.is_available():
@@ -250,14 +240,11 @@ def _describe(choice: Choice, drafter: Drafter, policy: DraftPolicy) -> dict[str
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,
-        "created": describe_drafter(choice.drafter).provenance.created or "",
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
         "dynamic": isinstance(alone, DynamicTreePolicy),
-        "auto": isinstance(alone, AdaptivePolicy),
         "lookup": alone is not policy,
         "nodes": policy.size,
-        "static_tree": policy.tree.to_json() if isinstance(policy, StaticTreePolicy) else None,
     }
 
 
@@ -266,40 +253,42 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def answer_all(
-    bench: Bench, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watcher: Watcher
+    bench: Bench, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watch: Watch = unwatched
 ) -> None:
     """Adds each method's answers to the results, after a warm-up. The order of methods rotates between questions.
 
     All methods get the same prompts: the reference's answer is the history of the next turn. Results that other methods
-    have answered before keep their prompts. A batch of questions is answered turn by turn. Raises
-    UserError, before anything is measured, for a question longer than the context; later turns that are longer than the
-    context are left out.
+    have answered before keep their prompts. A batch of questions is answered turn by turn; its seconds are shared by
+    tokens. Raises UserError, before anything is measured, for a question longer than the context; later turns that are
+    longer than the context are left out.
     """
     names, fresh, count, size = list(methods), not results[0].prompts, bench.max_new_tokens, bench.batch_size
     if not names:
         return
     for result in results if fresh else ():
         _add_prompt(backbone, result, 0, "")
-    watcher.begin(backbone, names)
     for method in methods.values():
         warm_up = [results[0].prompts[0]] * min(size, len(results))
         method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
-    for number, first in enumerate(range(0, len(results), size)):
-        group, shift = results[first : first + size], number % len(names)
-        for result in group:
-            result.answers |= {name: Answer() for name in names}
-        for turn in range(max(len(result.question.turns) for result in group)):
-            for result in group if turn and fresh else ():
-                _add_prompt(backbone, result, turn, reference_of(names))
-            asked = [result for result in group if len(result.prompts) > turn]
-            for name in names[shift:] + names[:shift] if asked else ():
-                prompts = [result.prompts[turn] for result in asked]
-                answers = methods[name](prompts, count, partial(watcher.tokens, name))
-                watcher.tokens(name, [])
-                for result, answer in zip(asked, answers, strict=True):
-                    result.answers[name].extend(answer)
-        for result in group:
-            watcher.answered(result)
+    turns = sum(len(result.question.turns) for result in results)
+    with watch(backbone, turns * len(names)) as on_tokens:
+        for number, first in enumerate(range(0, len(results), size)):
+            group, shift = results[first : first + size], number % len(names)
+            for result in group:
+                result.answers |= {name: Answer() for name in names}
+            for turn in range(max(len(result.question.turns) for result in group)):
+                for result in group if turn and fresh else ():
+                    _add_prompt(backbone, result, turn, reference_of(names))
+                asked = [result for result in group if len(result.prompts) > turn]
+                for name in names[shift:] + names[:shift] if asked else ():
+                    start = time.perf_counter()
+                    prompts = [result.prompts[turn] for result in asked]
+                    answers = methods[name](prompts, count, partial(on_tokens, name, asked))
+                    seconds = (time.perf_counter() - start) / max(sum(answer.tokens for answer in answers), 1)
+                    for result, answer in zip(asked, answers, strict=True):
+                        answer.seconds = seconds * answer.tokens
+                        result.answers[name].extend(answer)
+                    on_tokens(name, asked, [])
 
 
 def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -> None:

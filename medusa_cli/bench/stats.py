@@ -1,4 +1,4 @@
-"""Figures of a bench: sums over steps, acceptance by position, bootstrap intervals over questions."""
+"""Figures of a bench: speed, acceptance, and their bootstrap intervals over questions."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,49 +17,34 @@ Sums = NDArray[np.float64]
 
 
 @dataclass
-class PathStats(Stats):
-    """Stats that also count steps by accepted depth, and accepted nodes by (nodes of the tree, node).
-
-    A node is counted with its tree's size, as trees get smaller near the end of the context. Prefill counts in neither.
-    """
-
-    depths: Counter[int] = field(default_factory=Counter)
-    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    def add(self, step: Step) -> None:
-        super().add(step)
-        if step.path:
-            self.depths[len(step.path) - 1] += 1
-            self.hits.update((step.nodes, node) for node in step.path)
-
-    def by_depth(self) -> list[int]:
-        """Returns the number of steps that accepted exactly 0, 1, 2... draft tokens."""
-        return [self.depths[depth] for depth in range(max(self.depths, default=-1) + 1)]
-
-    def tree_hits(self) -> list[int]:
-        """Returns the count of each accepted node, for the tree size that was verified most often."""
-        roots = {size: count for (size, node), count in self.hits.items() if node == 0}
-        size = max(roots, key=lambda size: roots[size], default=0)
-        return [self.hits[size, node] for node in range(size)]
-
-
-@dataclass
 class Answer:
-    """A method's answer to a question: token ids of each turn, seconds, and sums over steps (none: not our loop)."""
+    """A method's answer to a question: token ids of each turn, seconds, and sums over steps (none: not our loop).
+
+    depths: steps by the number of draft tokens they accepted; prefill is no step.
+    """
 
     turns: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
-    stats: PathStats = field(default_factory=PathStats)
+    stats: Stats = field(default_factory=Stats)
+    depths: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.turns))
 
+    def add(self, step: Step) -> None:
+        """Adds a step to the last turn."""
+        self.turns[-1] += step.tokens
+        self.stats.add(step)
+        if step.path:
+            self.depths[len(step.path) - 1] += 1
+
     def extend(self, turn: "Answer") -> None:
         """Appends the answer to a further turn."""
         self.turns += turn.turns
         self.seconds += turn.seconds
-        self.stats += turn.stats  # type: ignore[misc]
+        self.stats += turn.stats
+        self.depths += turn.depths
 
 
 @dataclass
@@ -87,31 +72,26 @@ def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]
     differences: each method's first difference in every question that has one; None: not compared.
     """
     names = list(results[0].answers)
-    baseline, reference = baseline_of(names), reference_of(names)
-    totals = {name: PathStats() for name in names}
+    baseline = baseline_of(names)
+    categories: dict[str, list[Result]] = {}
     for result in results:
-        for name in names:
-            totals[name] += result.answers[name].stats  # type: ignore[misc]
+        categories.setdefault(result.question.category, []).append(result)
+    totals = {name: _total(results, name) for name in names}
     plain_step = totals["ar"].step_s if "ar" in names else 0.0
     methods = {}
     for name, stats in totals.items():
         answers = [result.answers[name] for result in results]
-        categories: dict[str, list[Result]] = {}
-        for result in results:
-            categories.setdefault(result.question.category, []).append(result)
-        parted = None if differences is None else differences[name]
+        different = None if differences is None else differences[name]
         methods[name] = {
             **_rates(results, name, baseline),
             "overhead": stats.step_s / plain_step if stats.steps and plain_step else None,
             "step_ms": 1e3 * stats.step_s if stats.steps else None,
             "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s) if stats.steps else None,
-            "identical": None if parted is None else len(results) - len(parted),
-            "differences": parted or [],
+            "identical": None if different is None else len(results) - len(different),
+            "differences": different or [],
             "tokens": sum(answer.tokens for answer in answers),
             "seconds": sum(answer.seconds for answer in answers),
-            "depths": stats.by_depth(),
-            "by_position": by_position([answer.stats.by_depth() for answer in answers]),
-            "hits": stats.tree_hits(),
+            "by_position": by_position([answer.depths for answer in answers]),
             "answers": [
                 {
                     "question": result.question.id,
@@ -123,7 +103,14 @@ def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]
             ],
             "per_category": {category: _rates(part, name, baseline) for category, part in categories.items()},
         }
-    return {"baseline": baseline, "reference": reference, "methods": methods}
+    return {"baseline": baseline, "reference": reference_of(names), "methods": methods}
+
+
+def _total(results: Sequence[Result], name: str) -> Stats:
+    total = Stats()
+    for result in results:
+        total += result.answers[name].stats
+    return total
 
 
 def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any]:
@@ -143,21 +130,21 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
     }
 
 
-def by_position(answers: Sequence[Sequence[int]]) -> list[dict[str, float | tuple[float, float] | None]]:
-    """Returns acceptance at draft positions 1, 2..., from each answer's steps by accepted depth.
+def by_position(answers: Sequence[Mapping[int, int]]) -> list[dict[str, float | tuple[float, float] | None]]:
+    """Returns acceptance at draft positions 1, 2..., from each answer's number of steps by accepted depth.
 
     reached: share of all steps that accepted the position (as vLLM and SPEED-Bench count), with its interval; after:
     share of the steps that had accepted the position before (EAGLE's k-alpha).
     """
-    width = max(map(len, answers), default=0)
-    table = np.array([[*depths, *[0] * (width - len(depths))] for depths in answers], dtype=np.float64)
-    counts = table[:, ::-1].cumsum(axis=1)[:, ::-1] if width else table  # [answers, at least k accepted]
+    width = 1 + max((depth for depths in answers for depth in depths), default=0)
+    table = np.array([[depths.get(k, 0) for k in range(width)] for depths in answers], float)
+    counts = table[:, ::-1].cumsum(axis=1)[:, ::-1]  # [answers, at least k accepted]
     total = counts.sum(axis=0)
     return [
         {
             "reached": float(total[k] / total[0]),
             "reached_95": bootstrap(counts[:, [k, 0]], rate),
-            "after": float(total[k] / total[k - 1]) if total[k - 1] else 0.0,
+            "after": float(total[k] / total[k - 1]),
         }
         for k in range(1, width)
     ]

@@ -1,7 +1,7 @@
 """`medusa bench`: measures decoding methods on questions; sweeps, pass times, a judge and a page on request."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from medusa_cli import console, options
-from medusa_cli.commands.report import ask_judge, check_judge
+from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
 from medusa_cli.options import (
     DraftFlags,
@@ -26,8 +26,7 @@ from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
-    from medusa_cli.bench.run import Bench
-    from medusa_cli.bench.stats import Result
+    from medusa_cli.bench.run import OnTokens
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
@@ -54,14 +53,13 @@ def bench(
     which: QuestionFlags,
     methods: Annotated[str, flag("--methods LIST", METHODS)] = "hf,ar,medusa",
     batch_size: options.BatchSize = 1,
-    report: Annotated[bool, flag("--report", "Also write an HTML page with charts, and time passes by rows.")] = False,
+    report: Annotated[bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")] = False,
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
     values: Annotated[str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")] = None,
     steps: Annotated[str | None, swept("--steps N[,N]", STEPS)] = None,
     draft_model: Annotated[str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
-    judge: options.Judge = None,
-    judge_model: options.JudgeModel = None,
+    judging: JudgeFlags,
     drafting: DraftFlags,
     rules: SamplingFlags,
     place: LoadFlags,
@@ -69,8 +67,8 @@ def bench(
 ) -> None:
     """Measure speedup, acceptance length and overhead, and check that the output is that of plain decoding.
 
-    Every method answers every question in turn, both turns, on the same prompts. The report goes into the run's bench/
-    directory (runs/MODEL/bench for the drafter that ships).
+    Every method answers every question in turn, both turns, on the same prompts. Figures and answers go into the run's
+    bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     shown.configure()
     given = {name for name in asked.params if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -81,7 +79,6 @@ def bench(
         return
     if values is not None and sweep is None:
         raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
-    check_judge(judge, judge_model)
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.judge import write_answers
     from medusa_cli.bench.methods import choose_files, split_names
@@ -112,49 +109,31 @@ def bench(
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
     loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, TokenBar(point))[0])
+        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, answer_bar)[0])
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         if shown.json:
             console.emit_json(document)
         return
-    document, texts = what.run(loader, TokenBar(what), report)
+    document, texts = what.run(loader, answer_bar)
     show(document)
     try:
         path = save(document, folder)
         write_answers(path.with_suffix(""), document["backbone"]["id"], questions, texts)
-        if judge is not None and judge_model is not None:
-            document = ask_judge(path, document, judge, judge_model)
-        for written in write_report({folder.parent.name: path}, path.with_suffix(".html"), with_page=report):
-            console.result(f"report: {written}")
+        document = judging.grade(path, document)
+        written = write_report({folder.parent.name: path}, path.with_suffix(".html")) if report else [path]
+        console.result("\n".join(f"saved: {file}" for file in written))
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
         if shown.json:
             console.emit_json(document)
 
 
-class TokenBar:
-    """Shows a bench's progress; an answer that ends early counts as done."""
-
-    def __init__(self, what: "Bench") -> None:
-        self._what, self._names, self._open = what, list[str](), ExitStack()
-
-    def begin(self, backbone: "Backbone", names: Sequence[str]) -> None:
-        turns = sum(len(question.turns) for question in self._what.questions) * len(names)
-        self._names, self._answered = list(names), 0
-        bar = console.progress("decoding", total=turns * self._what.max_new_tokens, unit="tokens")
-        self._bar = self._open.enter_context(bar)
-
-    def tokens(self, name: str, new: list[int]) -> None:
-        self._bar.advance(len(new))
-
-    def answered(self, result: "Result") -> None:
-        spent = sum(result.answers[name].tokens for name in self._names)
-        self._bar.advance(len(result.question.turns) * len(self._names) * self._what.max_new_tokens - spent)
-        self._answered += 1
-        self._bar.describe(f"question {self._answered}/{len(self._what.questions)}")
-        if self._answered == len(self._what.questions):
-            self._open.close()
+@contextmanager
+def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
+    """Shows how many turns the methods have answered."""
+    with console.progress("decoding", total=turns, unit="answers") as bar:
+        yield lambda name, results, new: bar.advance(0 if new else len(results))
 
 
 def show(document: Document) -> None:
@@ -211,5 +190,4 @@ def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> No
         rows.append(["cache, MB", *(f"{engine['cache_bytes'] / 1e6:.1f}" for engine in engines.values())])
         title = f"Milliseconds a pass of {place.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
         console.result(console.grid(title, ["rows", *engines], rows))
-        peak = document["peak_bytes"][size] / 1e6
-        console.result(f"reading the weights takes {document['ceiling_ms']:.1f} ms; peak memory {peak:,.0f} MB")
+    console.result(f"reading the weights takes {document['ceiling_ms']:.1f} ms")

@@ -1,8 +1,9 @@
 """`medusa demo`: the same questions decoded plain and with drafts, side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.columns import Columns
 from rich.live import Live
@@ -13,6 +14,7 @@ from medusa_cli import console, options
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag, follow_choice, load
 
 if TYPE_CHECKING:
+    from medusa_cli.bench.run import OnTokens
     from medusa_cli.bench.stats import Result
     from medusa_cli.model import Backbone
 
@@ -38,7 +40,7 @@ def demo(
 
     from medusa_cli.assets import mt_bench_path
     from medusa_cli.bench.questions import read_questions, spread
-    from medusa_cli.bench.run import Bench
+    from medusa_cli.bench.run import Bench, unwatched
     from medusa_cli.commands.bench import show
     from medusa_cli.decode import Sampling
 
@@ -50,12 +52,8 @@ def demo(
     place = follow_choice(choice, place)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
     bench = Bench(choice, methods, questions, tokens, Sampling(), title, place)
-    panes = Panes(show=not (shown.json or shown.quiet))
     with console.terminated():
-        try:
-            document, _ = bench.run(partial(load, place=place), panes)
-        finally:
-            panes.stop()
+        document, _ = bench.run(partial(load, place=place), unwatched if shown.json or shown.quiet else panes)
     if shown.json:
         console.emit_json(document)
         return
@@ -64,61 +62,42 @@ def demo(
     console.result(f"answers identical to plain decoding: {drafted['identical']} of {drafted['questions']}")
 
 
-class Panes:
+@contextmanager
+def panes(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
     """Shows plain answers, which come first, and drafted ones: two panes that fill; without a terminal as text."""
+    out, current = console.out, list[int]()  # current: tokens of the turn under way
+    live = Live(console=out, refresh_per_second=12, transient=True)
 
-    def __init__(self, show: bool) -> None:
-        self._show, self._live = show, Live(console=console.out, refresh_per_second=12, transient=True)
-        self._plain: list[str] = []
+    def show(name: str, results: "Sequence[Result]", new: list[int]) -> None:
+        if name not in HEADINGS:
+            return
+        [result] = results
+        turn = len(result.answers[name].turns) - (0 if new else 1)
+        current.extend(new)
+        texts = {}
+        for method, heading in HEADINGS.items():
+            answer = result.answers.get(method)
+            known = answer.turns if answer else []
+            ids = known[turn] if turn < len(known) else current if method == name else []
+            speed = f", {answer.tokens / answer.seconds:.1f} tokens/s" if answer and answer.seconds else ""
+            # Half a character at the end waits for the rest.
+            texts[heading + speed] = backbone.tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+        if live.is_started:
+            # A panel taller than the screen would flicker: while text streams, only its end is shown.
+            limit = max(4, out.height - 6) * (out.width // 2 - 5)
+            live.update(_panels({title: text[-limit:] for title, text in texts.items()}))
+        if new:
+            return
+        current.clear()
+        if name == "medusa":
+            console.result(f"\n{result.question.category}: {result.question.turns[turn]}")
+            text = "\n".join(f"--- {title}\n{text}" for title, text in texts.items())
+            console.result(_panels(texts) if out.is_terminal else text)
 
-    def stop(self) -> None:
-        self._live.stop()
-
-    def begin(self, backbone: "Backbone", names: Sequence[str]) -> None:
-        self.stop()
-        self._decode: Any = backbone.tokenizer.decode  # not the backbone: its memory is given back
-        self._side, self._number = "hf" if "hf" in names else "medusa", 0
-        self._ids: list[list[int]] = [[]]  # of each turn of the answer under way
-        if self._show and console.out.is_terminal:
-            self._live.start()
-
-    def tokens(self, name: str, new: list[int]) -> None:
-        """Shows new tokens of a pane's method; [] ends the answer to a turn."""
-        if name == self._side:
-            self._ids[-1] += new
-            self._ids += [] if new else [[]]
-            if self._live.is_started:
-                # A panel taller than the screen would flicker: while text streams, only its end is shown.
-                limit = max(4, console.out.height - 6) * (console.out.width // 2 - 5)
-                self._live.update(_panels({name: text[-limit:] for name, text in self._texts().items()}))
-
-    def answered(self, result: "Result") -> None:
-        """Keeps the plain answer, or prints both with their speed."""
-        texts = self._texts()
-        if self._side == "hf":
-            self._plain.append(texts["hf"])
-        elif self._show:
-            console.result(f"\n{result.question.category}: {result.question.turns[0]}")
-            rates = {
-                name: f", {answer.tokens / answer.seconds:.1f} tokens/s" for name, answer in result.answers.items()
-            }
-            if self._live.is_started:
-                self._live.console.print(_panels(texts, rates))
-            else:
-                for name, heading in HEADINGS.items():
-                    console.result(f"--- {heading}{rates[name]}\n{texts[name]}")
-        self._number, self._ids = self._number + 1, [[]]
-
-    def _texts(self) -> dict[str, str]:
-        """Returns the text of each pane; half a character at the end waits for the rest."""
-        turns = (self._decode(ids, skip_special_tokens=True).rstrip("\ufffd") for ids in self._ids)
-        text = "\n\n".join(turns).strip()
-        return {"hf": text, "medusa": ""} if self._side == "hf" else {"hf": self._plain[self._number], "medusa": text}
+    with live if out.is_terminal else nullcontext():
+        yield show
 
 
-def _panels(texts: Mapping[str, str], rates: Mapping[str, str] | None = None) -> Columns:
-    """Returns the answers side by side under their headings."""
-    return Columns(
-        Panel(Text(texts[name]), title=heading + (rates or {}).get(name, ""), width=console.out.width // 2 - 1)
-        for name, heading in HEADINGS.items()
-    )
+def _panels(texts: Mapping[str, str]) -> Columns:
+    """Returns texts side by side under their titles."""
+    return Columns(Panel(Text(text), title=title, width=console.out.width // 2 - 1) for title, text in texts.items())

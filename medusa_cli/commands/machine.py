@@ -16,20 +16,20 @@ def machine(
     measure: Annotated[bool, flag("--measure", "Time everything again though it is known.")] = False,
     shown: OutputFlags,
 ) -> None:
-    """Show the time of a decoding step by kernel and rows on this machine, its ceilings, and what auto takes.
+    """Show the time of a decoding step by kernel and rows on this machine, and what auto takes.
 
     Timed once for each shape of model and kept in the cache folder; the first use of a model times what it needs.
     """
     shown.configure()
     import torch
 
-    from medusa_cli.bench.steps import copy_bandwidth, operations_rate
+    from medusa_cli.bench.steps import copy_bandwidth
     from medusa_cli.engine.autotune import kernel_timings, processor, timings_file
     from medusa_cli.engine.kernels import KERNELS
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config
 
-    name, device = model or DEFAULT_MODEL, torch.device("cpu")
+    name = model or DEFAULT_MODEL
     own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
     config = read_config(name, trust_remote_code)
     timings = {} if own else kernel_timings(tuple(KERNELS), config, again=measure)
@@ -39,8 +39,7 @@ def machine(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "model": name,
-        "copy_bytes_per_s": copy_bandwidth(device),
-        "fp32_flops_per_s": operations_rate(device, torch.float32),
+        "copy_bytes_per_s": copy_bandwidth(torch.device("cpu")),
         "auto": "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name,
         "kept_in": str(timings_file()),
         "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
@@ -50,8 +49,7 @@ def machine(
         return
     console.result(
         "{processor}, {instructions}, {threads} threads, torch {torch}".format(**facts)
-        + f": a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
-        f"fp32 products reach {facts['fp32_flops_per_s'] / 1e9:.0f} GFLOP/s"
+        + f": a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s"
     )
     if own:
         console.result(f"auto takes eager: {LoadFlags(trust_remote_code=True).of(name)}, runs as it is")

@@ -1,5 +1,6 @@
 """`medusa report`: writes saved benches as a page and as Markdown."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,30 +16,57 @@ RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. 
 OUTPUT = "The page to write. [default: beside the first bench]"
 
 
+@dataclass(frozen=True)
+class JudgeFlags:
+    """Flags of a judge over answers that were measured."""
+
+    judge: options.Judge = None
+    judge_model: options.JudgeModel = None
+
+    def __post_init__(self) -> None:
+        if self.judge is not None and self.judge_model is None:
+            raise UsageError(f"--judge {self.judge} needs the name of a model", "give --judge-model NAME")
+        if self.judge_model is not None and self.judge is None:
+            raise UsageError(f"--judge-model {self.judge_model} has no effect without --judge", "give --judge URL")
+
+    def grade(self, path: Path, document: Document) -> Document:
+        """Lets the judge, if there is one, grade a saved bench, prints the outcome, and returns the bench with it."""
+        if self.judge is None or self.judge_model is None:
+            return document
+        from medusa_cli.bench.judge import judge_bench
+
+        with console.progress("judging", unit="replies") as bar:
+            document = judge_bench(path, document, self.judge, self.judge_model, bar.advance)
+        outcome, counts = document["judge"], ("wins", "ties", "losses")
+        rows = []
+        for method, grade in outcome["single"].items():
+            pairs = outcome["pairs"].get(method)
+            rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
+        title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
+        console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
+        return document
+
+
 def report(
     *,
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help=RUNS)],
     output: Annotated[Path | None, flag("--output FILE.html", OUTPUT, dir_okay=False)] = None,
-    judge: options.Judge = None,
-    judge_model: options.JudgeModel = None,
+    judging: JudgeFlags,
     shown: OutputFlags,
 ) -> None:
     """Write what benches measured as one HTML page, which needs no network, and as Markdown.
 
-    Speedup by method and category with 95 % intervals, where the gain comes from, acceptance by position and by node of
-    the tree, times of passes, identity, sweeps, a judge's grades, and the environment.
+    Speedup by method and category with 95 % intervals, acceptance by position, sweeps, identity, a judge's grades, and
+    the environment.
     """
     shown.configure()
     from medusa_cli.bench.report import read_bench, write_report
 
-    check_judge(judge, judge_model)
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {output} is not the name of a page", "give one that ends in .html")
     paths = [find_bench(name) for name in runs]
     for path in dict.fromkeys(paths):
-        document = read_bench(path)
-        if judge is not None and judge_model is not None:
-            ask_judge(path, document, judge, judge_model)
+        judging.grade(path, read_bench(path))
     names = [path.resolve().parent.parent.name if path.parent.name == "bench" else path.stem for path in paths]
     # Two benches of one run are told apart by their times.
     names = [name if names.count(name) == 1 else f"{name} {path.stem}" for name, path in zip(names, paths, strict=True)]
@@ -61,27 +89,3 @@ def find_bench(name: str) -> Path:
     if len(benches) > 1:
         console.info(f"{name}: the newest of {len(benches)} benches, {benches[-1].name}")
     return benches[-1]
-
-
-def check_judge(url: str | None, model: str | None) -> None:
-    """Raises UsageError if one of the judge's flags is given without the other."""
-    if url is not None and model is None:
-        raise UsageError(f"--judge {url} needs the name of a model", "give --judge-model NAME")
-    if model is not None and url is None:
-        raise UsageError(f"--judge-model {model} has no effect without --judge", "give --judge URL")
-
-
-def ask_judge(path: Path, document: Document, url: str, model: str) -> Document:
-    """Lets a judge grade a saved bench, prints the outcome, and returns the bench with it."""
-    from medusa_cli.bench.judge import judge_bench
-
-    with console.progress("judging", unit="replies") as bar:
-        document = judge_bench(path, document, url, model, bar.advance)
-    outcome, counts = document["judge"], ("wins", "ties", "losses")
-    rows = []
-    for method, grade in outcome["single"].items():
-        pairs = outcome["pairs"].get(method)
-        rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
-    title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
-    console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
-    return document

@@ -1,7 +1,7 @@
 """`medusa tree`: finds the draft tree with the most expected tokens, draws it and saves it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,8 +9,11 @@ from medusa_cli import console, extras, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError, in_flags
 from medusa_cli.options import LoadFlags, OutputFlags, flag, follow
-from medusa_cli.runs.accuracies import STAMP, check_current, find_heads
+from medusa_cli.runs.accuracies import STAMP, check_current, find_heads, stamp_of
 from medusa_cli.runs.run import Run, provenance, sole_writer
+
+if TYPE_CHECKING:
+    from medusa_cli.tree.search import Costs
 
 CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
 BUDGET = "Nodes, the root included; auto: the size with most expected tokens a second on this machine. [default: 64]"
@@ -48,6 +51,7 @@ def tree(
     from medusa_cli.tree.draw import draw_costs, draw_picture, draw_terminal
     from medusa_cli.tree.search import (
         break_even,
+        budgets,
         expected_length,
         make_tree,
         missing_accuracies,
@@ -76,11 +80,9 @@ def tree(
         if not used.accuracies:
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
         check_current(used)
-        from medusa_cli.bench.steps import find_budget
-
-        loading = follow(timed.drafter_dir, place)
-        with console.progress("timing", unit="steps") as bar:
-            best, sizes, costs = find_budget(timed, used.accuracies, loading, measure, bar.advance)
+        costs = time_run(timed, follow(timed.drafter_dir, place), measure)
+        sizes = budgets(used.accuracies, costs)
+        best = max(sizes, key=lambda budget: budget.tokens_per_s)
         chosen, chance = best.tree, round(break_even(best, costs), 4)
         recipe = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2), "break_even": chance}
         for size in (best, *(size for size in sizes if size.tree.size in USUAL_SIZES)):
@@ -138,3 +140,17 @@ def tree(
     console.result(f"{chosen.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(str(path) for path in (output, picture) if path is not None)
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
+
+
+def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":
+    """Returns the costs of a run's steps on this machine; they are timed unless they are kept, or `again`."""
+    from medusa_cli.decode.costs import costs_for
+    from medusa_cli.drafters import load_drafter
+    from medusa_cli.engine import load_backbone
+    from medusa_cli.runs.provenance import describe_drafter
+
+    model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
+    with console.progress("timing", unit="steps") as bar:
+        backbone = load_backbone(model, place, adapter=run.adapter)
+        drafter = load_drafter(run.drafter_dir, backbone)
+        return costs_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=bar.advance)
