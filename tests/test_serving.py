@@ -83,10 +83,10 @@ def test_chat_logprobs_are_the_backbones(server: Served, medusa: Medusa) -> None
 
 def logprobs_of(backbone, *chunks: list[Likelihood], chat: bool) -> list[dict]:
     """Returns the log probabilities of each chunk of one answer."""
-    answer = OpenAIFormat(backbone, "m", chat=chat)
     ticket = Ticket(Request((1,), 8, top=3), Reply(backbone), lambda event: None)
+    answer = OpenAIFormat(backbone, "m", ticket, chat=chat)
     events = [Event([], tuple(chunk)) for chunk in chunks]
-    return [answer.chunk(ticket, event)["choices"][0]["logprobs"] for event in events]
+    return [answer.chunk(event)["choices"][0]["logprobs"] for event in events]
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:

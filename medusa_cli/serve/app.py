@@ -55,7 +55,7 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
-    async def one_model(name: str) -> dict[str, Any]:
+    async def retrieve(name: str) -> dict[str, Any]:
         handler.check_model(name)
         return model
 
@@ -113,7 +113,7 @@ class Handler:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         ticket = self._scheduler.submit(request, deliver)
-        answer = OpenAIFormat(self._medusa.backbone, body.model, chat=isinstance(body, ChatRequest))
+        answer = OpenAIFormat(self._medusa.backbone, body.model, ticket, chat=isinstance(body, ChatRequest))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             lines = _stream(answer, ticket, _until_gone(ticket, events, receive), usage)
@@ -121,7 +121,7 @@ class Handler:
         async for event in _until_gone(ticket, events, receive):
             if event.error is not None:
                 raise _failure(event.error)
-        return JSONResponse(answer.whole(ticket))
+        return JSONResponse(answer.whole())
 
     async def _request(self, body: ChatRequest | CompletionRequest) -> Request:
         """Returns the decoder's request, within the server's limits."""
@@ -191,12 +191,12 @@ async def _stream(
                 yield _line(_failure(event.error).body)
                 return
             if event.pieces or event.likelihoods or event.last:
-                yield _line({**answer.chunk(ticket, event), **no_usage})
+                yield _line({**answer.chunk(event), **no_usage})
     finally:
         ticket.abandoned = True
         await events.aclose()  # type: ignore[attr-defined]
     if usage:
-        yield _line(answer.usage_chunk(ticket))
+        yield _line(answer.usage_chunk())
     yield "data: [DONE]\n\n"
 
 

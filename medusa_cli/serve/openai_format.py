@@ -16,50 +16,63 @@ MAX_CHARACTER_BYTES = 4
 
 
 class OpenAIFormat:
-    """Formats one answer: all its chunks have the same id, time and model."""
+    """Formats the answer of one ticket: all its chunks have the same id, time and model."""
 
-    def __init__(self, backbone: Backbone, model: str, *, chat: bool) -> None:
-        self._chat, self._tokens = chat, TokenTexts(backbone)
+    def __init__(self, backbone: Backbone, model: str, ticket: Ticket, *, chat: bool) -> None:
+        self._chat, self._tokens, self._ticket = chat, TokenTexts(backbone), ticket
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), model
         self._offset = 0  # characters of the answer so far
 
-    def whole(self, ticket: Ticket) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Returns the finished answer."""
-        reply = ticket.reply
+        reply = self._ticket.reply
         message = {"role": "assistant", "content": reply.text, "refusal": None}
         content: dict[str, Any] = {"message": message} if self._chat else {"text": reply.text}
-        choice = self._choice(content, ticket, reply.likelihoods, reply.reason)
-        body = self._body("chat.completion" if self._chat else "text_completion", [choice])
-        return {**body, "usage": usage(ticket)}
+        choice = self._choice(content, reply.likelihoods, reply.reason)
+        return {**self._body([choice], "chat.completion"), "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks before the first text: in a chat, the role."""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._chunk([choice])] if self._chat else []
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._body([self._choice(delta, None, None)])] if self._chat else []
 
-    def chunk(self, ticket: Ticket, event: Event) -> dict[str, Any]:
+    def chunk(self, event: Event) -> dict[str, Any]:
         """Returns the chunk of one step."""
         text = "".join(piece.text for piece in event.pieces)
         content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        choice = self._choice(content, ticket, event.likelihoods, ticket.reply.reason if event.last else None)
-        return {**self._chunk([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
+        choice = self._choice(content, event.likelihoods, self._ticket.reply.reason if event.last else None)
+        return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
-    def usage_chunk(self, ticket: Ticket) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """Returns the chunk after the last one, with the usage alone."""
-        return {**self._chunk([]), "usage": usage(ticket)}
+        return {**self._body([]), "usage": self._usage()}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._body("chat.completion.chunk" if self._chat else "text_completion", choices)
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk") -> dict[str, Any]:
+        kind = kind if self._chat else "text_completion"
         return {"id": self._id, "created": self._created, "model": self._model, "object": kind, "choices": choices}
 
+    def _usage(self) -> dict[str, Any]:
+        """Returns token counts, and how many draft tokens were accepted."""
+        stats, prompt = self._ticket.reply.stats, len(self._ticket.request.prompt)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": stats.tokens,
+            "total_tokens": prompt + stats.tokens,
+            "prompt_tokens_details": {"cached_tokens": self._ticket.reused},
+            "medusa": {
+                "drafted_tokens": stats.drafted,
+                "accepted_tokens": stats.accepted,
+                "steps": stats.steps,
+                "acceptance_length": round(stats.acceptance_length, 4),
+            },
+        }
+
     def _choice(
-        self, content: dict[str, Any], ticket: Ticket, likelihoods: Sequence[Likelihood], reason: str | None
+        self, content: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if ticket.request.top is not None:
+        if self._ticket.request.top is not None and likelihoods is not None:
             rows = [self._tokens.row(likelihood) for likelihood in likelihoods]
             logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(rows)
         return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -117,20 +130,3 @@ class TokenTexts:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
-
-
-def usage(ticket: Ticket) -> dict[str, Any]:
-    """Returns token counts, and how many draft tokens were accepted."""
-    stats, prompt = ticket.reply.stats, len(ticket.request.prompt)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": stats.tokens,
-        "total_tokens": prompt + stats.tokens,
-        "prompt_tokens_details": {"cached_tokens": ticket.reused},
-        "medusa": {
-            "drafted_tokens": stats.drafted,
-            "accepted_tokens": stats.accepted,
-            "steps": stats.steps,
-            "acceptance_length": round(stats.acceptance_length, 4),
-        },
-    }
