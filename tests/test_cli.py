@@ -27,7 +27,7 @@ from medusa_cli.serve.errors import refusal_for
 from tests.helpers import medusa, medusa_json, program
 
 # Options of a command that share a name with another command's, but not its bounds.
-OWN = {("batch_size", "distill"), ("batch_size", "serve"), ("max_new_tokens", "serve"), ("temperature", "doctor")}
+OWN = {("batch_size", "distill"), ("batch_size", "serve"), ("max_new_tokens", "serve")}
 LONG = "x" * 5000
 
 

@@ -13,14 +13,12 @@ from medusa_cli.data.conversation import read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
 from medusa_cli.decode.sampling import sampling_of
-from medusa_cli.doctor.checks import CHECKS, SLOW, Case, Finding, examine, worst
+from medusa_cli.doctor import CHECKS, STATUSES, Case, Finding, examine
 from medusa_cli.model import Backbone
-from medusa_cli.model.chat_template import encode
 from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Stepped, TrainLog, Validated
-from medusa_cli.tree.search import Costs
 from medusa_cli.tree.tree import save_tree
 from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run, tiny_backbone
 
@@ -105,14 +103,14 @@ def look(case: Case, name: str) -> Finding:
 
 
 def test_a_sound_run_passes_every_quick_check(case: Case) -> None:
-    statuses = {name: examine(case, name).status for name in CHECKS if name not in SLOW}
-    assert len(statuses) == len(CHECKS) - 3 and set(statuses.values()) == {"pass"}, statuses
+    statuses = {name: examine(case, name).status for name in CHECKS if name != "acceptance"}
+    assert set(statuses.values()) == {"pass"}, statuses
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path: Path) -> None:
     finding = look(Case(Run.open(f"{tmp_path}/empty", create=True), "empty", "m"), name)
-    calibrated = dict.fromkeys(("calibration", "acceptance", "temperature", "tree size"), "calibrate")
+    calibrated = dict.fromkeys(("calibration", "acceptance"), "calibrate")
     trained = dict.fromkeys(("backbone", "over-fitting", "training length"), "train")
     command = {**calibrated, **trained, "tree": "tree"}.get(name, "distill")
     assert finding.status == "unknown" and finding.remedy.startswith(f"medusa {command} --run empty")
@@ -157,46 +155,12 @@ def test_a_part_of_an_earlier_drafter_is_found(case: Case, name: str, command: s
     assert finding.status == "fail" and finding.remedy.startswith(f"medusa {command}")
 
 
-def test_another_template_than_the_datas_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = case.backbone.tokenizer.chat_template.replace("<start> ", "<start> <start> ")
-    monkeypatch.setattr(case.backbone.tokenizer, "chat_template", other)
-    finding = look(case, "answers")
-    assert finding.status == "fail" and finding.figures["wrong"] == 12 and "medusa distill" in finding.remedy
-
-
-def test_messages_alone_are_no_fault_and_tokens_alone_are_unknown(case: Case) -> None:
-    change_data(case.run, lambda record: [record.pop(key) for key in ("tokens", "spans")])
-    assert look(case, "answers").status == "pass"
-    write_data(case.run, [{"id": "a", "tokens": list(range(8, 30)), "spans": [[4, 20]]}])
-    assert look(case_of(case.run, case.backbone), "answers").status == "unknown"
-
-
-def test_an_answer_without_an_end_and_several_turns_are_no_fault(case: Case) -> None:
-    messages = [{"role": role, "content": f"w{n} w{n + 2}"} for n, role in enumerate(["user", "assistant"] * 2)]
-    tokens, (first, (start, end)) = encode(case.backbone, messages)
-    for length in (end, end - 1):  # whole, and cut off by the longest answer allowed
-        record = {"id": "a", "messages": messages, "tokens": tokens[:length], "spans": [first, (start, length)]}
-        write_data(case.run, [record])
-        assert look(case_of(case.run, case.backbone), "answers").status == "pass"
-
-
-@pytest.mark.parametrize("shift", [(-2, 0), (2, 0), (0, -3)])
-def test_spans_that_are_not_the_answers_are_found(case: Case, shift: tuple[int, int]) -> None:
-    def move(record: dict[str, Any]) -> None:
-        record["tokens"].append(0)  # so that nothing ends with the tokens
-        record["spans"] = [[start + shift[0], end + shift[1]] for start, end in record["spans"]]
-
-    change_data(case.run, move)
-    finding = look(case, "answers")
-    assert finding.status == "fail" and finding.figures["wrong"] == 12
-
-
 def test_held_out_conversations_are_those_of_the_drafters_training(case: Case) -> None:
     recipe = {"train": {"validation_fraction": 0.5}}
     edit(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(recipe=recipe))
     change_data(case.run, lambda record: record.pop("id"))
     records, _ = read_conversations(case.run.distill_path, case.backbone)
-    held_out = {conversation.id for conversation in case.conversations[1]}
+    held_out = {conversation.id for conversation in case.conversations}
     assert held_out == held_out_ids([record.id for record in records], 0.5) and 2 <= len(held_out) < 12
 
 
@@ -260,7 +224,7 @@ def stats(steps: int, accepted: int) -> list[Stats]:
 
 @pytest.mark.parametrize(("accepted", "status"), [(21, "pass"), (16, "warn"), (2, "fail")])
 def test_acceptance_below_the_expected_is_found(case: Case, accepted: int, status: str) -> None:
-    case.stats[0.0] = stats(40, accepted)
+    case.__dict__["decoded"] = stats(40, accepted)
     finding = look(case, "acceptance")
     assert finding.status == status and finding.figures["expected"] == pytest.approx(1.547)
     assert ("medusa calibrate" in finding.remedy) == (status != "pass")
@@ -268,51 +232,22 @@ def test_acceptance_below_the_expected_is_found(case: Case, accepted: int, statu
     assert look(case, "acceptance").status == "unknown"
 
 
-@pytest.mark.parametrize(("sampled", "status"), [(39, "pass"), (28, "warn"), (5, "fail")])
-def test_acceptance_lost_by_sampling_is_found(case: Case, sampled: int, status: str) -> None:
-    case.stats |= {0.0: stats(40, 40), 0.7: stats(40, sampled)}
-    finding = look(case, "temperature")
-    assert finding.status == status and ("--temperature 0.7" in finding.remedy) == (status != "pass")
-    case.temperature = 0.0
-    assert look(case, "temperature").status == "pass"
-
-
-@pytest.mark.parametrize(
-    ("a_node", "status", "best"), [(0.03, "pass", (3, 8)), (0.09, "warn", (2, 3)), (0.6, "fail", (1, 1))]
-)
-def test_a_tree_that_is_not_worth_its_steps_is_found(
-    case: Case, a_node: float, status: str, best: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the cost of a node in plain steps; the tree has six nodes and 1.547 expected tokens."""
-    costs = Costs({n: 1 + a_node * (n - 1) for n in (1, 2, 4, 8, 16, 40)}, {depth: 0.001 for depth in (1, 2, 3)})
-    monkeypatch.setattr("medusa_cli.doctor.checks.costs_for", lambda *words, **more: costs)
-    case.stats[0.0] = stats(40, 22)
-    finding = look(case, "tree size")
-    assert finding.status == status and best[0] <= finding.figures["best_nodes"] <= best[1], finding
-    assert finding.figures["overhead"] == pytest.approx(1 + 5 * a_node, abs=0.01)
-    assert ("--budget auto" in finding.remedy) == (status != "pass")
-    case.run.tree_path.unlink()
-    case.__dict__.pop("tree")  # without a tree of its own, decoding takes the best by itself
-    assert look(case, "tree size").status == ("warn" if status == "fail" else "pass")
-
-
 def test_the_command_examines_a_run_and_leaves_it_as_it_is(
     sound: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sound.path.rglob("*") if path.is_file()}
-    done = medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--json", "--temperature", "1")
+    done = medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--json")
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert [finding["name"] for finding in document["findings"]] == list(CHECKS)
-    assert document["status"] == worst([Finding(**finding) for finding in document["findings"]])
+    assert document["status"] == max((finding["status"] for finding in document["findings"]), key=STATUSES.index)
     figures = {finding["name"]: finding["figures"] for finding in document["findings"]}
     assert figures["acceptance"]["measured"] >= 1 and figures["acceptance"]["prompts"] == 1  # one was held out
-    assert figures["temperature"]["temperature"] == 1 and figures["tree size"]["overhead"] > 0
     after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sound.path.rglob("*") if path.is_file()}
     assert after == before
     quick = medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--quick")
-    assert quick.exit_code == 0 and "temperature" not in quick.stdout
+    assert quick.exit_code == 0 and "acceptance" not in quick.stdout
 
 
 def test_without_a_run_it_examines_what_ships(
@@ -326,7 +261,7 @@ def test_without_a_run_it_examines_what_ships(
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: questions)
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: shipped))
     case = case_of(shipped, backbone, None, tokens=6)
-    findings = {name: look(case, name) for name in ("backbone", "acceptance", "temperature", "own words", "tree")}
+    findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}
     assert findings["acceptance"].figures["prompts"] == 4
     assert findings["own words"].status == "unknown" and "--run mine" in findings["own words"].remedy
     assert findings["backbone"].status == findings["tree"].status == "pass"

@@ -15,8 +15,6 @@ from medusa_cli.errors import UserError
 from medusa_cli.options import LoadFlags, OutputFlags, flag, follow
 from medusa_cli.runs.run import Run
 
-TEMPERATURE = 0.7
-SAMPLED = f"Your sampling temperature, compared with greedy decoding. [default: {TEMPERATURE}]"
 COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
 
 
@@ -24,15 +22,14 @@ def doctor(
     *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    temperature: Annotated[float, flag("--temperature T", SAMPLED, callback=options.check_temperature)] = TEMPERATURE,
-    quick: Annotated[bool, flag("--quick", "Neither decode nor time steps: files and data alone.")] = False,
+    quick: Annotated[bool, flag("--quick", "Decode nothing: files and data alone.")] = False,
     place: LoadFlags,
     shown: OutputFlags,
 ) -> None:
     """Examine why a run's acceptance is low, and name the commands that help.
 
-    Looks at the model, the data, the training, the calibration, the tree and this machine, decodes some held-out
-    prompts, and changes nothing in the run. Typed bare it examines the drafter that ships. About a minute on two cores.
+    Looks at the model, the data, the training, the calibration and the tree, decodes some held-out prompts, and changes
+    nothing in the run. Typed bare it examines the drafter that ships.
     """
     shown.configure()
     target = Run.open(run) if run is not None else Run.pretrained(model or DEFAULT_MODEL)
@@ -45,20 +42,21 @@ def doctor(
     whose = target.path if run is not None else f"the drafter that ships for {name}"
     console.info(f"Examining {whose} on {place.of(name)}; --quick leaves decoding out")
 
-    from medusa_cli.doctor.checks import CHECKS, SLOW, Case, examine, worst
+    from medusa_cli.doctor import CHECKS, STATUSES, Case, examine
 
     if (target.drafter_dir / "config.json").is_file():
         place = follow(target.drafter_dir, place)
-    case, findings = Case(target, run, name, place, temperature), []
-    checks = [check for check in CHECKS if not (quick and check in SLOW)]
+    case, findings = Case(target, run, name, place), []
+    checks = [check for check in CHECKS if not (quick and check == "acceptance")]
     with console.progress("examining", total=len(checks), unit="checks") as bar:
         for check in checks:
             bar.describe(f"examining: {check}")
             findings.append(examine(case, check))
             bar.advance()
     if shown.json:
-        facts = {"run": str(target.path), "model": name, "status": worst(findings)}
-        console.emit_json({**facts, "findings": [asdict(finding) for finding in findings]})
+        status = max((finding.status for finding in findings), key=STATUSES.index)
+        findings_json = [asdict(finding) for finding in findings]
+        console.emit_json({"run": str(target.path), "model": name, "status": status, "findings": findings_json})
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)

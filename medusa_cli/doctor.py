@@ -20,16 +20,13 @@ from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
-from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.decoder import policy_of
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.model import Backbone
-from medusa_cli.model.chat_template import encode
-from medusa_cli.runs.accuracies import Heads, outdated, read_calibration, stamp_of
-from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.accuracies import Heads, outdated, read_calibration
 from medusa_cli.runs.provenance import Provenance, describe_drafter
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
@@ -37,12 +34,12 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
-from medusa_cli.tree.search import budgets, expected_length, largest, search
+from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import load_tree, tree_provenance
 
 # From good to bad; a part that cannot be examined is no fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
-SAMPLE = 64  # conversations examined, of the data and of what was held out
+SAMPLE = 64  # conversations whose prompts may be decoded
 NODES = 16  # of a tree where the run has none
 PROMPT = 384  # tokens of a prompt that is decoded: long ones would take the examination's time
 SLIGHT = 0.05  # tokens a step that are not worth a word
@@ -61,11 +58,6 @@ class Finding:
     name: str = ""
 
 
-def worst(findings: Sequence[Finding]) -> str:
-    """Returns the worst status of several findings."""
-    return max((finding.status for finding in findings), key=STATUSES.index, default="unknown")
-
-
 def graded(value: float, warn: float, fail: float = math.inf) -> str:
     """Returns the status of a value by two thresholds; larger is worse."""
     return "fail" if value >= fail else "warn" if value >= warn else "pass"
@@ -79,20 +71,18 @@ def typed(name: str, *words: str, **settings: Any) -> str:
 
 @dataclass
 class Case:
-    """A run under examination. called: its name as typed, None for what ships; temperature: compared with greedy.
+    """A run under examination. called: its name as typed, None for what ships.
 
-    prompts, tokens: how much is decoded at each temperature. A missing or damaged part raises UserError with the
-    command that makes it. Nothing in the run changes.
+    prompts, tokens: how much is decoded. A missing or damaged part raises UserError with the command that makes it.
+    Nothing in the run changes.
     """
 
     run: Run
     called: str | None
     model: str
     options: LoadOptions = DEFAULT_LOADING
-    temperature: float = 0.7
     prompts: int = 8
     tokens: int = 48
-    stats: dict[float, list[Stats]] = field(default_factory=dict)  # of each decoded prompt, by temperature
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
         """Returns a command on this run; for what ships, on a run of the user's own."""
@@ -150,8 +140,8 @@ class Case:
         return [line for line in read_log(self.need(self.run.path / NAME, "train")) if line["event"] == kind]
 
     @cached_property
-    def conversations(self) -> tuple[list[Conversation], list[Conversation]]:
-        """A random sample of the conversations, and one of those that were held out in training."""
+    def conversations(self) -> list[Conversation]:
+        """Conversations that were held out in training, in random order; all of them if none was."""
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
@@ -159,25 +149,23 @@ class Case:
         every, _ = read_conversations(path, self.backbone)
         ids = held_out_ids([conversation.id for conversation in every], fraction)
         random.Random(0).shuffle(every)
-        return every[:SAMPLE], [conversation for conversation in every if conversation.id in ids][:SAMPLE]
+        return [conversation for conversation in every if conversation.id in ids] or every
 
-    def decoded(self, temperature: float) -> list[Stats]:
-        """Returns the stats of held-out prompts, each decoded by itself over the run's tree, once a temperature."""
-        if temperature not in self.stats:
-            policy = policy_of(self.tree)
-            medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
-            rules = {"max_new_tokens": self.tokens, "temperature": temperature or None, "seed": 0}
-            answers = medusa.batch(self._prompts(), batch_size=1, **rules)
-            self.stats[temperature] = [answer.stats for answer in answers if answer.stats.steps]
-            if not self.stats[temperature]:
-                raise UserError("every answer ended with its first token", self.distill())
-        return self.stats[temperature]
+    @cached_property
+    def decoded(self) -> list[Stats]:
+        """The stats of held-out prompts, each decoded greedily by itself over the run's tree."""
+        policy = policy_of(self.tree)  # before the model is loaded: its files may be missing
+        medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
+        answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=self.tokens)
+        stats = [answer.stats for answer in answers if answer.stats.steps]
+        if not stats:
+            raise UserError("every answer ended with its first token", self.distill())
+        return stats
 
     def _prompts(self) -> list[list[int]]:
         """Returns token ids of held-out prompts; of MT-Bench's first questions if the drafter came without data."""
         if self.run.data_path.is_file():
-            sample, held_out = self.conversations
-            texts = [conversation.turns[0] for conversation in held_out or sample if conversation.turns]
+            texts = [conversation.turns[0] for conversation in self.conversations[:SAMPLE] if conversation.turns]
         else:
             questions = spread(read_questions(assets.mt_bench_path())[0], self.prompts)
             texts = [question.turns[0] for question in questions]
@@ -231,50 +219,11 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
     return Finding("pass", f"the {part} was made for this drafter")
 
 
-def answers(case: Case) -> Finding:
-    """Compares the data's tokens around its answers, and its answers, with the messages in today's chat template."""
-    known = [conversation for conversation in case.conversations[0] if conversation.messages]
-    if not known:
-        return Finding("unknown", "the data has token ids and no messages to compare them with", case.distill())
-    wrong = [conversation.id for conversation in known if not _as_laid_out(case.backbone, conversation)]
-    text = f"{len(wrong)} of {len(known)} conversations have other tokens than their messages in the chat template"
-    text += f", such as {wrong[0]!r}" if wrong else ""
-    figures = {"conversations": len(known), "wrong": len(wrong)}
-    return Finding(graded(len(wrong) / len(known), 0.02, 0.2), text, case.distill(), figures)
-
-
-def _as_laid_out(backbone: Backbone, conversation: Conversation) -> bool:
-    """Returns True if the stored pieces before answers, and the answers, decode to those of the messages."""
-    try:
-        tokens, spans = encode(backbone, conversation.messages)
-    except Malformed:
-        return False
-    stored = _pieces(backbone, conversation.tokens, conversation.spans)
-    current = _pieces(backbone, tokens, spans)[: len(stored)]
-    if current and conversation.spans[-1][1] == len(conversation.tokens):  # may be cut off by its length limit
-        current[-1] = current[-1][: len(stored[-1])]
-    return stored == current
-
-
-def _pieces(backbone: Backbone, tokens: list[int], spans: list[tuple[int, int]]) -> list[str]:
-    """Returns the texts before and in each answer, without the end token between them: a cut-off answer has none."""
-    pieces, last = [], 0
-    for start, end in spans:
-        for piece, decode in ((tokens[last:start], backbone.tokenizer.decode), (tokens[start:end], backbone.decode)):
-            while piece and piece[0] in backbone.eos_ids:
-                piece = piece[1:]
-            while piece and piece[-1] in backbone.eos_ids:
-                piece = piece[:-1]
-            pieces.append(decode(piece).strip())
-        last = end
-    return pieces
-
-
 @torch.inference_mode()
 def own_words(case: Case) -> Finding:
     """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
     tokens, nats, entropy, first = 0, 0.0, 0.0, 0
-    conversations, backbone = case.conversations[0][:READ], case.backbone
+    conversations, backbone = case.conversations[:READ], case.backbone
     for conversation in conversations:
         end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
         ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
@@ -339,14 +288,10 @@ def _shares(values: Sequence[float]) -> str:
     return "/".join(f"{100 * value:.1f}" for value in values)
 
 
-def _length(stats: list[Stats]) -> float:
-    return 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
-
-
 def acceptance(case: Case) -> Finding:
     """Compares the measured acceptance length with the one that calibration and tree predict."""
-    stats = case.decoded(0.0)
-    length = _length(stats)
+    stats = case.decoded
+    length = 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
     low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (length, length)
     text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens a step on {len(stats)} prompts"
     figures = {"measured": length, "interval": [low, high], "nodes": case.tree.size, "prompts": len(stats)}
@@ -361,71 +306,23 @@ def acceptance(case: Case) -> Finding:
     return Finding(status, text, remedy, figures)
 
 
-def temperature(case: Case) -> Finding:
-    """Compares the acceptance length at the user's temperature with that of greedy decoding."""
-    if case.temperature == 0:
-        return Finding("pass", "decoding is greedy: nothing is lost by sampling")
-    greedy, sampled = (_length(case.decoded(value)) for value in (0.0, case.temperature))
-    lost = (greedy - sampled) / max(greedy - 1, 1e-9)
-    status = graded(lost, 0.2, 0.5) if greedy - sampled > SLIGHT else "pass"
-    figures = {"temperature": case.temperature, "sampled": sampled, "greedy": greedy, "share_lost": lost}
-    text = f"{sampled:.2f} tokens a step at temperature {case.temperature:g}, {greedy:.2f} greedily"
-    return Finding(status, text, case.distill(temperature=f"{case.temperature:g}"), figures)
-
-
-def tree_size(case: Case) -> Finding:
-    """Compares the speed of the run's tree on this machine with trees of other sizes."""
-    nodes, depth = case.tree.size, case.tree.max_depth
-    costs = costs_for(case.backbone, case.drafter, stamp_of(case.run.drafter_dir))
-    accuracies = case.heads.accuracies[: case.drafter.num_heads]
-    expected = expected_length(case.tree, accuracies)
-    # The measured share of what was expected is taken to hold for other sizes too.
-    share = min((_length(case.decoded(0.0)) - 1) / max(expected - 1, 1e-9), 2.0)
-    plain, seconds = costs.step(1, 0), costs.step(nodes, depth)
-
-    def speedup(expected: float, seconds: float) -> float:
-        return (1 + share * (expected - 1)) / seconds * plain
-
-    now = speedup(expected, seconds)
-    best = max(budgets(accuracies, costs), key=lambda budget: speedup(budget.expected, budget.seconds))
-    gained, length = speedup(best.expected, best.seconds), 1 + share * (expected - 1)
-    text = (
-        f"a step of {nodes} nodes takes {seconds / plain:.2f} plain steps and gives {length:.2f} tokens: {now:.2f} x "
-    )
-    text += f"plain; best are {best.tree.size} nodes at {gained:.2f} x"
-    figures = {"nodes": nodes, "overhead": seconds / plain, "tokens_a_step": length, "speedup": now}
-    figures |= {"best_nodes": best.tree.size, "best_speedup": gained}
-    status = "fail" if now < 0.98 else "warn" if gained > 1.05 * now else "pass"
-    if not case.run.tree_path.is_file():  # decoding takes the best size by itself
-        status = "pass" if best.tree.size > 1 else "warn"
-    remedy = case.command("tree", budget="auto") if case.called else typed("chat", tree="auto")
-    return Finding(status, text, remedy, figures)
-
-
 CHECKS: dict[str, Callable[[Case], Finding]] = {
     "backbone": backbone,
     "calibration": calibration,
     "tree": tree,
-    "answers": answers,
     "own words": own_words,
     "over-fitting": over_fitting,
     "training length": training_length,
     "acceptance": acceptance,
-    "temperature": temperature,
-    "tree size": tree_size,
 }
-# These decode or time steps, which takes most of an examination.
-SLOW = ("acceptance", "temperature", "tree size")
 
 
 def examine(case: Case, name: str) -> Finding:
     """Runs a check; its status is unknown if a part that it needs is missing or damaged."""
     try:
         finding = CHECKS[name](case)
-    except UserError as reason:
-        finding = Finding("unknown", reason.message, reason.remedy)
-    except OSError as reason:
-        error = of_system(reason)
+    except (UserError, OSError) as reason:
+        error = reason if isinstance(reason, UserError) else of_system(reason)
         finding = Finding("unknown", error.message, error.remedy)
     remedy = "" if finding.status == "pass" else finding.remedy
     return replace(finding, name=name, text=in_flags(finding.text), remedy=in_flags(remedy))

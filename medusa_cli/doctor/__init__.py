@@ -1,1 +1,0 @@
-"""Examination of a run: why is acceptance low, and which command helps?"""
