@@ -21,7 +21,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.accuracies import UNKNOWN, Heads, outdated, read_calibration, stamp_of
-from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, choose, find_drafter
+from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, as_trained, choose, find_drafter
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import budgets, largest, search
 from medusa_cli.tree.tree import load_tree, tree_provenance
@@ -62,7 +62,7 @@ def load_model(
     tree = static_tree(choice)
     backbone = load_backbone(
         choice.model,
-        options,
+        as_trained(options, choice.trained),
         adapter=choice.adapter,
         chat_template=choice.run.chat_template if choice.run else None,
     )

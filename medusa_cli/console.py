@@ -7,9 +7,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,8 +48,6 @@ class Screen(Console):
 
 
 out, err = Screen(), Screen(stderr=True)
-
-
 _mode = SimpleNamespace(quiet=False, json=False)
 
 
@@ -163,19 +160,6 @@ def trace() -> None:
     err.file.write(visible(traceback.format_exc()))
 
 
-class _Progress(Progress):
-    """Progress below a table of one row, if there is one."""
-
-    cells: Mapping[str, str] | None = None
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        if self.cells:
-            table = Table(*self.cells, box=None, pad_edge=False, header_style="dim")
-            table.add_row(*self.cells.values())
-            yield table
-        yield from super().get_renderables()
-
-
 class _Rate(ProgressColumn):
     """Done of total, and units a second."""
 
@@ -189,7 +173,7 @@ class _Rate(ProgressColumn):
 class Bar:
     """A progress bar on stderr with count, rate and time left."""
 
-    def __init__(self, progress: _Progress, task: TaskID) -> None:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
     def advance(self, count: float = 1) -> None:
@@ -200,17 +184,19 @@ class Bar:
         """Replaces the text before the bar."""
         self._progress.update(self._task, description=visible(text))
 
-    def show(self, cells: Mapping[str, str]) -> None:
-        """Replaces the table above the bar: column names and the cells of its row."""
-        self._progress.cells = cells
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Shows the bars that are added until the block ends, unless quiet or without a terminal."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
+    with terminated(), Progress(*columns, console=err, disable=_mode.quiet or not err.is_terminal) as shown:
+        yield shown
 
 
 @contextmanager
 def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Bar]:
-    """Shows a bar until the block ends, unless quiet or without a terminal."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
-    shown = _Progress(*columns, console=err, disable=_mode.quiet or not err.is_terminal)
-    with terminated(), shown:
+    """Shows one bar until the block ends."""
+    with _progress() as shown:
         yield Bar(shown, shown.add_task(visible(description), total=total, unit=unit))
 
 
@@ -220,18 +206,14 @@ def bars() -> Iterator[Callable[..., None]]:
 
     It takes the name, the units done, their number, the unit, and a note to show beside the name.
     """
-    with ExitStack() as stack:
-        opened: dict[str, Bar] = {}
-        seen: Counter[str] = Counter()
+    with _progress() as shown:
+        tasks: dict[str, TaskID] = {}
 
         def show(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
-            if name not in opened:
-                stack.close()
-                opened[name] = stack.enter_context(progress(name, total, unit))
-            opened[name].advance(done - seen[name])
-            seen[name] = done
-            if note:
-                opened[name].describe(f"{name} ({note})")
+            if name not in tasks:
+                tasks[name] = shown.add_task(visible(name), total=total, unit=unit)
+            text = visible(f"{name} ({note})" if note else name)
+            shown.update(tasks[name], completed=done, description=text)
 
         yield show
 

@@ -1,9 +1,8 @@
 """Declares the options that commands share: one flag, unit and help text each."""
 
 import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.errors import UsageError
 from medusa_cli.runs.recipe import COLDEST
 from medusa_cli.runs.resolve import Choice, LoadOptions, choose
-from medusa_cli.runs.run import DEFAULT_RUN, rounding_in
+from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from medusa_cli.api import LoadedModel
@@ -35,17 +34,6 @@ _drafting = partial(flag, panel="Drafting")
 _sampling = partial(flag, panel="Sampling")
 _loading = partial(flag, panel="Loading")
 _output = partial(flag, panel="Output")
-
-
-def _among(*words: str) -> dict[str, Callable[[Any], Any]]:
-    """Returns the callback of an option that takes one of these words; ":N" stands for an index."""
-
-    def check(value: str | None) -> str | None:
-        if value is not None and re.sub(r":[0-9]+$", ":N", value) not in words:
-            raise typer.BadParameter(f"{value!r} is unknown; use {', '.join(words)}")
-        return value
-
-    return {"callback": check}
 
 
 def check_temperature(value: float | None) -> float | None:
@@ -75,6 +63,8 @@ _SAMPLING = (
     "greedy, exact (the model's own distribution) or typical (Medusa's looser acceptance). [default: greedy, or exact "
     "with a --temperature]"
 )
+_TOP_P = "Sample from the likeliest tokens of total probability P."
+_TOP_K = "Sample from the N likeliest tokens; 0 is all."
 _JUDGE = (
     "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. It gets the "
     "key in MEDUSA_API_KEY."
@@ -95,15 +85,6 @@ ModelOfDrafter = Annotated[Text, flag("--model NAME|FOLDER|ID", f"{_MODEL} [defa
 Drafter = Annotated[
     Path | None, flag("--drafter FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships]")
 ]
-Tree = Annotated[Text, _drafting("--tree auto|static[:N]|dynamic[:N]|FILE", _TREE)]
-Lookup = Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)]
-_DEVICES = ("auto", "cpu", "cuda", "cuda:N", "mps")
-Device = Annotated[str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True, **_among(*_DEVICES))]
-Dtype = Annotated[str, _loading("--dtype TYPE", _DTYPE, show_default=True, **_among("auto", "bf16", "fp16", "fp32"))]
-Engine = Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True, **_among("auto", "eager", "fast"))]
-Quantize = Annotated[
-    Text, _loading("--quantize METHOD", _QUANTIZE, **_among("none", "int8", "int4", "bnb.int8", "bnb.nf4"))
-]
 TrustRemoteCode = Annotated[bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")]
 Seed = Annotated[Text, flag("--seed NAME|FILE|ID", f"{_SEED} [default: {DEFAULT_SEED}]")]
 RandomSeed = Annotated[
@@ -114,13 +95,7 @@ MaxSamples = Annotated[
 ]
 MaxNewTokens = Annotated[int | None, _sampling("--max-new-tokens N", _TOKENS, min=1)]
 Temperature = Annotated[float | None, _sampling("--temperature T", _TEMPERATURE, callback=check_temperature)]
-SamplingMode = Annotated[Text, _sampling("--sampling MODE", _SAMPLING)]
-TopP = Annotated[
-    float, _sampling("--top-p P", "Sample from the likeliest tokens of total probability P.", show_default=True)
-]
-TopK = Annotated[int, _sampling("--top-k N", "Sample from the N likeliest tokens; 0 is all.", show_default=True)]
 BatchSize = Annotated[int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)]
-Json = Annotated[bool, _output("--json", "Print one JSON document on stdout instead of text.")]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
 Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
@@ -131,11 +106,11 @@ JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges."
 class LoadFlags(LoadOptions):
     """Flags of loading a model; `quantize` None stands for the way in which the drafter was trained."""
 
-    device: options.Device = "auto"
-    dtype: options.Dtype = "auto"
-    engine: options.Engine = "auto"
-    quantize: options.Quantize = None
-    trust_remote_code: options.TrustRemoteCode = False
+    device: Annotated[str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)] = "auto"
+    dtype: Annotated[str, _loading("--dtype TYPE", _DTYPE, show_default=True)] = "auto"
+    engine: Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True)] = "auto"
+    quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
+    trust_remote_code: TrustRemoteCode = False
 
     def of(self, model: str) -> str:
         """Returns a model's name for messages, with a note if its own code runs."""
@@ -146,11 +121,11 @@ class LoadFlags(LoadOptions):
 class DraftFlags:
     """Flags of the model, its drafter and the draft policy."""
 
-    run: options.RunOrShipped = None
-    model: options.Model = None
-    drafter: options.Drafter = None
-    tree: options.Tree = None
-    lookup: options.Lookup = None
+    run: RunOrShipped = None
+    model: Model = None
+    drafter: Drafter = None
+    tree: Annotated[Text, _drafting("--tree auto|static[:N]|dynamic[:N]|FILE", _TREE)] = None
+    lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError for missing ones."""
@@ -167,12 +142,12 @@ class DraftFlags:
 class SamplingFlags:
     """Flags of sampling and of the answer's length."""
 
-    max_new_tokens: options.MaxNewTokens = None
-    temperature: options.Temperature = None
-    sampling: options.SamplingMode = None
-    top_p: options.TopP = 1.0
-    top_k: options.TopK = 0
-    random_seed: options.RandomSeed = None
+    max_new_tokens: MaxNewTokens = None
+    temperature: Temperature = None
+    sampling: Annotated[Text, _sampling("--sampling MODE", _SAMPLING)] = None
+    top_p: Annotated[float, _sampling("--top-p P", _TOP_P, show_default=True)] = 1.0
+    top_k: Annotated[int, _sampling("--top-k N", _TOP_K, show_default=True)] = 0
+    random_seed: RandomSeed = None
 
     @property
     def sampled(self) -> "Sampling":
@@ -186,9 +161,9 @@ class SamplingFlags:
 class OutputFlags:
     """Flags of the command's output."""
 
-    json: options.Json = False
-    quiet: options.Quiet = False
-    debug: options.Debug = False
+    json: Annotated[bool, _output("--json", "Print one JSON document on stdout instead of text.")] = False
+    quiet: Quiet = False
+    debug: Debug = False
 
     def configure(self, first: bool = True) -> None:
         """Configures the console; of several processes only the `first` prints."""
@@ -229,26 +204,23 @@ class QuestionFlags:
 
 def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a command as typer takes it: a parameter that is a dataclass becomes the dataclass's fields."""
-    groups: dict[str, type] = {}
-    parameters: list[Parameter] = []
     hints = get_type_hints(command, include_extras=True)
+    parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
-        if is_dataclass(hints[name]):
-            kind = groups[name] = hints[name]
-            types = get_type_hints(kind, include_extras=True)
-            parameters += [
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
-                for field in fields(kind)
-            ]
-        else:
+        if not is_dataclass(hints[name]):
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+            continue
+        kinds = get_type_hints(hints[name], include_extras=True)
+        parameters += [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
+            for field in fields(hints[name])
+        ]
 
-    def run(**values: object) -> None:
-        records = {
-            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-            for name, kind in groups.items()
-        }
-        command(**values, **records)
+    def run(**values: Any) -> None:
+        for name, kind in hints.items():
+            if is_dataclass(kind):
+                values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -264,31 +236,3 @@ def load(choice: Choice, place: LoadFlags) -> "LoadedModel":
         loaded = load_model(choice, place, on_progress=bar.advance)
     console.info(place.of(loaded.description))
     return loaded
-
-
-def follow_choice(choice: Choice, place: LoadFlags) -> LoadFlags:
-    """Returns `follow` for the drafter that was chosen, or that of the chosen run."""
-    folder = choice.drafter or (choice.run.drafter_dir if choice.run else None)
-    return place if folder is None else follow(folder, place)
-
-
-def follow(folder: Path, place: LoadFlags) -> LoadFlags:
-    """Returns the flags with the quantization that the drafter in a folder was trained on, unless one is given."""
-    trained = rounding_in(folder)
-    if place.quantize is None and trained is not None:
-        console.info(
-            f"quantizing the model by {trained}, as {folder} was trained on it; --quantize none loads it whole"
-        )
-        return replace(place, quantize=trained)
-    warn_of(folder, place.quantize)
-    return place
-
-
-def warn_of(folder: Path, quantize: str | None) -> None:
-    """Warns if a drafter was trained on weights that were quantized in another way."""
-    trained = rounding_in(folder)
-    if trained not in (None, quantize):
-        console.warn(
-            f"{folder} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit "
-            f"other weights less; --quantize {trained} loads those"
-        )

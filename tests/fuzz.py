@@ -29,9 +29,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyStrategyDefinition
 from safetensors.torch import load, load_file, save
-from typer.main import get_command
 
-from medusa_cli.cli import app
+from medusa_cli.cli import load_command
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import lora as adapter
@@ -343,7 +342,7 @@ def changed_checkpoint(draw: Draw, whole: bytes) -> bytes:
 def flags(command: str) -> st.SearchStrategy[tuple[str, ...]]:
     """Draws one to three flags of a command with any word for a value."""
     plain, valued = [], []
-    for param in get_command(app).commands[command].params:  # type: ignore[attr-defined]
+    for param in load_command(command).params:
         names = [name for name in getattr(param, "opts", ()) if name.startswith("--") and name not in LEFT_OUT]
         if param.param_type_name == "option" and names:
             (plain if param.is_flag else valued).append(names[0])

@@ -3,8 +3,6 @@
 import os
 import re
 
-import typer
-
 from medusa_cli import cli
 
 WIDTH = 110
@@ -17,9 +15,7 @@ Generated from the commands' `--help` by `make help-page`; do not edit.
 
 def help_of(name: str) -> str:
     """Returns a command's help text, WIDTH columns wide, without colours."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, cli.Boundary)
-    command = group.commands[name]
+    command = cli.load_command(name)
     context = command.make_context(f"medusa {name}", [], resilient_parsing=True, terminal_width=WIDTH)
     text = re.sub(r"\x1b\[[0-9;]*m", "", command.get_help(context))
     return "\n".join(line.rstrip() for line in text.splitlines())

@@ -10,7 +10,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import typer
 
 from medusa_cli import cli
 from medusa_cli.errors import in_flags
@@ -32,7 +31,7 @@ LAYERS = [
     {"engine"},
     {"model"},
 ]
-LEAVES = {"runs", "assets", "errors", "extras"}
+LEAVES = {"runs", "assets", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own
 HEAVY = {"torch", "transformers", "matplotlib", "numpy", "datasets", "peft", "bitsandbytes", "huggingface_hub"}
 
@@ -142,7 +141,7 @@ def test_the_core_names_settings_and_no_flags() -> None:
     """Checks that @max_new_tokens becomes a flag that exists; --word would be wrong in Python and over HTTP."""
     from medusa_cli.api import Medusa
 
-    commands = typer.main.get_command(cli.app).commands.values()
+    commands = map(cli.load_command, cli.COMMANDS)
     flags = {flag for command in commands for option in command.params for flag in option.opts + option.secondary_opts}
     flags |= {in_flags(f"@{name}") for name in inspect.signature(Medusa.request).parameters}
     for name, tree in TREES.items():

@@ -134,7 +134,6 @@ def test_tables_are_escaped(cell: str | Text, terminal: io.StringIO) -> None:
 def test_a_bar_shows_count_and_unit_and_is_escaped(terminal: io.StringIO) -> None:
     with console.progress("training \x1b]0;owned\x07", total=1000) as bar:
         bar.describe("question \x1b]0;owned\x07")
-        bar.show({"loss\x1b]0;": "1\x1b]0;"})
         bar.advance(1000)
     text = terminal.getvalue()
     assert "\x1b]0;" not in text and "\\x1b]0;owned\\x07" in text and "1,000/1,000 tokens" in text

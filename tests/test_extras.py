@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.extras import EXTRAS
+from medusa_cli.assets import EXTRAS
 from tests.helpers import medusa, save_model, save_run
 
 PACKAGE = Path(cli.__file__).parent

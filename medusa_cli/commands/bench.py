@@ -19,10 +19,10 @@ from medusa_cli.options import (
     QuestionFlags,
     SamplingFlags,
     flag,
-    follow_choice,
     load,
 )
 from medusa_cli.runs.io import Document
+from medusa_cli.runs.resolve import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def bench(
     names = split_names(methods)
     choice, competitors = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, lookup)
     questions, count = which.chosen()
-    place = follow_choice(choice, place)
+    place = as_trained(place, choice.trained)
     tokens = rules.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
         choice, names, questions, tokens, rules.sampled, which.title, place, batch_size, competitors, gguf, draft_model

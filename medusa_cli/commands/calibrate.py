@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import console, extras, options
+from medusa_cli import assets, console, options
 from medusa_cli.errors import UserError
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -53,11 +53,11 @@ def calibrate(
     name = model or target.model or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
     console.info(f"loading {place.of(name)}")
 
-    from medusa_cli.options import follow
+    from medusa_cli.runs.resolve import as_trained
     from medusa_cli.train.calibration import calibrate as measure
     from medusa_cli.train.log import draw_heat_map
 
-    loading = follow(folder, place)
+    loading = as_trained(place, folder)
     with console.bars() as show:
         document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, on_progress=show)
     if output.json:
@@ -74,7 +74,7 @@ def calibrate(
         return
     write_json(file, document)
     written = [str(file)]
-    if extras.has("matplotlib"):
+    if assets.has_package("matplotlib"):
         written.append(str(file.with_suffix(".png")))
         draw_heat_map(accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right")
     following = f"--run {run}" if file == target.calibration_path else f"--calibration {file}"

@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, SamplingFlags, follow_choice, load
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, SamplingFlags, load
 from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def chat(
     from medusa_cli.api import Chat, Medusa
 
     choice, sampled = drafting.or_plain(baseline), sampling.sampled
-    medusa = Medusa(load(choice, follow_choice(choice, place)))
+    medusa = Medusa(load(choice, place))
     session = Chat(medusa, sampled, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), system)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)

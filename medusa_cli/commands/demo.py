@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from medusa_cli import console, options
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag, follow_choice, load
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag, load
+from medusa_cli.runs.resolve import as_trained
 
 if TYPE_CHECKING:
     from medusa_cli.bench.run import OnTokens
@@ -49,7 +50,7 @@ def demo(
     console.info(
         f"{len(questions)} MT-Bench questions, up to {tokens} new tokens a turn (--limit N, --max-new-tokens N)"
     )
-    place = follow_choice(choice, place)
+    place = as_trained(place, choice.trained)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
     bench = Bench(choice, methods, questions, tokens, Sampling(), title, place)
     with console.terminated():

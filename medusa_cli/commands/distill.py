@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import console, extras, options
+from medusa_cli import assets, console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -63,7 +63,7 @@ def distill(
     """
     first = os.environ.get("RANK", "0") == "0"
     output.configure(first=first)
-    extras.need("train", "`medusa distill`")
+    assets.need_extra("train", "`medusa distill`")
     if endpoint is not None and taps is not None:
         raise UsageError("--taps has no effect with --endpoint: servers send no states", "leave one of them out")
     if endpoint is not None and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -12,7 +12,8 @@ from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.console import visible
 from medusa_cli.errors import UserError
-from medusa_cli.options import LoadFlags, OutputFlags, flag, follow
+from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.runs.resolve import as_trained
 from medusa_cli.runs.run import Run
 
 COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
@@ -44,8 +45,7 @@ def doctor(
 
     from medusa_cli.doctor import CHECKS, STATUSES, Case, examine
 
-    if (target.drafter_dir / "config.json").is_file():
-        place = follow(target.drafter_dir, place)
+    place = as_trained(place, target.drafter_dir)
     case, findings = Case(target, run, name, place), []
     checks = [check for check in CHECKS if not (quick and check == "acceptance")]
     with console.progress("examining", total=len(checks), unit="checks") as bar:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import console, extras, options
+from medusa_cli import assets, console, options
 from medusa_cli.options import DraftFlags, LoadFlags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -50,16 +50,16 @@ def serve(
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
     console.configure(quiet)
-    extras.need("serve", "medusa serve")
+    assets.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
-    from medusa_cli.options import follow_choice, load
+    from medusa_cli.options import load
     from medusa_cli.runs.run import called
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.server import Server, listen
 
     listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
     choice = drafting.or_plain(baseline)
-    loaded = load(choice, follow_choice(choice, place))
+    loaded = load(choice, place)
     limits = Limits(
         name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
         api_key=api_key or None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medusa_cli import console, extras, options
+from medusa_cli import assets, console, options
 from medusa_cli.errors import INTERRUPTED, UsageError
 from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -63,7 +63,7 @@ def train(
     """
     first = os.environ.get("RANK", "0") == "0"
     output.configure(first=first)  # of several processes one prints
-    extras.need("train", "`medusa train`")
+    assets.need_extra("train", "`medusa train`")
     from medusa_cli.runs.recipe import recipe_of
     from medusa_cli.runs.run import Run
 

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medusa_cli import console, extras, options
+from medusa_cli import assets, console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError, in_flags
-from medusa_cli.options import LoadFlags, OutputFlags, flag, follow
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.accuracies import STAMP, check_current, find_heads, stamp_of
+from medusa_cli.runs.resolve import as_trained
 from medusa_cli.runs.run import Run, provenance, sole_writer
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def tree(
         raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
     widths = parse_shape(shape) if shape is not None else None
     if picture is not None:
-        extras.need("plot", "--picture")
+        assets.need_extra("plot", "--picture")
     target, known, source = find_heads(run, calibration)
     if target is not None and output is None:
         asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
@@ -80,7 +81,7 @@ def tree(
         if not used.accuracies:
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
         check_current(used)
-        costs = time_run(timed, follow(timed.drafter_dir, place), measure)
+        costs = time_run(timed, as_trained(place, timed.drafter_dir), measure)
         sizes = budgets(used.accuracies, costs)
         best = max(sizes, key=lambda budget: budget.tokens_per_s)
         chosen, chance = best.tree, round(break_even(best, costs), 4)
@@ -88,7 +89,7 @@ def tree(
         for size in (best, *(size for size in sizes if size.tree.size in USUAL_SIZES)):
             row = {"nodes": size.tree.size, "depth": size.tree.max_depth, "expected_acceptance_length": size.expected}
             rows.append({**row, "step_ms": 1e3 * size.seconds, "tokens_per_s": size.tokens_per_s})
-        if target is not None and extras.has("matplotlib"):
+        if target is not None and assets.has_package("matplotlib"):
             draw_costs(costs, sizes, best, target.path / "step_cost.png")
     else:
         chosen, recipe = make_tree(used, parse_budget(budget), widths, choices, source, run)
@@ -102,7 +103,7 @@ def tree(
     expected = expected_length(chosen, used.accuracies) if used.accuracies else None
     calibrated = str(known.source) if known.source else None
     output = output or (target.tree_path if target else None)
-    picture = picture or (output.with_suffix(".png") if output and extras.has("matplotlib") else None)
+    picture = picture or (output.with_suffix(".png") if output and assets.has_package("matplotlib") else None)
     if output is not None:
         facts = {"calibration": calibrated, "expected_acceptance_length": expected, **recipe}
         stamp = {STAMP: known.drafter} if widths is None and choices is None else {}  # a shape is no drafter's

@@ -19,7 +19,6 @@ from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
-ENGINES = ("auto", "eager", "fast")
 SIXTEEN = (torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ def load_backbone(
     machine, for steps of a few rows or of `rows`. adapter: a folder from stage 2, merged into the weights or kept
     beside quantised ones. The rest is load_network's. Raises UserError for anything missing or unusable.
     """
-    if options.engine not in ENGINES:
-        raise UsageError(f"@engine {options.engine!r} is unknown", f"use one of {', '.join(ENGINES)}")
     dtype, quantised = options.dtype, options.quantised
     engine = options.quantize if options.quantize in BITS else options.engine
     assert engine is not None

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta
 
-from medusa_cli import assets, extras
+from medusa_cli import assets
 from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model.backbone import decoder_layers, eos_ids_of, refuse_unsupported
 from medusa_cli.model.identity import checkpoint_files
@@ -56,7 +56,7 @@ def load_network(
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if options.quantised:
-        extras.need("quant", f"@quantize {options.quantize}")
+        assets.need_extra("quant", f"@quantize {options.quantize}")
     if model.startswith(PREFIX):
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")

@@ -1,16 +1,25 @@
 """Finds the files of model, run, drafter and tree that belong together, without loading them."""
 
+import logging
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from medusa_cli.assets import DEFAULT_MODEL, check_hub
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.run import RUNS, Run
+from medusa_cli.runs.run import RUNS, Run, rounding_in
 
+log = logging.getLogger(__name__)
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
 # Quantization of weights by the fast engine, and by bitsandbytes.
 INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
+WORDS = {
+    "dtype": ("auto", "bf16", "fp16", "fp32"),
+    "engine": ("auto", "eager", "fast"),
+    "quantize": ("none", *INTEGER, *BITSANDBYTES),
+}
 
 
 @dataclass(frozen=True)
@@ -24,9 +33,11 @@ class LoadOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        methods = ("none", *INTEGER, *BITSANDBYTES)
-        if self.quantize not in (None, *methods):
-            raise UsageError(f"@quantize {self.quantize!r} is unknown", f"use one of {', '.join(methods)}")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
+            raise UsageError(f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        for name, words in WORDS.items():
+            if (value := getattr(self, name)) not in (*words, None):
+                raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
         if self.quantize in INTEGER and self.engine == "eager":
             raise UsageError(f"@quantize {self.quantize} needs the fast engine", "leave it out, or use another method")
 
@@ -37,6 +48,25 @@ class LoadOptions:
 
 
 DEFAULT_LOADING = LoadOptions()
+Options = TypeVar("Options", bound=LoadOptions)
+
+
+def as_trained(options: Options, drafter: Path | None) -> Options:
+    """Returns the options with the quantization that a folder's drafter was trained on, unless one is given.
+
+    Warns if another one is given.
+    """
+    trained = rounding_in(drafter) if drafter is not None else None
+    if trained in (None, options.quantize):
+        return options
+    if options.quantize is None:
+        log.info(f"quantizing the model by {trained}, as {drafter} was trained on it; @quantize none loads it whole")
+        return replace(options, quantize=trained)
+    log.warning(
+        f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit other "
+        f"weights less; @quantize {trained} loads those"
+    )
+    return options
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,11 @@ class Choice:
     auto: bool = False
     lookup: bool = False
     lookup_named: bool = False
+
+    @property
+    def trained(self) -> Path | None:
+        """Returns the folder of the drafter, or of the run's one where decoding is plain."""
+        return self.drafter or (self.run.drafter_dir if self.run else None)
 
 
 def choose(
