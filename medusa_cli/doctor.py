@@ -141,7 +141,7 @@ class Case:
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        """Conversations that were held out in training, in random order; all of them if none was."""
+        """The data in random order, conversations that were held out in training first."""
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
@@ -149,7 +149,7 @@ class Case:
         every, _ = read_conversations(path, self.backbone)
         ids = held_out_ids([conversation.id for conversation in every], fraction)
         random.Random(0).shuffle(every)
-        return [conversation for conversation in every if conversation.id in ids] or every
+        return sorted(every, key=lambda conversation: conversation.id not in ids)
 
     @cached_property
     def decoded(self) -> list[Stats]:
