@@ -1,4 +1,4 @@
-"""Answers in FastChat's form, and a judge over them: grades, pairs in both orders, going on, bad servers."""
+"""A judge over a bench's answers: grades, pairs in both orders, going on, bad servers."""
 
 import json
 from collections.abc import Iterator
@@ -35,18 +35,13 @@ def newest(place: Path) -> Path:
     return max((place / "mine/bench").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_answers_lie_beside_the_bench_in_fastchats_form(place: Path) -> None:
-    done = bench(place, "--methods", "hf,ar")
-    assert done.exit_code == 0, done.stderr
-    folder = newest(place).with_suffix("")
-    asked = [json.loads(line) for line in (folder / "question.jsonl").read_text().splitlines()]
-    assert [line["question_id"] for line in asked] == ["0", "1"] and len(asked[0]["turns"]) == 2
-    lines = [json.loads(line) for line in (folder / "model_answer/model-ar.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 and lines[0]["answer_id"] != lines[1]["answer_id"]
-    assert lines[0]["model_id"] == "model-ar" and lines[0]["question_id"] == "0"
-    assert lines[0]["choices"][0]["index"] == 0 and len(lines[0]["choices"][0]["turns"]) == 2
-    # Without the answers there is nothing to judge.
-    (place / "old.json").write_text(newest(place).read_text())
+def test_a_bench_keeps_its_answers_and_without_them_nothing_is_judged(place: Path) -> None:
+    document = json.loads(bench(place, "--methods", "hf,ar").stdout)
+    assert [question["id"] for question in document["questions"]] == ["0", "1"]
+    hf, ar = ([answer["turns"] for answer in document["methods"][name]["answers"]] for name in ("hf", "ar"))
+    assert hf == ar and [len(turns) for turns in ar] == [2, 2] and all(ar[0])
+    del document["questions"]
+    (place / "old.json").write_text(json.dumps(document))
     refused = medusa("report", place / "old.json", "--judge", "http://127.0.0.1:9", "--judge-model", "wise")
     assert refused.exit_code == 1 and "medusa bench" in refused.stderr
 
@@ -83,7 +78,7 @@ def test_a_judgement_goes_on_after_a_failure(place: Path, judge: ChatServer) -> 
     failed = medusa(*words)
     assert failed.exit_code == 1 and "401" in failed.stderr and "--judge" in failed.stderr
     judge.fault = lambda number, body: None
-    log = newest(place).with_suffix("") / "judgement.jsonl"
+    log = newest(place).with_suffix(".judgement.jsonl")
     assert medusa(*words).exit_code == 0
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the fourth

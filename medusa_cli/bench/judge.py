@@ -1,21 +1,18 @@
 """A language model as judge (MT-Bench's way): grades of answers, and pairs against the reference in both orders."""
 
-import hashlib
 import json
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medusa_cli.bench.questions import Question, read_questions
-from medusa_cli.bench.run import Texts
+from medusa_cli.bench.questions import Question
 from medusa_cli.errors import UserError
 from medusa_cli.runs.http import ChatServers
-from medusa_cli.runs.io import read_jsonl, repair_jsonl, write_atomic, write_json
+from medusa_cli.runs.io import read_jsonl, repair_jsonl, write_json
 
 GRADE = (
     "You grade answers of an assistant. Judge the assistant's last answer: is it helpful, relevant, correct, deep, "
@@ -30,6 +27,7 @@ PAIR = (
 )
 MAX_TOKENS = 1024  # of a reply
 CONCURRENCY = 4
+Texts = Mapping[str, Mapping[str, Sequence[str]]]  # by method and question, the answer to each turn
 Outcome = float | str | None  # a grade; "method", "reference" or "tie"; None: the reply holds neither
 log = logging.getLogger(__name__)
 
@@ -116,9 +114,15 @@ def judge_bench(
     Replies are kept beside the bench and not asked for again. on_reply: receives the number of new replies. Raises
     UserError if the server does not answer or refuses.
     """
-    folder, reference = bench.with_suffix(""), document["reference"]
-    questions, texts = read_answers(folder, document["backbone"]["id"], list(document["methods"]))
-    path = folder / "judgement.jsonl"
+    path, reference = bench.with_suffix(".judgement.jsonl"), document["reference"]
+    try:
+        questions = [Question(**question) for question in document["questions"]]
+        texts = {
+            method: {answer["question"]: answer["turns"] for answer in figures["answers"]}
+            for method, figures in document["methods"].items()
+        }
+    except (LookupError, TypeError) as reason:
+        raise UserError(f"{bench} holds no answers", "run `medusa bench` again: it keeps them") from reason
     if path.is_file():
         repair_jsonl(path)
     known = [line for line in read_jsonl(path) if line["judge"] == model] if path.is_file() else []
@@ -152,32 +156,3 @@ def judge_bench(
         log.warning("%d replies of %s hold no grade and count for nothing", unread, model)
     write_json(bench, document)
     return document
-
-
-def write_answers(folder: Path, model: str, questions: Sequence[Question], texts: Texts) -> None:
-    """Writes question.jsonl and model_answer/MODEL-METHOD.jsonl, as FastChat lays out a bench's data."""
-    keys = {"id": "question_id", "category": "category", "turns": "turns", "reference": "reference"}
-    asked = [{key: getattr(question, name) for name, key in keys.items()} for question in questions]
-    _write_lines(folder / "question.jsonl", asked)
-    for method, answers in texts.items():
-        name, lines = f"{Path(model).name}-{method}", []
-        for question, turns in answers.items():
-            digest = hashlib.sha256(f"{name} {question} {turns}".encode()).hexdigest()[:22]
-            line = {"question_id": question, "answer_id": digest, "model_id": name, "tstamp": time.time()}
-            lines.append({**line, "choices": [{"index": 0, "turns": turns}]})
-        _write_lines(folder / "model_answer" / f"{name}.jsonl", lines)
-
-
-def read_answers(folder: Path, model: str, methods: Sequence[str]) -> tuple[list[Question], Texts]:
-    """Reads what write_answers wrote; raises UserError if the bench left no answers."""
-    texts: Texts = {}
-    for method in methods:
-        path = folder / "model_answer" / f"{Path(model).name}-{method}.jsonl"
-        if not path.is_file():
-            raise UserError(f"{path} does not exist", "run `medusa bench` again: it keeps the answers")
-        texts[method] = {str(line["question_id"]): list(line["choices"][0]["turns"]) for line in read_jsonl(path)}
-    return read_questions(folder / "question.jsonl")[0], texts
-
-
-def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))

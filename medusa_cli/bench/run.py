@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,6 @@ from medusa_cli.runs.run import provenance
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
 WARM_UP_TOKENS = 24
-# By method and question id, the text of each turn.
-Texts = dict[str, dict[str, list[str]]]
 Drafting = tuple[Choice, Drafter, DraftPolicy]  # a method's files, its drafter and its draft policy
 log = logging.getLogger(__name__)
 
@@ -107,8 +105,8 @@ class Bench:
             if value is not None and method not in names:
                 raise UsageError(f"{flag} {value} has no effect with @methods {text}", f"leave it out, or add {method}")
 
-    def run(self, load: Callable[[Choice], LoadedModel], watch: Watch = unwatched) -> tuple[dict[str, Any], Texts]:
-        """Returns the bench's document and the answers' texts; only one copy of the model is loaded at a time."""
+    def run(self, load: Callable[[Choice], LoadedModel], watch: Watch = unwatched) -> dict[str, Any]:
+        """Returns the bench's document; only one copy of the model is loaded at a time."""
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
         loaded = load(self.choice)
@@ -131,7 +129,11 @@ class Bench:
             f"{name}: {drafter.name} drafter {choice.drafter}, {policy.description}."
             for name, (choice, drafter, policy) in drafting.items()
         ]
-        document = {
+        summary = summarise(results, differences)
+        for name, figures in summary["methods"].items():
+            for row, result in zip(figures["answers"], results, strict=True):
+                row["turns"] = [backbone.decode(turn).strip() for turn in result.answers[name].turns]
+        return {
             "title": self.title,
             "facts": [facts, *drafts],
             **provenance(backbone.identity),
@@ -143,15 +145,11 @@ class Bench:
             "kernel": kernel,
             "device": str(backbone.device),
             "sampling": vars(self.sampling),
-            **summarise(results, differences),
+            **summary,
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
+            "questions": [asdict(question) for question in self.questions],
         }
-        texts = {
-            name: {r.question.id: [backbone.decode(turn).strip() for turn in r.answers[name].turns] for r in results}
-            for name in self.methods
-        }
-        return document, texts
 
     def _answer_by_transformers(self, results: list[Result], watch: Watch) -> None:
         """Runs transformers' methods on the unmodified model and frees it."""

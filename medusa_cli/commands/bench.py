@@ -80,7 +80,6 @@ def bench(
     if values is not None and sweep is None:
         raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
     from medusa_cli.bench import sweep as sweeps
-    from medusa_cli.bench.judge import write_answers
     from medusa_cli.bench.methods import choose_files, split_names
     from medusa_cli.bench.report import write_report
     from medusa_cli.bench.run import Bench, save
@@ -109,17 +108,16 @@ def bench(
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
     loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, answer_bar)[0])
+        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, answer_bar))
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         if shown.json:
             console.emit_json(document)
         return
-    document, texts = what.run(loader, answer_bar)
+    document = what.run(loader, answer_bar)
     show(document)
     try:
         path = save(document, folder)
-        write_answers(path.with_suffix(""), document["backbone"]["id"], questions, texts)
         document = judging.grade(path, document)
         written = write_report({folder.parent.name: path}, path.with_suffix(".html")) if report else [path]
         console.result("\n".join(f"saved: {file}" for file in written))

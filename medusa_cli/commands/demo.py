@@ -54,7 +54,7 @@ def demo(
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
     bench = Bench(choice, methods, questions, tokens, Sampling(), title, place)
     with console.terminated():
-        document, _ = bench.run(partial(load, place=place), unwatched if shown.json or shown.quiet else panes)
+        document = bench.run(partial(load, place=place), unwatched if shown.json or shown.quiet else panes)
     if shown.json:
         console.emit_json(document)
         return
