@@ -14,7 +14,6 @@ from safetensors.torch import load, save_file
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
-from medusa_cli.model.backbone import refuse_unsupported
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
 from tests.helpers import forward, save_model, save_network
@@ -65,7 +64,10 @@ def test_bytes_that_are_no_weights_are_refused(model: Path, data: bytes) -> None
         ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers"),
         ("config.json", "hidden_size", -1, "hidden_size"),
         ("config.json", "vocab_size", "64", "vocab_size"),
-        ("config.json", "hidden_size", 48, "could not be loaded"),
+        ("config.json", "hidden_size", 48, "embed_tokens"),
+        ("config.json", "hidden_size", 640_000, "embed_tokens"),  # weights of this size would fill any memory
+        ("config.json", "intermediate_size", 10_000_000, "gate_proj"),
+        ("config.json", "num_hidden_layers", 900, "could not be loaded"),
         ("config.json", "hidden_act", "no_such", "could not be loaded"),
         ("config.json", "num_attention_heads", 5, "could not be loaded|cannot be run"),
         ("generation_config.json", "eos_token_id", [1, [None]], "eos_token_id|could not be loaded"),
@@ -123,14 +125,30 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         (hf.Gemma2Config(), "soft-capped"),
         (hf.T5Config(), "encoder"),
         (hf.MambaConfig(), "softmax"),
+        (hf.FalconConfig(alibi=True), "ALiBi"),
+        (hf.GptOssConfig(), "sinks"),
+        (hf.GPTJConfig(), "scaled_dot_product_attention"),
+        (hf.Gemma4TextConfig(), "differ in head_dim"),
         (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
         (hf.CohereConfig(), "'cohere' .*logit_scale=0.0625"),
         (hf.Gemma3TextConfig(final_logit_softcapping=30.0), "'gemma3_text' .*final_logit_softcapping=30.0"),
     ],
 )
-def test_models_that_a_tree_cannot_verify_are_refused(config: Any, match: str) -> None:
-    with pytest.raises(UserError, match=match):
-        refuse_unsupported(config)
+def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: Any, match: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)  # there are no weights
+    assert_refused(tmp_path, match)
+
+
+def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = hf.LlamaForCausalLM.forward
+
+    def scaled(network: Any, *inputs: Any, **options: Any) -> Any:
+        out = forward(network, *inputs, **options)
+        out.logits = out.logits * 1.01  # a factor that no field of the config names
+        return out
+
+    monkeypatch.setattr(hf.LlamaForCausalLM, "forward", scaled)
+    assert_refused(model, "lm_head")
 
 
 @pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])

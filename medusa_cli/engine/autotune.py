@@ -27,6 +27,15 @@ from medusa_cli.runs.io import read_object, write_json
 Timings = Mapping[str, Mapping[int, float]]
 # Expected tokens a step by rows of the tree, with a fair drafter: the weight of a row's cost.
 EXPECTED = {1: 1.0, 4: 1.65, 6: 1.8, 8: 1.9, 12: 2.05, 16: 2.15, 32: 2.35, 64: 2.5}
+# The fields of a config that a step's time depends on; some families lack some.
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
 # Laps of few rows, of which two run before the pass is traced; many rows gain nothing by that.
 LAPS, FEW, LONG_LAPS = 4, 16, 2
 # Tokens in the cache of the steps that are timed.
@@ -93,14 +102,7 @@ def _read_file() -> dict[str, Any]:
 
 def machine_key(config: Any) -> str:
     """Returns the key of timings: processor, its instructions, threads, version of torch, shape of the model."""
-    shape = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.num_hidden_layers,
-        config.vocab_size,
-    )
+    shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
     can = torch.backends.cpu.get_cpu_capability() + ("/limited" if limited() else "")
     return "|".join((processor(), can, str(torch.get_num_threads()), torch.__version__, "x".join(map(str, shape))))
 

@@ -101,6 +101,8 @@ class _ViewLayer(CacheLayerMixin):
         assert cache.keys is not None and cache.values is not None
         slots = slice(layout.first, layout.first + layout.size)
         keys, values = cache.keys[self._index, slots], cache.values[self._index, slots]  # [B, KV, C, D]
+        if key_states.shape[1::2] != keys.shape[1::2] or value_states.shape[1::2] != values.shape[1::2]:
+            raise RuntimeError("its layers, or keys and values, differ in heads or width")
         rows = key_states.shape[2]
         if layout.start is not None:
             end = layout.start + rows

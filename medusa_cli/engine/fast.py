@@ -44,7 +44,8 @@ class FastEngine(Engine):
         model, config = backbone.model, backbone.config
         self._parts = Layers(model)
         kinds, self._tables = self.masks.kinds, sorted(set(self._parts.kinds))
-        self.kv, self.groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+        self.kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.groups = config.num_attention_heads // self.kv
         probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
         expected = backbone.states(probe[None]).float()
 

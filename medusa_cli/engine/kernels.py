@@ -141,6 +141,7 @@ class PackedProduct(Product):
         super().__init__(weight.shape, weight.nbytes)
         self.own = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS_HINT)
         self.packed = self.own  # while a graph is recorded, the graph's input
+        self.weight = weight.new_empty(0)  # some models ask it for the type
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,11 +12,14 @@ from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
-from medusa_cli.errors import UsageError
+from medusa_cli.engine.plan import Plan
+from medusa_cli.errors import UsageError, first_line
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported
-from medusa_cli.model.identity import weights_of
+from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
+from medusa_cli.model.identity import rounding_of, weights_of
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
+from medusa_cli.model.masks import NAME
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -58,10 +61,12 @@ def load_backbone(
         return Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
 
     if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
-        kernel = choose_kernel(model, resolve_device(options.device), dtype, engine, rows)
+        device = resolve_device(options.device)
+        kernels = kernels_of(model, device, dtype, engine)
         try:
-            backbone = load(_stored(model, dtype, kernel, adapter))
-            backbone.engine = FastEngine(backbone, kernel)
+            backbone = load(_stored(model, dtype, kernels[0].rows, adapter))
+            Layers(backbone.model)  # nothing is timed for a model that has no fast engine
+            backbone.engine = fast_engine(backbone, choose_kernel(model, device, dtype, engine, rows))
             return backbone
         except Unsupported as reason:
             if engine != "auto":
@@ -69,7 +74,38 @@ def load_backbone(
             log.info("%s runs on the eager engine: %s", model, reason)
     backbone = load(dtype)
     backbone.engine = EagerEngine(backbone, backbone.device.type == "cpu" and not (gradients or shard or quantised))
+    if not shard:  # all processes must run a split network at once
+        check_verification(backbone)
     return backbone
+
+
+@torch.inference_mode()
+def check_verification(backbone: Backbone) -> None:
+    """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
+
+    The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its first one.
+    """
+    network, engine = backbone.model, backbone.engine
+    chain = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
+    right = torch.tensor([0, *range(2, PROBE - 1)], device=backbone.device)  # the chain's rows in the tree
+    tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
+    depth = torch.tensor([0, 1, *range(1, PROBE - 2)])
+    sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    sees[2:, 1] = False
+    cache = engine.new_cache()
+    try:
+        network.set_attn_implementation("sdpa")
+        expected = network(input_ids=chain[None]).logits[0, 2:].float()
+        network.set_attn_implementation(NAME)
+        engine.forward(Plan.chain(chain[:2], logits="none"), cache)
+        logits = engine.forward(Plan(tokens[None], depth, sees), cache).logits[0, right]
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as reason:
+        raise unverifiable(backbone.config, first_line(reason)) from reason
+    error = difference(logits, expected)
+    if error > (1e-3 if engine.dtype == torch.float32 else 0.25) and not rounding_of(network):
+        raise unverifiable(backbone.config, f"its logits there differ from its own by {error:.0%}")
 
 
 def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
@@ -85,20 +121,39 @@ def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = No
         _check_rounded(engine, dtype, backbone.device)
         kernel = Kernel(engine)
     try:
-        backbone.engine = FastEngine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
+        backbone.engine = fast_engine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
     except Unsupported as reason:
         raise _refusal(engine, backbone.id, reason) from reason
     return backbone.engine
 
 
+def fast_engine(backbone: Backbone, kernel: Kernel) -> FastEngine:
+    """Returns the fast engine over a kernel; raises Unsupported for any model whose parts it does not know."""
+    try:
+        return FastEngine(backbone, kernel)
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as reason:
+        raise Unsupported(first_line(reason)) from reason
+
+
 def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
-    """Returns the kernel that dtype and engine name, the fastest one if several do; UsageError if they conflict."""
+    """Returns the fastest of the kernels that dtype and engine name; UsageError if they conflict."""
+    kernels = kernels_of(model, device, dtype, engine)
+    return kernels[0] if len(kernels) == 1 else fastest(kernels, read_config(model), rows)
+
+
+def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]:
+    """Returns the kernels that dtype and engine name for a model, of which all take its weights in one type.
+
+    Raises UsageError if dtype and engine conflict.
+    """
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     place, own = torch.device(device), checkpoint_dtype(model)
     if engine in BITS:
         _check_rounded(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
-        return Kernel(engine)
+        return [Kernel(engine)]
     if dtype != "auto":
         kinds = [DTYPES[dtype]]
     elif place.type != "cpu":
@@ -111,17 +166,17 @@ def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | 
         kernels = [kernel for kernel in kernels if kernel.name != "plain"]
     if own not in SIXTEEN:
         kernels = [kernel for kernel in kernels if kernel.name != "fp16-weights"] or kernels
-    return kernels[0] if len(kernels) == 1 else fastest(kernels, read_config(model), rows)
+    return kernels
 
 
-def _stored(model: str, dtype: str, kernel: Kernel, adapter: Path | None) -> str:
+def _stored(model: str, dtype: str, rows: torch.dtype, adapter: Path | None) -> str:
     """Returns the type to load the network in: the checkpoint's, at half the size, if an fp32 kernel packs it exactly.
 
     A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are kept in fp32.
     """
     own = checkpoint_dtype(model)
-    half = kernel.rows == torch.float32 and own in SIXTEEN and not (dtype == "fp32" and adapter is not None)
-    return next(name for name, kind in DTYPES.items() if kind == (own if half else kernel.rows))
+    half = rows == torch.float32 and own in SIXTEEN and not (dtype == "fp32" and adapter is not None)
+    return next(name for name, kind in DTYPES.items() if kind == (own if half else rows))
 
 
 def _check_rounded(engine: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,9 +13,6 @@ from medusa_cli.model.chat_template import render, token_ids
 from medusa_cli.model.identity import identity_of
 from medusa_cli.runs.io import Malformed
 
-# Factors and caps that some architectures apply to the lm_head's scores.
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
 # Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 
@@ -27,8 +24,7 @@ class Unsupported(Exception):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights: the digest of the network's files; None computes it from the weights in memory. Raises UserError for models
-    that cannot be verified over a tree.
+    weights: the digest of the network's files; None computes it from the weights in memory.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -41,7 +37,6 @@ class Backbone:
         adapter: str | None = None,
         weights: str | None = None,
     ) -> None:
-        refuse_unsupported(model.config)
         attention.register()
         model.set_attn_implementation(attention.NAME)
         self.model = model.eval().requires_grad_(False)
@@ -155,35 +150,6 @@ def decoder_layers(network: Any, setting: str) -> list[nn.Module]:
             return list(module)
     kind = network.config.model_type
     raise UserError(f"{setting}: the model type {kind!r} has no list of layers", "leave it out")
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raises UserError for attention that a tree mask cannot express, and for logits that are not the lm_head's own."""
-    text = config.get_text_config()
-    why = ""
-    if getattr(config, "is_encoder_decoder", False):
-        why = "it is an encoder-decoder, not a causal LM"
-    elif getattr(text, "attn_logit_softcapping", None):
-        why = "its attention logits are soft-capped"
-    elif not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
-        why = "it has no position-indexed softmax attention"
-    else:
-        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            why = f"it has layers of kind {', '.join(sorted(kinds))}"
-    if why:
-        raise UserError(
-            f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
-            "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
-        )
-    values = {key: getattr(text, key, None) for key in (*SCALES, *CAPS)}
-    changed = [f"{key}={x}" for key, x in values.items() if x is not None and not (key in SCALES and x == 1)]
-    if changed:
-        raise UserError(
-            f"the model type {text.model_type!r} changes its logits after the lm_head ({', '.join(changed)}); "
-            "sampling and training would not be the model's own",
-            "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
-        )
 
 
 def usable_positions(config: Any) -> int:

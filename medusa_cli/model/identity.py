@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,30 @@ def _file(source: str, name: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _samples(files: Sequence[Path]) -> Iterator[bytes]:
-    """Yields samples of the tensors in a checkpoint's files, reading nothing else."""
+def tensors_of(model: str) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Returns shape and type of each tensor in a model's files, from their headers; none if they cannot be read."""
+    from safetensors import SafetensorError
+
+    try:
+        with _slices(checkpoint_files(assets.model_dir(model))) as slices:
+            return {name: (shape, part[:0].dtype) for name, part in slices.items() if (shape := part.get_shape())}
+    except (SafetensorError, ValueError, KeyError, AttributeError):  # loading will name the damage
+        return {}
+
+
+@contextmanager
+def _slices(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Opens a checkpoint's files; yields their tensors by name, of which only what is sliced is read."""
     from safetensors import safe_open
 
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        yield {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  (no mapping)
+
+
+def _samples(files: Sequence[Path]) -> Iterator[bytes]:
+    """Yields samples of the tensors in a checkpoint's files, reading nothing else."""
+    with _slices(files) as slices:
         names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
         for name in names[:: -(-len(names) // MAX_TENSORS)]:
             if shape := slices[name].get_shape():

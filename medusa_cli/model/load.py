@@ -4,27 +4,29 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta
 
 from medusa_cli import assets
-from medusa_cli.errors import UsageError, UserError, first_line, shown
-from medusa_cli.model.backbone import decoder_layers, eos_ids_of, refuse_unsupported
-from medusa_cli.model.identity import checkpoint_files
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model.backbone import decoder_layers
+from medusa_cli.model.checks import (
+    check_architecture,
+    check_files,
+    check_network,
+    check_sizes,
+    refuse_unsupported,
+    unloadable,
+)
+from medusa_cli.model.identity import tensors_of
 from medusa_cli.model.random_model import PREFIX, random_config, random_network
-from medusa_cli.runs.io import read_as
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-PROBE = 4  # tokens of the pass that checks a network
-AGAIN = "get the model again"
 
 
 def limited() -> bool:
@@ -74,7 +76,11 @@ def load_network(
         )
         settings["device_map"] = {"": device}
     source, trusted = assets.model_dir(model), options.trust_remote_code
-    check_config(source)
+    config = read_config(model, trusted, whole=True)
+    if trusted and has_own_code(model):
+        refuse_unsupported(config)
+    else:
+        check_architecture(config, model)
     try:  # damaged files raise any exception
         beside = find_adapter_config_file(source)
         if beside is None:
@@ -100,7 +106,7 @@ def load_network(
     else:
         network = _placed(network, device, shard)
     if not shard:  # all processes must run a split network at once
-        check_finite(network, model)
+        check_network(network, model)
     return network, tokenizer
 
 
@@ -185,16 +191,17 @@ def has_own_code(model: str) -> bool:
     return not model.startswith(PREFIX) and ("auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0])
 
 
-def read_config(model: str, trust_remote_code: bool = False) -> Any:
-    """Returns a model's text config without its weights; UserError if there is none."""
+def read_config(model: str, trust_remote_code: bool = False, whole: bool = False) -> Any:
+    """Returns a model's text config, or its `whole` one, without its weights; UserError if there is none."""
     from transformers import AutoConfig
 
     if model.startswith(PREFIX):
         return random_config(model)
     source = assets.model_dir(model)
-    check_config(source)
+    check_sizes(source)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return config if whole else config.get_text_config()
     except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
 
@@ -209,85 +216,8 @@ def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | N
     """Returns the type that a model's config names, else that of its safetensors files, else None."""
     dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
     if dtype is None and not model.startswith(PREFIX):
-        dtype = _dtype_in_files(assets.model_dir(model))
+        return next((kind for _, kind in tensors_of(model).values() if kind.is_floating_point), None)
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-
-
-def _dtype_in_files(source: str) -> torch.dtype | None:
-    """Returns the type of the first float tensor in a checkpoint's safetensors files."""
-    from safetensors import SafetensorError, safe_open
-
-    with suppress(SafetensorError, ValueError, KeyError, AttributeError):  # loading will name the damage
-        for path in checkpoint_files(source):
-            with safe_open(path, framework="pt") as file:
-                slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (it is no mapping)
-                kinds = [tensor[:0].dtype for tensor in slices if tensor.get_shape()]
-            if floats := [kind for kind in kinds if kind.is_floating_point]:
-                return floats[0]
-    return None
-
-
-def unloadable(model: str, reason: Exception) -> UserError:
-    """Returns the error for a model that transformers could not load."""
-    if "trust_remote_code" in str(reason):
-        return assets.untrusted(model)
-    return UserError(
-        f"@model {model!r} could not be loaded: {first_line(reason)}",
-        f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {assets.DEFAULT_MODEL!r}",
-    )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The bounds of the sizes in a model's config.json, far above those of any model."""
-
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    hidden_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | list[int] | None = None
-    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    num_key_value_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    head_dim: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    vocab_size: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
-    max_position_embeddings: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
-    text_config: "Sizes | None" = None
-
-
-def check_config(folder: str) -> None:
-    """Raises UserError for impossible sizes in a model's config, before layers are made of them."""
-    path = Path(folder) / "config.json"
-    if path.exists():
-        read_as(path, Sizes, "the model's config", AGAIN)
-
-
-def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
-    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are no token ids."""
-    if missing:
-        lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
-        raise UserError(f"@model {model!r}: {lack}", AGAIN)
-    for id in eos_ids_of(owners):
-        if type(id) is not int:
-            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is no token id", AGAIN)
-
-
-@torch.no_grad()
-def check_finite(network: Any, model: str) -> None:
-    """Raises UserError for a network that a tree cannot verify, or whose logits of a few tokens are not finite."""
-    refuse_unsupported(network.config)
-    table = network.get_input_embeddings().weight
-    ids = torch.arange(PROBE, device=table.device)[None] % len(table)
-    try:
-        finite = bool(torch.isfinite(network(input_ids=ids).logits).all())
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as reason:
-        remedy = "check its config.json, or get it again"
-        raise UserError(f"@model {model!r} cannot be run: {first_line(reason)}", remedy) from reason
-    if not finite:
-        kind = str(table.dtype).removeprefix("torch.")
-        raise UserError(
-            f"@model {model!r} computes numbers that are not finite in {kind}: its weights are damaged, or too large",
-            f"{AGAIN}, or try @dtype fp32",
-        )
 
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -54,7 +54,7 @@ def grouped_attention(
 
 def _no_mask(*_: object, **__: object) -> None:
     """Fails: the backbone always passes a finished mask, so transformers must not build one."""
-    raise UserError("internal: a forward pass came without its attention mask")
+    raise RuntimeError("it builds attention masks of its own")
 
 
 def register() -> None:
