@@ -64,7 +64,7 @@ def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
         ("requests", "train", ["distill"]),
         ("datasets", "train", ["train"]),
         ("bitsandbytes", "quant", ["chat", "--quantize", "bnb.nf4"]),
-        ("matplotlib", "plot", ["tree", "--picture", "x.png"]),
+        ("matplotlib", "plot", ["report", "x.json"]),
         ("uvicorn", "serve", ["serve", "--port", "0"]),
     ],
 )

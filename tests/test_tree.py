@@ -283,7 +283,6 @@ def test_budget_auto_finds_a_size_and_keeps_the_times(tiny_run: Path, own_home: 
     assert report["nodes"] == report["budgets"][0]["nodes"] == len(report["parents"])
     assert [row["nodes"] for row in report["budgets"][1:]][:3] == [1, 4, 8]
     assert report["budgets"][0]["tokens_per_s"] >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
-    assert (tiny_run / "step_cost.png").read_bytes()[:4] == b"\x89PNG"
     kept = (own_home / "timings.json").read_bytes()
     again = medusa("tree", *words)
     assert again.exit_code == 0 and "timing decoding steps" not in again.stderr and "tokens/s" in again.stdout

@@ -81,8 +81,8 @@ def test_a_calibration_file_alone_saves_only_to_given_paths(folder: Path) -> Non
     document = report(*words, "--budget", "5")
     assert document["output"] is None and document["picture"] is None
     assert [path.name for path in elsewhere.iterdir()] == ["calibration.json"]
-    report(*words, "--output", "new/t.json", "--picture", "other/t.svg")
-    assert load_tree(folder / "new/t.json").size == 64 and "<svg" in (folder / "other/t.svg").read_text()
+    report(*words, "--output", "new/t.json")
+    assert load_tree(folder / "new/t.json").size == 64 and (folder / "new/t.png").is_file()
 
 
 def test_a_shape_needs_no_calibration_and_is_judged_by_the_runs_own(folder: Path) -> None:
@@ -124,7 +124,6 @@ def test_what_the_heads_lack_is_warned_of(folder: Path) -> None:
         ("--shape 2 --budget 3", 2, "--budget and --shape"),
         ("--shape 2 --heads 0", 2, "--heads 0"),
         ("--run mine --heads 4", 2, "--heads 4"),
-        ("--shape 2 --picture tree.bmp", 2, "--picture"),
         ("", 1, "medusa calibrate"),
         ("--run none", 1, "none"),
         ("--calibration none.json", 1, "none.json"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from medusa_cli import console, options
+from medusa_cli import assets, console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
 from medusa_cli.options import (
@@ -84,6 +84,8 @@ def bench(
     from medusa_cli.bench.report import write_report
     from medusa_cli.bench.run import Bench, save
 
+    if report:
+        assets.need_extra("plot", "--report")
     values_swept: list[float] = []
     lookup = drafting.lookup
     if sweep is not None:

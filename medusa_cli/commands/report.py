@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import console, options
+from medusa_cli import assets, console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.options import OutputFlags, flag
 from medusa_cli.runs.io import Document
@@ -62,6 +62,7 @@ def report(
     shown.configure()
     from medusa_cli.bench.report import read_bench, write_report
 
+    assets.need_extra("plot", "medusa report")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--output {output} is not the name of a page", "give one that ends in .html")
     paths = [find_bench(name) for name in runs]

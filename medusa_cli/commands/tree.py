@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
 BUDGET = "Nodes, the root included; auto: the size with most expected tokens a second on this machine. [default: 64]"
 CHOICES = "A tree file or medusa_choices list to draw and save."
-OUTPUT = "Where to save it. [default: the run's tree.json]"
-PICTURE = "Where to draw it, .png or .svg. [default: beside the tree]"
+OUTPUT = "Where to save it, and a picture beside it. [default: the run's tree.json]"
 DRAWN_NODES = 256
-PICTURES = (".png", ".svg")
 # Sizes that are shown beside the chosen one: a plain step, and those that are usual elsewhere.
 USUAL_SIZES = (1, 4, 8, 16, 32, 64)
 
@@ -37,7 +35,6 @@ def tree(
     choices: Annotated[Path | None, flag("--choices FILE", CHOICES, dir_okay=False)] = None,
     heads: Annotated[int | None, flag("--heads K", "Use the first K heads only. [default: all]")] = None,
     output: Annotated[Path | None, flag("--output FILE", OUTPUT, dir_okay=False)] = None,
-    picture: Annotated[Path | None, flag("--picture FILE", PICTURE, dir_okay=False)] = None,
     measure: Annotated[bool, flag("--measure", "With --budget auto: time the steps again.")] = False,
     place: LoadFlags,
     shown: OutputFlags,
@@ -49,31 +46,19 @@ def tree(
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     shown.configure()
-    from medusa_cli.tree.draw import draw_costs, draw_picture, draw_terminal
-    from medusa_cli.tree.search import (
-        break_even,
-        budgets,
-        expected_length,
-        make_tree,
-        missing_accuracies,
-        parse_budget,
-        parse_shape,
-    )
+    from medusa_cli.tree import search
+    from medusa_cli.tree.draw import draw_picture, draw_terminal
     from medusa_cli.tree.tree import save_tree
 
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
-    if picture is not None and picture.suffix.lower() not in PICTURES:
-        raise UsageError(f"--picture {str(picture)!r} is no {' or '.join(PICTURES)} file", "give such a name")
-    widths = parse_shape(shape) if shape is not None else None
-    if picture is not None:
-        assets.need_extra("plot", "--picture")
+    widths = search.parse_shape(shape) if shape is not None else None
     target, known, source = find_heads(run, calibration)
     if target is not None and output is None:
         asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
-    used, rows = known.first(heads), list[dict[str, Any]]()
+    used, sizes = known.first(heads), list[dict[str, Any]]()
     if budget == "auto":
         timed = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
         if timed is None or not (timed.drafter_dir / "config.json").is_file():
@@ -82,28 +67,26 @@ def tree(
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
         check_current(used)
         costs = time_run(timed, as_trained(place, timed.drafter_dir), measure)
-        sizes = budgets(used.accuracies, costs)
-        best = max(sizes, key=lambda budget: budget.tokens_per_s)
-        chosen, chance = best.tree, round(break_even(best, costs), 4)
+        budgets = search.budgets(used.accuracies, costs)
+        best = max(budgets, key=lambda size: size.tokens_per_s)
+        chosen, chance = best.tree, round(search.break_even(best, costs), 4)
         recipe = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2), "break_even": chance}
-        for size in (best, *(size for size in sizes if size.tree.size in USUAL_SIZES)):
+        for size in (best, *(size for size in budgets if size.tree.size in USUAL_SIZES)):
             row = {"nodes": size.tree.size, "depth": size.tree.max_depth, "expected_acceptance_length": size.expected}
-            rows.append({**row, "step_ms": 1e3 * size.seconds, "tokens_per_s": size.tokens_per_s})
-        if target is not None and assets.has_package("matplotlib"):
-            draw_costs(costs, sizes, best, target.path / "step_cost.png")
+            sizes.append({**row, "step_ms": 1e3 * size.seconds, "tokens_per_s": size.tokens_per_s})
     else:
-        chosen, recipe = make_tree(used, parse_budget(budget), widths, choices, source, run)
+        chosen, recipe = search.make_tree(used, search.parse_budget(budget), widths, choices, source, run)
     if heads is not None and chosen.max_depth > heads:
         chosen = chosen.truncate(heads)
     console.info(f"{chosen.size:,} nodes for {source}; --budget N makes another size")
-    notes = [in_flags(note) for note in missing_accuracies(chosen.widths, known)]
+    notes = [in_flags(note) for note in search.missing_accuracies(chosen.widths, known)]
     for note in notes:
         console.warn(note)
 
-    expected = expected_length(chosen, used.accuracies) if used.accuracies else None
+    expected = search.expected_length(chosen, used.accuracies) if used.accuracies else None
     calibrated = str(known.source) if known.source else None
     output = output or (target.tree_path if target else None)
-    picture = picture or (output.with_suffix(".png") if output and assets.has_package("matplotlib") else None)
+    picture = output.with_suffix(".png") if output and assets.has_package("matplotlib") else None
     if output is not None:
         facts = {"calibration": calibrated, "expected_acceptance_length": expected, **recipe}
         stamp = {STAMP: known.drafter} if widths is None and choices is None else {}  # a shape is no drafter's
@@ -121,7 +104,7 @@ def tree(
             "output": str(output) if output else None,
             "picture": str(picture) if picture else None,
             "warnings": notes,
-            **({"budgets": rows} if rows else {}),
+            "budgets": sizes,
         }
         console.emit_json({**report, **chosen.to_json(), "choices": chosen.choices})
         return
@@ -130,17 +113,17 @@ def tree(
     else:
         console.info(f"{chosen.size:,} nodes are too many to draw here; see the picture")
     ranks = ("root", *(f"top {width}" for width in chosen.widths))
-    cells = [(str(depth), str(count), ranks[depth]) for depth, count in enumerate(per_depth)]
-    console.result(console.grid("Nodes per depth", ("depth", "nodes", "guesses used"), cells))
-    if rows:
+    rows = [(str(depth), str(count), ranks[depth]) for depth, count in enumerate(per_depth)]
+    console.result(console.grid("Nodes per depth", ("depth", "nodes", "guesses used"), rows))
+    if sizes:
         form = ("{nodes}", "{depth}", "{expected_acceptance_length:.2f}", "{step_ms:.1f}", "{tokens_per_s:.1f}")
-        table = [tuple(cell.format(**row) for cell in form) for row in rows]
+        table = [tuple(cell.format(**row) for cell in form) for row in sizes]
         head = ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s")
         console.result(console.grid("Sizes on this machine, the chosen size first", head, table))
     length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
     console.result(f"{chosen.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(str(path) for path in (output, picture) if path is not None)
-    console.result(f"saved: {saved}" if saved else "not saved; give --output FILE or --picture FILE to keep it")
+    console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
 
 
 def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.runs.io import replacing
-from medusa_cli.tree.search import Accuracies, Budget, Costs, node_values
+from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 
 # Chances from here on are drawn in the strongest colour.
@@ -74,29 +74,3 @@ def columns(tree: Tree) -> list[float]:
         if below := tree.children[node]:
             x[node] = (x[below[0]] + x[below[-1]]) / 2
     return x
-
-
-def draw_costs(costs: Costs, shown: Sequence[Budget], chosen: Budget, path: Path) -> None:
-    """Writes a PNG of step time and best expected tokens/s against nodes, the chosen size marked."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left = figure.subplots()
-    sizes = sorted(costs.verify)
-    left.plot(sizes, [1e3 * costs.verify[nodes] for nodes in sizes], "o-", markersize=3, color="C0", label="verifying")
-    sizes = [budget.tree.size for budget in shown]
-    left.plot(sizes, [1e3 * budget.seconds for budget in shown], "o:", markersize=2, color="C0", label="with drafting")
-    left.legend(loc="lower right")
-    left.set(xlabel="nodes of the tree, root included", ylabel="ms a step", ylim=(0, None))
-    left.yaxis.label.set_color("C0")
-    right = left.twinx()
-    right.plot([budget.tree.size for budget in shown], [budget.tokens_per_s for budget in shown], "s--", color="C1")
-    right.plot([chosen.tree.size], [chosen.tokens_per_s], "*", markersize=16, color="C3")
-    right.set(ylabel="expected tokens/s", ylim=(0, None))
-    right.yaxis.label.set_color("C1")
-    left.set_title(f"{chosen.tree.size} nodes pay best: {chosen.expected:.2f} tokens in {1e3 * chosen.seconds:.1f} ms")
-    left.grid(alpha=0.3)
-    with replacing(path) as part:
-        figure.savefig(part, format="png", dpi=110)
