@@ -16,7 +16,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
-from tests.helpers import forward, save_model, save_network
+from tests.helpers import forward, generate_plain, save_model, save_network, tokens_of
 
 FP32 = LoadOptions(dtype="fp32")
 WEIGHTS = "model.safetensors"
@@ -169,6 +169,23 @@ def test_models_with_multipliers_in_their_layers_run_on_the_eager_engine(
         load_backbone(path, LoadOptions(dtype="fp32", engine="fast"))
     backbone = load_backbone(path, FP32)
     assert backbone.engine.name == "eager" and torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("original", [40, 512])
+def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(original: int, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "factor": 1.0}
+    config = hf.Ministral3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, initializer_range=0.4, max_position_embeddings=256, sliding_window=None,
+        rope_parameters={**rope, "original_max_position_embeddings": original},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, prompt = hf.Ministral3ForCausalLM(config).eval(), torch.arange(5, 25)
+    ids = model.generate(prompt[None], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    backbone = load_backbone(save_network(model, tmp_path), FP32)
+    assert backbone.engine.name == ("eager" if original == 40 else "fast")  # beyond 40 its queries grow
+    steps = generate_plain(backbone, prompt.tolist(), max_new_tokens=40, stop_ids=())
+    assert tokens_of(steps) == ids[0, len(prompt) :].tolist()
 
 
 @pytest.fixture

@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
 from medusa_cli.engine.plan import Layout, Plan
-from medusa_cli.errors import first_line
-from medusa_cli.model.backbone import Backbone, Layers, Unsupported
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.masks import Masks
 
 # Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.
 FUSED_ROWS = 128
-# Tokens of the pass that compares the layers with the network.
+# Tokens of the passes that compare the layers with the network, at the first positions and at the last.
 PROBE = 12
 # The allowed difference of states from the network's own, relative to their size, by the type of either.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -47,7 +46,8 @@ class FastEngine(Engine):
         self.kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.groups = config.num_attention_heads // self.kv
         probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
-        expected = backbone.states(probe[None]).float()
+        firsts = (0, max(0, backbone.max_positions - PROBE))
+        expected = {first: self._expected(probe, first) for first in firsts}
 
         def pack(index: int, layer: nn.Module) -> FastLayer:
             kind, table = kinds.index(self.masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
@@ -69,17 +69,26 @@ class FastEngine(Engine):
         self._segments: dict[tuple[Any, ...], TracedModule] = {}
         self._check(probe, expected)
 
+    def _expected(self, tokens: Tensor, first: int) -> Tensor:
+        """Returns the network's own states [1, n, H] of tokens [n] at the positions from `first` on."""
+        positions = first + torch.arange(len(tokens), device=tokens.device)[None]
+        states: Tensor = padded_pass(self.backbone, tokens[None], position_ids=positions).last_hidden_state
+        return states.float()
+
     @torch.inference_mode()
-    def _check(self, probe: Tensor, expected: Tensor) -> None:
-        """Raises Unsupported unless the states of a few tokens are the network's own up to rounding."""
-        try:
-            states = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
-        except RuntimeError as reason:  # shapes that do not fit, such as a rotary part of a head
-            raise Unsupported(first_line(reason)) from reason
-        error = float((states - expected).norm() / expected.norm())
+    def _check(self, probe: Tensor, expected: dict[int, Tensor]) -> None:
+        """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
         allowed = max(TOLERANCE[self.dtype], TOLERANCE[self.backbone.embedding.weight.dtype])
-        if self.kernel.exact and error > allowed:
-            raise Unsupported(f"its states differ from the network's own by {error:.1%}")
+        for first, states in expected.items():
+            # Tables of these positions alone take the place of the first ones.
+            positions = first + torch.arange(max(PROBE, self.round_to), device=probe.device)
+            positions = positions.clamp(max=self.backbone.max_positions - 1)
+            self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}
+            ours = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
+            error = float((ours - states).norm() / states.norm())
+            if self.kernel.exact and not error <= allowed:
+                raise Unsupported(f"its states differ from the network's own by {error:.1%} from position {first:,} on")
+        self._rotary, self._segments = {}, {}
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
@@ -122,24 +131,30 @@ class FastEngine(Engine):
             masks = [mask.expand(-1, self.kv, -1, -1).flatten(0, 1) for mask in masks]  # [B * KV, G * R, L]
         # Slots may share their positions.
         positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
-        tables = [self._cos_sin(table, positions) for table in range(len(self._tables))]
+        tables = [self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))]
         cos, sin = [table[0] for table in tables], [table[1] for table in tables]
         if path == "slot":
             assert layout.start is not None
             return path, masks, cos, sin, masks[0].new_empty(layout.start, 0)
         return path, masks, cos, sin, layout.columns[:, :rows]
 
-    def _cos_sin(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [P, 1, D] of positions [P]; the first half of the sines is negated."""
-        if table not in self._rotary:
-            like = torch.empty(1, dtype=self.dtype, device=positions.device)
-            # All of the context at once: some models' tables depend on the longest position of a call.
-            every = torch.arange(self.backbone.max_positions, device=positions.device)[None]
-            cos, sin = self._parts.rotary(like, every, self._tables[table])
-            half = sin.shape[-1] // 2
-            self._rotary[table] = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+    def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [P, 1, D] of positions [P] below `wide`."""
+        context = self.backbone.max_positions
+        length = len(self._rotary[table][0]) if table in self._rotary else 0
+        if length < min(wide, context):
+            # On a GPU, captured steps keep the place of the tables, so these never grow.
+            length = context if positions.device.type == "cuda" else min(context, max(wide, 2 * length, FIRST_ROWS))
+            self._rotary[table] = self._table(table, torch.arange(length, device=positions.device))
         cos, sin = self._rotary[table]
         return cos[positions][:, None], sin[positions][:, None]
+
+    def _table(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [P, D] of positions [P]; the first half of the sines is negated."""
+        like = torch.empty(1, dtype=self.dtype, device=positions.device)
+        cos, sin = self._parts.rotary(like, positions[None], self._tables[table])
+        half = sin.shape[-1] // 2
+        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 
 def release(module: nn.Module) -> None:

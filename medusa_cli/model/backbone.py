@@ -100,11 +100,11 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     """Runs right-padded rows of tokens [B, L] through the network under a causal mask."""
     device = backbone.device
     size, length = tokens.shape
+    positions = torch.arange(length, device=device)[None].expand(size, -1)
     return backbone.model.base_model(
         input_ids=tokens.to(device),
         attention_mask=backbone.masks.causal(length, device),
-        position_ids=torch.arange(length, device=device)[None].expand(size, -1),
-        **{"use_cache": False, **options},
+        **{"use_cache": False, "position_ids": positions, **options},
     )
 
 
