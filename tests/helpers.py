@@ -15,6 +15,8 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from medusa_cli.cli import app
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, read_dataset
 from medusa_cli.decode import Decoder, DraftPolicy, Request, Step
 from medusa_cli.drafters import Draft, Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
@@ -24,6 +26,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
+from medusa_cli.train.prefill import with_states
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.tree import save_tree
 
@@ -141,6 +144,21 @@ def tiny_backbone(
 def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:
     """Returns the token ids of each head's best guesses at the trained positions, best first, [n, K, top]."""
     return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)
+
+
+def load_dataset(run: Run, backbone: Backbone, *, fraction: float = 0.05, **more: Any) -> Dataset:
+    """Returns a run's conversations with their states."""
+    return with_states(read_dataset(run.data_path, backbone, fraction), run, backbone, run.data_path, **more)
+
+
+def answers_of(*answers: Tensor | Sequence[int], at: int = 0) -> list[Conversation]:
+    """Returns conversations of one answer after one token, whose states follow one another from row `at` on."""
+    items = []
+    for number, answer in enumerate(answers):
+        tokens = [0, *map(int, answer)]
+        items.append(Conversation(f"a{number}", [], tokens, [(1, len(tokens))], (at, len(answer))))
+        at += len(answer)
+    return items
 
 
 def forward(

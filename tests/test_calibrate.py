@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_cli.data.packing import Dataset, Example
+from medusa_cli.data.packing import Dataset
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import measure
-from tests.helpers import conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
+from tests.helpers import answers_of, conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
 
 
 class Oracle(torch.nn.Module):
     """Stub whose i-th guess of head k is the right token plus i, plus offsets[k]."""
+
+    config = None
+    sees_prompt = staticmethod(lambda config: False)
 
     def __init__(self, *offsets: int) -> None:
         super().__init__()
@@ -39,13 +42,8 @@ class Oracle(torch.nn.Module):
 
 def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1) -> Any:
     """Returns the calibration of a stub on answers, whose rows follow one another."""
-    items, row = [], 0
-    for i, answer in enumerate(answers):
-        tokens = torch.as_tensor(answer)
-        items.append(Example(f"a{i}", tokens, row, torch.zeros(len(tokens)).long()))
-        row += len(tokens)
-    states = torch.zeros(row, 32).bfloat16() if states is None else states
-    return measure(tiny_backbone(), drafter, Dataset([], items, ReadReport(), "", states), top)
+    states = torch.zeros(sum(map(len, answers)), 32).bfloat16() if states is None else states
+    return measure(tiny_backbone(), drafter, Dataset([], answers_of(*answers), ReadReport(), "", states), top)
 
 
 def test_right_ranks_are_counted_within_each_answer_alone() -> None:

@@ -1,23 +1,36 @@
 """Training data: answers and their hidden states, the split, packing, and states of several layers."""
 
 import json
+import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from medusa_cli.data.packing import Example, coverage, frequent_tokens, held_out_ids, micro_batches, schedule
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, coverage, frequent_tokens, held_out_ids, split_conversations
 from medusa_cli.data.states import StateStore
+from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
+from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
-from medusa_cli.train import load_dataset
 from tests import helpers
-from tests.helpers import END_ID, conversation, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
+from tests.helpers import (
+    END_ID,
+    answers_of,
+    conversation,
+    load_dataset,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    write_lines,
+)
 
 
 @pytest.fixture
@@ -62,17 +75,17 @@ def test_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> 
 
 
 def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbone) -> None:
-    seen: list[tuple[int, int]] = []
-    dataset = load_dataset(run, backbone, on_progress=lambda *event: seen.append(event))
-    assert seen[-1][0] == seen[-1][1]
-    answer = next(example for example in dataset.train if example.id == "c2")
+    seen: list[tuple[str, int, int]] = []
+    dataset = load_dataset(run, backbone, show=lambda *progress: seen.append(progress))
+    assert seen[-1][1] == seen[-1][2]
+    item = next(item for item in dataset.train if item.id == "c2")
     tokens, [(start, end)] = encode(backbone, conversation(2)["messages"])
-    hidden = helpers.forward(backbone, tokens).hidden
-    rows = dataset.states[answer.first_row : answer.first_row + len(answer.tokens)]
-    assert answer.tokens.tolist() == tokens[start:end]
-    assert torch.equal(rows, hidden[start - 1 : end - 1].bfloat16())
+    heads = MedusaHeads.create(backbone, 1, 1, "own")
+    batch = dataset.batch(backbone, heads, [item])
+    assert batch.next.tolist() == tokens[start:end]
+    assert torch.equal(batch.hidden, helpers.forward(backbone, tokens).hidden[start - 1 : end - 1].bfloat16())
     seen.clear()
-    again = load_dataset(run, backbone, on_progress=lambda *event: seen.append(event))
+    again = load_dataset(run, backbone, show=lambda *progress: seen.append(progress))
     assert torch.equal(again.states, dataset.states) and not seen  # the cached file was used
 
 
@@ -82,18 +95,18 @@ def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Bac
     cached.unlink()
     done: list[int] = []
 
-    def killed(count: int, total: int) -> None:
+    def killed(name: str, count: int, total: int) -> None:
         done.append(count)
         if len(done) == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_dataset(run, backbone, on_progress=killed)
+        load_dataset(run, backbone, show=killed)
     (part,) = (run.path / "cache").iterdir()
     with part.open("ab") as out:
         out.write(b"half of what the eighth has")
     again: list[int] = []
-    dataset = load_dataset(run, backbone, on_progress=lambda done, total: again.append(done))
+    dataset = load_dataset(run, backbone, show=lambda name, done, total: again.append(done))
     assert torch.equal(dataset.states, whole) and len(again) == 40 - 7
     assert list((run.path / "cache").iterdir()) == [cached]
 
@@ -199,29 +212,39 @@ def test_parts_of_a_conversation_stay_together() -> None:
     assert held_out_ids(parts, 0.0) == held_out_ids(parts[:2], 1.0) == set()
 
 
-def answers_of(*lengths: int) -> list[Example]:
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [
-        Example(f"a{i}", torch.arange(n), s, torch.zeros(n).long())
-        for i, (n, s) in enumerate(zip(lengths, starts, strict=True))
-    ]
+def packed(*lengths: int) -> Dataset:
+    return Dataset(answers_of(*map(range, lengths)), [], ReadReport(), "", torch.zeros(sum(lengths), 4))
 
 
-def test_packing_keeps_answers_whole_if_they_fit() -> None:
-    batches = micro_batches(answers_of(5, 6, 4, 23, 2), 10)
-    assert [[len(a.tokens) for a in batch] for batch in batches] == [[5], [6, 4], [10], [10], [3, 2]]
-    assert [a.first_row for batch in batches[2:] for a in batch] == [15, 25, 35, 38]
+def test_micro_batches_hold_whole_conversations_up_to_their_limit() -> None:
+    dataset = packed(5, 6, 4, 23, 2)
+    batches = dataset.micro_batches(dataset.train, 10)
+    assert [[item.positions for item in batch] for batch in batches] == [[5], [6, 4], [23], [2]]
+
+
+def test_batches_that_the_model_runs_hold_no_more_tokens_than_allowed() -> None:
+    dataset = replace(packed(*range(3, 43)), states=None)
+    batches = dataset.micro_batches(dataset.train, 64, random.Random(1))
+    assert sorted(item.id for batch in batches for item in batch) == sorted(item.id for item in dataset.train)
+    assert all(max(len(item.tokens) for item in batch) * len(batch) <= 64 for batch in batches)
+
+
+def test_conversations_are_cut_to_a_length() -> None:
+    items = [Conversation(f"c{n}", [], list(range(n)), [(4, 8), (10, n)]) for n in range(11, 41)]
+    cut = split_conversations(items, ReadReport(), max_length=20, fraction=0.0).train
+    assert all(len(item.tokens) <= 20 and item.spans[-1][1] == len(item.tokens) for item in cut)
+    assert len(cut) == len(items)
 
 
 def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
-    answers = answers_of(*[7] * 12)
+    dataset = packed(*[7] * 12)
 
     def ids(**changes) -> list[list[str]]:
         given = {"limit": 14, "epochs": 2, "seed": 0, "max_positions": None, **changes}
-        return [[a.id for a in batch] for batch in schedule(answers, **given)]
+        return [[item.id for item in batch] for batch in dataset.schedule(**given)]
 
     assert ids() == ids() != ids(seed=1) and len(ids()) == 12
-    assert sorted(sum(ids()[:6], [])) == sorted(a.id for a in answers)
+    assert sorted(sum(ids()[:6], [])) == sorted(item.id for item in dataset.train)
     assert ids(max_positions=30) == ids()[:3]
 
 

@@ -31,8 +31,16 @@ from medusa_cli.model import load as memory
 from medusa_cli.model.load import free_memory
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import load_dataset
-from tests.helpers import CHAT_TEMPLATE, forward, medusa, medusa_json, save_model, tiny_backbone, write_lines
+from tests.helpers import (
+    CHAT_TEMPLATE,
+    forward,
+    load_dataset,
+    medusa,
+    medusa_json,
+    save_model,
+    tiny_backbone,
+    write_lines,
+)
 
 seed = Conversation.from_turns
 SEEDS = [seed(f"s{i}", [f"w{i} w{j}" for j in range(1 + i % 3)]) for i in range(9)]

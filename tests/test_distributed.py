@@ -12,7 +12,7 @@ import torch
 
 from medusa_cli.data.states import StateStore
 from medusa_cli.errors import UsageError
-from medusa_cli.train import Distributed
+from medusa_cli.model.distributed import Distributed
 from medusa_cli.train.prefill import drop_torn, merge_partial, partial_path
 from tests import forked
 from tests.helpers import save_model

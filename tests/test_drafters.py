@@ -19,9 +19,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import provenance
-from medusa_cli.train import build_drafter
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import check_recipe, taps_of
+from medusa_cli.train.setup import build_drafter, check_recipe, taps_of
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import batch_of
+from medusa_cli.data.packing import batch_of, read_dataset
 from medusa_cli.drafters import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
@@ -19,10 +19,11 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Stepped, Trainer, Validated, build_drafter
+from medusa_cli.train import Trainer
 from medusa_cli.train.checkpoint import checkpoint_path
+from medusa_cli.train.log import Stepped, Validated
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import whole_conversations
+from medusa_cli.train.setup import build_drafter, longest
 from tests.helpers import FAMILIES, conversation, medusa, save_network, write_lines
 from tests.test_firp import DEPTH, backbone_of, firp, reference
 
@@ -58,14 +59,13 @@ def test_training_sees_the_states_that_decoding_does(family: str, masked: bool, 
     backbone = backbone_of(family)
     drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
     items = conversations(13, 22, 9)
-    batch = batch_of(backbone, items, traced=True)
+    batch = batch_of(backbone, drafter, items)
     with torch.no_grad():
         result = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
     row = 0
     for item in items:
         for start, end in item.spans:
-            # An answer of one token has no target that a head could learn.
-            for at in range(start, end) if end - start > 1 else ():
+            for at in range(start, end):
                 assert batch.next[row] == item.tokens[at]
                 if at % 3 == 0:
                     expected = reference(family, drafter, item.tokens[:at])
@@ -80,7 +80,7 @@ def test_loss_is_the_kl_to_the_models_distribution(vocabulary: str) -> None:
     drafter = firp(backbone, vocabulary=vocabulary)
     [item] = conversations(17)[:1]
     item = Conversation(item.id, tokens=item.tokens, spans=[(4, 17)])
-    batch = batch_of(backbone, [item], traced=True)
+    batch = batch_of(backbone, drafter, [item])
     drafter.train()
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
     states = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
@@ -110,7 +110,7 @@ def test_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     drafter = firp(backbone)
     items = conversations(9, 30)
     pseudo = drafter.rows_of(list(drafter.steps))
-    pair, alone = batch_of(backbone, items, traced=True), batch_of(backbone, items[:1], traced=True)
+    pair, alone = batch_of(backbone, drafter, items), batch_of(backbone, drafter, items[:1])
     with torch.no_grad():
         mixed = ahead(backbone, pair.trace, pseudo, pair.rows)[: len(alone.next)]
         assert torch.allclose(mixed, ahead(backbone, alone.trace, pseudo, alone.rows), atol=1e-5)
@@ -134,7 +134,7 @@ def model(tmp_path: Path) -> str:
 
 def trainer(run: Run, *words: str, resume: bool = False) -> Trainer:
     recipe, backbone = load_recipe(None, [*SETTINGS, *words]), backbone_of()
-    dataset = whole_conversations(backbone, recipe, run.data_path, recipe.train.validation_fraction)
+    dataset = read_dataset(run.data_path, backbone, recipe.train.validation_fraction, longest(recipe.train))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume)
@@ -147,7 +147,7 @@ def words_of(run: Run, model: str, *more: str) -> list[str]:
 def test_loss_falls_and_the_backbone_stays(run: Run) -> None:
     work = trainer(run, "train.epochs=8")
     before = {name: weight.clone() for name, weight in work.backbone.model.named_parameters()}
-    start = work.validate(0)
+    start = work.validate()
     last = [event for event in work.events() if isinstance(event, Validated)][-1]
     assert last.loss < 0.85 * start.loss
     assert all(after < first for after, first in zip(last.head_losses, start.head_losses, strict=True))
@@ -187,7 +187,7 @@ def test_commands_from_train_to_chat(run: Run, model: str, tmp_path: Path) -> No
 
 def test_packed_weights_and_batches_without_traces_are_refused(model: str) -> None:
     def loss(backbone: Backbone, drafter: HeadDrafter) -> Any:
-        batch = batch_of(backbone, conversations(20), traced=True)
+        batch = batch_of(backbone, drafter, conversations(20))
         return drafter_loss(drafter, backbone, batch, TrainRecipe()).total
 
     options, gradients = LoadOptions(dtype="fp32", engine="eager"), []

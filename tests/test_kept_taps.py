@@ -2,19 +2,21 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill import answer_locally
+from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
+from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.train import load_dataset
 from tests import forked
-from tests.helpers import forward, medusa, save_model, tiny_backbone, write_lines
+from tests.helpers import forward, load_dataset, medusa, save_model, tiny_backbone, write_lines
 
 SHORT = ("train.max_tokens=60", "train.batch_tokens=32", "train.warmup_steps=1", "drafter.num_heads=2")
 
@@ -45,6 +47,12 @@ def distill_words(place: Path, name: str, *more: str) -> list[str]:
     return ["distill", *map(str, places), *short, *more]
 
 
+def tapping(backbone: Backbone, taps: tuple[int, ...]) -> MedusaHeads:
+    heads = MedusaHeads.create(backbone, 1, 1, "own")
+    heads.taps = taps
+    return heads
+
+
 def test_row_holds_the_states_of_its_position_the_final_layer_last() -> None:
     backbone = tiny_backbone(layers=4)
     seeds = [Conversation.from_turns(f"s{i}", [f"w{i} w1", "w2 w3"]) for i in range(5)]
@@ -58,17 +66,18 @@ def test_row_holds_the_states_of_its_position_the_final_layer_last() -> None:
 @pytest.mark.parametrize("taps", [(-1,), (2, -1), (0, 2, -1)])
 def test_data_set_of_some_kept_layers_is_that_of_a_prefill(place: Path, taps: tuple[int, ...]) -> None:
     backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
-    passes: list[tuple[int, int]] = []
+    passes: list[tuple] = []
 
-    def seen(*event: int) -> None:
-        passes.append(event)
+    def seen(*progress: Any) -> None:
+        passes.append(progress)
 
-    kept = load_dataset(Run(place / "kept"), backbone, taps=taps, on_progress=seen)
+    kept = load_dataset(Run(place / "kept"), backbone, taps=taps, show=seen)
     assert kept.kept and not passes
     (place / "kept" / "states.bin").unlink()
-    fresh = load_dataset(Run(place / "kept"), backbone, taps=taps, on_progress=seen)
+    fresh = load_dataset(Run(place / "kept"), backbone, taps=taps, show=seen)
     assert passes and [item.id for item in kept.train] == [item.id for item in fresh.train]
-    ours, theirs = (data.batch(data.train, backbone.device, torch.float32) for data in (kept, fresh))
+    heads = tapping(backbone, taps)
+    ours, theirs = (data.batch(backbone, heads, data.train, torch.float32) for data in (kept, fresh))
     assert ours.hidden.shape == theirs.hidden.shape == (len(ours.next), len(taps) * backbone.hidden_size)
     assert torch.allclose(ours.hidden, theirs.hidden, rtol=2**-6, atol=1e-3)
 
@@ -113,7 +122,8 @@ def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
     for name in ("kept", "two"):
         data = load_dataset(Run(place / name), backbone, taps=(0, 2, -1))
         items = sorted([*data.train, *data.held_out], key=lambda item: item.id)
-        held.append(([item.tokens.tolist() for item in items], data.batch(items, backbone.device, torch.float32)))
+        heads = tapping(backbone, (0, 2, -1))
+        held.append(([item.tokens for item in items], data.batch(backbone, heads, items, torch.float32)))
         assert data.kept
     assert held[0][0] == held[1][0]
     assert torch.allclose(held[0][1].hidden, held[1][1].hidden, rtol=2**-6, atol=1e-3)

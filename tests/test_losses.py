@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import Dataset, Example
+from medusa_cli.data.packing import Dataset, positions_of, split_conversations
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
@@ -23,12 +23,12 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer, split_conversations
+from medusa_cli.train import Trainer
 from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, sample_rows
 from medusa_cli.train.setup import check_recipe
-from medusa_cli.train.stages import Stage2
+from medusa_cli.train.stages import stage_2_loss
 from medusa_cli.tree import Tree
-from tests.helpers import drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import answers_of, drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
 
 DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
 
@@ -237,7 +237,7 @@ def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
     data = split_conversations(records(3), ReadReport(), max_length=30, fraction=0.0)
     train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
-    loss = Stage2(backbone, heads, data, train).loss(data.train, 0.9)
+    loss = stage_2_loss(backbone, heads, train, data.train, 0.9)
     terms: list[float] = []
     for item in data.train:
         out = forward(backbone, item.tokens)
@@ -271,19 +271,14 @@ def test_tokens_weigh_the_same_in_any_micro_batch(tmp_path: Path, stage: int) ->
         data = split_conversations(records(6), ReadReport(), max_length=30, fraction=0.0)
         items: list[Any] = data.train
     else:
-        lengths = [3, 21, 9, 2, 30]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        items = [
-            Example(str(start), torch.randint(4, 60, (n,)), start, torch.zeros(n).long())
-            for n, start in zip(lengths, starts, strict=True)
-        ]
-        data = Dataset(items, [], ReadReport(), "x", torch.randn(sum(lengths), backbone.hidden_size))
+        items = answers_of(*(torch.randint(4, 60, (n,)) for n in (3, 21, 9, 2, 30)))
+        data = Dataset(items, [], ReadReport(), "x", torch.randn(65, backbone.hidden_size))
 
     def gradients_of(parts: list[list[Any]]) -> tuple[list[Tensor | None], float]:
         words = [f"train.stage={stage}", "train.dtype=fp32", "train.regress=2", f"train.accumulation={len(parts)}"]
         recipe = load_recipe(None, [*words, "train.validation_every=99"])
         trainer = Gradients(backbone, heads, data, recipe, Run(tmp_path))
-        trainer.batches, trainer.steps, trainer.validation = parts, 2, []
+        trainer.groups, trainer.sizes, trainer.validation = [parts] * 2, [positions_of(items)] * 2, []
         return next((trainer.gradients, event.loss) for event in trainer.events())
 
     together, loss = gradients_of([items])

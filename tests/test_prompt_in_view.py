@@ -6,29 +6,22 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation, read_conversations
-from medusa_cli.data.packing import (
-    Example,
-    batch_of,
-    micro_batches,
-    number_segments,
-    segments_of,
-    split_conversations,
-)
+from medusa_cli.data.packing import Dataset, batch_of, positions_of, read_dataset, split_conversations
 from medusa_cli.data.states import StateStore
 from medusa_cli.decode import Decoder, Request
 from medusa_cli.drafters import DRAFTERS, Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
+from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer, build_drafter, load_dataset
 from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import runs_model, taps_of, whole_conversations
-from medusa_cli.train.stages import Stage2
+from medusa_cli.train.setup import build_drafter, longest, runs_model, taps_of
+from medusa_cli.train.stages import stage_1_loss, stage_2_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import answer, conversation, generate, guesses, tiny_backbone, write_lines
+from tests.helpers import answer, answers_of, conversation, generate, guesses, load_dataset, tiny_backbone, write_lines
 from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
@@ -41,7 +34,7 @@ VIEWS = {
 
 def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
     torch.manual_seed(0)
-    drafter = DRAFTERS[name].create(backbone, 3, 1, "own", **{**VIEWS[name], **own})
+    drafter = DRAFTERS[name].create(backbone, 3, 1, "own", **{**VIEWS.get(name, {}), **own})
     with torch.no_grad():
         for weight in drafter.parameters():  # fresh layers are zero and would let nothing through
             weight.copy_((weight + 0.2 * torch.randn_like(weight)).to(torch.bfloat16))
@@ -64,14 +57,15 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
     drafter = trained(backbone, name)
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(6)])
-    dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps, prompts=True)
-    (items,) = micro_batches(dataset.train, 10_000)
-    batch = dataset.batch(items, backbone.device, torch.float32)
+    dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps)
+    (items,) = dataset.micro_batches(dataset.train, 10_000)
+    batch = dataset.batch(backbone, drafter, items, torch.float32)
     guessed, first = guesses(drafter, backbone, batch, 6), 0
     chain, checked = Tree.chain(3), 0
     for item in items:
-        tokens, learnt = [0, *item.tokens.tolist()], item.segments >= 0
-        hidden = batch.hidden[first : first + len(item.tokens)]  # bf16's, as they were cached
+        tokens, count = item.tokens, len(item.tokens) - 1
+        learnt = batch.segment[first : first + count] >= 0
+        hidden = batch.hidden[first : first + count]  # bf16's, as they were cached
         starts = torch.nonzero(learnt & ~torch.cat([learnt.new_zeros(1), learnt[:-1]])).squeeze(1).tolist()
         drafter.truncate(0)
         begun = 0
@@ -86,7 +80,7 @@ def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_pat
             while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
                 assert draft[k + 1] == guessed[batch.learnt_index[first + end], k, 0], (item.id, end, k)
                 checked, k = checked + 1, k + 1
-        first += len(item.tokens)
+        first += count
     assert checked > 20
 
 
@@ -98,7 +92,7 @@ def test_states_of_training_and_decoding_agree_to_rounding(name: str) -> None:
     tokens, _ = whole(backbone, 3, 2)
     hidden = backbone.states(tokens[None], drafter.taps)[0]
     count = len(tokens) - 1
-    parts = segments_of(len(tokens), [(4, count + 1)])
+    parts = torch.full((count,), -1).index_fill(0, torch.arange(3, count), 0)
     batch = Batch(hidden[:-1], tokens[1:], parts, sequence=torch.zeros(count, dtype=torch.long))
     trained_states = next(drafter.head_states(backbone, batch, [batch.learnt]))
     drafter.truncate(0)
@@ -192,18 +186,28 @@ def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -
     assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
 
 
-def test_parts_and_pieces_of_conversations() -> None:
-    parts = segments_of(14, [(3, 6), (8, 9), (10, 14)])
-    assert parts.tolist() == [-1, -1, 0, 0, 0, -1, -1, -1, -1, 2, 2, 2, 2]  # one token alone has no target
-    assert number_segments([parts[2:5], parts[7:11], parts[:3]]).tolist() == [0, 0, 0, -1, -1, 3, 3, -1, -1, 4]
-    item = Example("a", torch.arange(13), 20, parts)
-    assert item.positions == 7 and next(item.pieces(7)) is item
-    pieces = list(item.pieces(3))
-    assert [each.positions for each in pieces] == [3, 3, 1]
-    assert torch.cat([each.tokens for each in pieces]).tolist() == list(range(13))
-    assert [each.first_row for each in pieces] == [20, 29, 32]
-    batches = micro_batches([item, Example("b", torch.arange(5), 0, torch.zeros(5).long())], 4)
-    assert [[each.positions for each in batch] for batch in batches] == [[4], [3], [4], [1]]
+@pytest.mark.parametrize("name", VIEWS)
+def test_end_of_a_long_conversation_is_learnt_with_all_that_came_before_it(name: str) -> None:
+    """Its answers have more positions than a micro-batch."""
+    backbone = tiny_backbone(layers=4)
+    drafter = trained(backbone, name)
+    tokens, spans = whole(backbone, 3, 4)
+    item = Conversation("c", [], tokens.tolist(), spans, (0, len(tokens) - 1))
+    states = backbone.states(tokens[None], drafter.taps)[0]
+    dataset = Dataset([item], [], ReadReport(), "", states)
+    [[*items]] = dataset.micro_batches([item], item.positions // 2)
+    ours = dataset.batch(backbone, drafter, items, torch.float32)
+    theirs = batch_of(backbone, drafter, [item])
+    assert all(torch.equal(getattr(ours, key), getattr(theirs, key)) for key in ("next", "segment", "sequence"))
+    assert torch.allclose(ours.hidden, theirs.hidden) and len(ours.next) == len(tokens) - 1
+
+
+def test_answers_have_numbers_of_their_own_and_prompts_none() -> None:
+    backbone = tiny_backbone()
+    items = [Conversation("a", [], list(range(5, 19)), [(3, 6), (8, 9), (10, 14)]), *answers_of([7, 8])]
+    segments = [batch_of(backbone, trained(backbone, name), items).segment.tolist() for name in ("eagle", "medusa")]
+    assert segments[0] == [-1, -1, 0, 0, 0, -1, -1, 1, -1, 2, 2, 2, 2, 3, 3]
+    assert segments[1] == [part for part in segments[0] if part >= 0]
 
 
 def test_kept_states_serve_both_views(tmp_path: Path) -> None:
@@ -218,31 +222,32 @@ def test_kept_states_serve_both_views(tmp_path: Path) -> None:
         lines.append({"id": f"c{number}", "tokens": tokens.tolist(), "spans": spans, "state_rows": rows})
     store.close()
     write_lines(run.distill_path, lines)
-    datasets = [load_dataset(run, backbone, fraction=0.0, prompts=prompts) for prompts in (False, True)]
-    assert all(dataset.kept for dataset in datasets)
-    answers, conversations = datasets
-    assert len(answers.train) == 12 and len(conversations.train) == 6
-    assert torch.equal(torch.cat(answers.answer_tokens()), torch.cat(conversations.answer_tokens()))
-    each, other = (each.batch(each.train, backbone.device, torch.float32) for each in datasets)
-    learnt = other.learnt
-    assert torch.equal(each.hidden, other.hidden[learnt]) and torch.equal(each.next, other.next[learnt])
-    assert torch.equal(each.segment, other.segment[learnt])
+    dataset = load_dataset(run, backbone, fraction=0.0)
+    assert dataset.kept and len(dataset.train) == 6
+    narrow, wide = (
+        dataset.batch(backbone, trained(backbone, "amphista", context=context), dataset.train)
+        for context in ("answer", "conversation")
+    )
+    learnt = wide.learnt
+    assert 0 < len(learnt) < len(wide.next) and narrow.sequence is None
+    for key in ("hidden", "next", "segment"):
+        assert torch.equal(getattr(narrow, key), getattr(wide, key)[learnt])
 
 
 def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
     backbone = tiny_backbone()
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n, turns=2) for n in range(12)])
-    torch.manual_seed(0)
-    heads = DRAFTERS["medusa"].create(backbone, 3, 1, "own")
-    datasets = [load_dataset(run, backbone, fraction=0.4, prompts=prompts) for prompts in (False, True)]
-    narrow, wide = (measure(backbone, heads, dataset, top=3) for dataset in datasets)
-    assert all(narrow[key] == wide[key] for key in ("counted", "positions", "accuracies", "temperatures"))
-    losses = [
-        drafter_loss(heads, backbone, each.batch(each.train, backbone.device, torch.float32), TrainRecipe())
-        for each in datasets
-    ]
-    assert torch.equal(losses[0].total, losses[1].total) and torch.equal(losses[0].counted, losses[1].counted)
+    heads = trained(backbone, "medusa")
+    dataset = load_dataset(run, backbone, fraction=0.4)
+    losses, figures = [], []
+    for prompts in (False, True):
+        heads.sees_prompt = lambda config, prompts=prompts: prompts
+        batch = dataset.batch(backbone, heads, dataset.train, torch.float32)
+        loss = drafter_loss(heads, backbone, batch, TrainRecipe())
+        losses.append((float(loss.total.detach()), loss.counted.tolist()))
+        figures.append(measure(backbone, heads, dataset, top=3))
+    assert losses[0] == losses[1] and figures[0] == figures[1]
 
 
 def test_a_wrong_number_of_state_rows_is_refused(tmp_path: Path) -> None:
@@ -271,14 +276,10 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     ]
     recipe = load_recipe(None, [*SETTINGS, *(word for word in words if word)])
     drafter = build_drafter(backbone, recipe.drafter, dataset)
-    task = Stage2(backbone, drafter, dataset, recipe.train)
-    batch = task._batch(dataset.train)
-    answers = batch_of(backbone, dataset.train, taps=drafter.taps)
-    assert torch.equal(batch.next[batch.learnt], answers.next) and len(batch.next) > len(answers.next)
-    assert torch.equal(batch.segment[batch.learnt], answers.segment)
-    assert torch.equal(batch.hidden[batch.learnt], answers.hidden)
+    batch = batch_of(backbone, drafter, dataset.train)
     assert torch.equal(batch.sequence, torch.arange(4).repeat_interleave(len(batch.next) // 4))
-    assert len(task._final(batch)) == len(answers.next)
+    loss = stage_2_loss(backbone, drafter, recipe.train, dataset.train, 1.0)
+    assert loss.positions == len(batch.learnt) == positions_of(dataset.train) < len(batch.next)
 
 
 @pytest.mark.parametrize("name", [*VIEWS, "medusa"])
@@ -290,13 +291,13 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
     kind, taps = DRAFTERS[name], taps_of(recipe.drafter, backbone)
     assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
-    fresh = whole_conversations(backbone, recipe, run.data_path, 0.2)
+    fresh = read_dataset(run.data_path, backbone, 0.2, longest(recipe.train))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, fresh)
-    online = Trainer(backbone, drafter, fresh, recipe, run).stage.loss(fresh.train, 0.0)
+    online = stage_1_loss(backbone, drafter, fresh, recipe.train, fresh.train)
     assert not (run.path / "cache").exists()
-    kept = load_dataset(run, backbone, fraction=0.2, taps=taps, prompts=kind.sees_prompt(recipe.drafter))
-    expected = Trainer(backbone, drafter, kept, recipe, run).stage.loss(kept.train, 0.0)
+    kept = load_dataset(run, backbone, fraction=0.2, taps=taps)
+    expected = stage_1_loss(backbone, drafter, kept, recipe.train, kept.train)
     assert online.positions == expected.positions
     assert float(online.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
     ours, theirs = (measure(backbone, drafter, each, top=2) for each in (fresh, kept))

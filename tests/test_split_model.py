@@ -21,10 +21,10 @@ from medusa_cli.drafters import Firp, load_drafter
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
+from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import split_layers
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.train import Distributed
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import check_loading
 from tests import helpers
@@ -177,7 +177,7 @@ def test_heads_without_a_target_still_run_backward() -> None:
     backbone = backbone_of()
     drafter = Firp.create(backbone, 2, vocabulary="draft", draft_ids=torch.tensor([7, 8]))
     item = Conversation("c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)])  # no token of the draft vocabulary
-    loss = drafter_loss(drafter, backbone, batch_of(backbone, [item], traced=True), TrainRecipe()).total
+    loss = drafter_loss(drafter, backbone, batch_of(backbone, drafter, [item]), TrainRecipe()).total
     assert float(loss.detach()) == 0 and loss.requires_grad
     loss.backward()
     assert not any(weight.grad.any() for weight in drafter.parameters() if weight.requires_grad)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import errno
-import importlib.machinery
-import importlib.util
 import json
 import os
 import signal
@@ -15,28 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from typer.testing import Result
 
 from medusa_cli import engine as engines
-from medusa_cli.data.packing import Example
 from medusa_cli.drafters import DRAFTERS, MedusaHeads, load_drafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Saved, Started, Stepped, Stopped, Trainer, Validated, build_drafter, load_dataset, train
+from medusa_cli.train import Trainer, train
 from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
-from medusa_cli.train.log import Board, TrainLog, read_log
-from medusa_cli.train.loop import learning_rate, means, peak_rates, sums_of
-from medusa_cli.train.losses import BatchLoss, linear_loss
-from medusa_cli.train.setup import drafter_class, taps_of
+from medusa_cli.train.log import Saved, Stepped, TrainLog, Validated, read_log
+from medusa_cli.train.loop import Mean, learning_rate, peak_rates
+from medusa_cli.train.losses import BatchLoss
+from medusa_cli.train.setup import build_drafter, taps_of
 from medusa_cli.tree import Tree
 from tests.helpers import (
     conversation,
     generate,
+    load_dataset,
     medusa,
     save_model,
     tiny_backbone,
@@ -90,9 +88,8 @@ def trainer(
     stop: Callable[[], bool] = lambda: False,
 ) -> Trainer:
     recipe, backbone = load_recipe(None, [*SETTINGS, *words]), backbone or tiny_backbone(layers=3)
-    prompts = drafter_class(recipe.drafter.name).sees_prompt(recipe.drafter)
     taps, fraction = taps_of(recipe.drafter, backbone), recipe.train.validation_fraction
-    dataset = load_dataset(run, backbone, fraction=fraction, taps=taps, prompts=prompts)
+    dataset = load_dataset(run, backbone, fraction=fraction, taps=taps)
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
@@ -134,9 +131,15 @@ def test_means_are_over_positions_and_targets() -> None:
         hits, losses = torch.tensor([correct]), torch.tensor([loss])
         return BatchLoss(torch.tensor(loss), losses, hits, counted, counted - 1, positions, {"kl": kl})
 
-    small, large = loss_of(5, 1.0, 0.1, 4), loss_of(21, 4.0, 0.5, 0)
-    mean = means([sums_of(small), {}, sums_of(large)])  # the process between had no batch
-    assert mean["loss"] == pytest.approx((5 * 1 + 21 * 4) / 26) and mean["positions"] == 26
+    class World(Distributed):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {}, value]  # the process between had no batch
+
+    sums = Mean()
+    for loss in (loss_of(5, 1.0, 0.1, 4), loss_of(21, 4.0, 0.5, 0)):
+        sums.add(loss)
+    mean = sums.over(World())
+    assert mean["loss"] == pytest.approx((5 * 1 + 21 * 4) / 26) and mean["positions"] == 2 * 26
     assert mean["head_losses"] == [pytest.approx((3 * 1 + 19 * 4) / 22)] and mean["accuracies"] == [4 / 24]
     assert mean["parts"] == {"kl": pytest.approx((5 * 0.1 + 21 * 0.5) / 26)}
 
@@ -155,28 +158,6 @@ def test_default_rate_is_the_drafters_own() -> None:
     assert all(peak_rates(kind, named) == [5e-4, 1.25e-4] for kind in kinds)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blockwise_cross_entropy_equals_the_plain_one(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(300, 16).to(dtype).requires_grad_()
-    weight = torch.randn(50, 16, requires_grad=True)
-    targets = torch.randint(0, 50, (300,))
-    plain = F.cross_entropy(F.linear(hidden, weight.to(dtype)).float(), targets)
-    (3 * plain).backward()
-    wanted = [hidden.grad, weight.grad]
-    hidden.grad = weight.grad = None
-    loss, hits = linear_loss(hidden, weight, targets)
-    (3 * loss).backward()
-    near = 1e-5 if dtype == torch.float32 else 2e-2
-    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=near)
-    assert int(hits) == int((F.linear(hidden, weight.to(dtype)).argmax(-1) == targets).sum())
-    for ours, theirs in zip((hidden.grad, weight.grad), wanted, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.allclose(ours.float(), theirs.float(), atol=near * float(theirs.float().abs().max()))
-    with torch.no_grad():
-        assert float(linear_loss(hidden, weight, targets)[0]) == pytest.approx(float(plain.detach()), rel=near)
-
-
 @pytest.mark.parametrize("vocabulary", ["draft", "own", "shared"])
 def test_heads_learn_and_the_backbone_stays(run: Run, vocabulary: str) -> None:
     backbone = tiny_backbone()
@@ -192,24 +173,24 @@ def test_heads_learn_and_the_backbone_stays(run: Run, vocabulary: str) -> None:
 
 def test_accumulation_makes_fewer_steps_of_the_same_positions(run: Run) -> None:
     small, large = trainer(run), trainer(run, "train.accumulation=3")
-    assert large.steps == -(-len(small.batches) // 3)
+    assert large.steps == -(-small.steps // 3)
     steps = [event for event in large.events() if isinstance(event, Stepped)]
     assert sum(event.positions for event in steps) == small.positions == steps[-1].total_positions
 
 
 def test_batch_without_any_target_is_passed_over(run: Run) -> None:
     work = trainer(run, "train.accumulation=2")
-    first = work.batches[0][0]
-    work.batches[1] = [Example(first.id, first.tokens[:1], first.first_row, torch.zeros(1).long())]
+    item = work.groups[0][0][0]
+    work.groups[0][1] = [dataclasses.replace(item, spans=[(start, start + 1) for start, _ in item.spans])]
     assert next(iter(work.events())).step == 1
 
 
 def test_loss_that_is_no_number_names_the_conversations(run: Run) -> None:
     work = trainer(run, "train.batch_tokens=20")
     states = work.dataset.states.clone()
-    victim = work.batches[2][0]
-    states[victim.first_row] = float("nan")
-    work.stage.dataset = dataclasses.replace(work.dataset, states=states)
+    [[victim, *_]] = work.groups[2]
+    states[victim.state_rows[0] + victim.spans[0][0]] = float("nan")
+    work.dataset = dataclasses.replace(work.dataset, states=states)
     with pytest.raises(UserError, match=rf"nan at step 3 of .*\b{victim.id}\b.*train.lr"):
         list(work.events())
 
@@ -233,7 +214,7 @@ def test_request_to_stop_leaves_a_checkpoint(run: Run) -> None:
     for event in trainer(run, stop=lambda: len(asked) > 2).events():
         seen.append(event)
         asked.append(1)
-    assert isinstance(seen[-1], Stopped) and seen[-1].step == 3
+    assert seen[-1] == Saved(3)
     assert trainer(run, resume=True).step == 3
 
 
@@ -385,19 +366,15 @@ class Writer:
 def test_tensorboard_gets_the_numbers_of_steps_and_validations(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = types.ModuleType("tensorboard")
-    package.__spec__ = importlib.machinery.ModuleSpec("tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", package)
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     Writer.opened.clear()
     step = Stepped(3, 9, 1.5, [1.0, 2.0], [0.43, 0.27], 1e-3, 0.5, 200, 600, 0.5, {"lambda_0": 0.1}, 2_000_000_000)
-    board = Board(tmp_path, resumed_at=2)
-    board.write(step)
-    board.write(Validated(3, 1.6, [1.1, 2.1], [0.4, 0.2], 50, 600, {"kl": 0.01}))
-    board.write(Saved(3))
-    board.close()
+    log = TrainLog(tmp_path / "train.jsonl", resumed_at=2)
+    for event in (step, Validated(3, 1.6, [1.1, 2.1], [0.4, 0.2], 50, 600, {"kl": 0.01}), Saved(3)):
+        log.write(event)
+    log.close()
     medusa(*words_of(run, model), exit_code=0)
     writer, of_command = Writer.opened
     assert writer.purge_step == 3 and writer.closed and of_command.closed
@@ -408,17 +385,14 @@ def test_tensorboard_gets_the_numbers_of_steps_and_validations(
     logged = [line for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"]
     assert [of_command.seen["train/loss", line["step"]] for line in logged] == [line["loss"] for line in logged]
     assert all(line["memory"] > 50_000_000 for line in logged)  # torch alone takes more
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    Board(tmp_path / "none").write(step)
-    assert len(Writer.opened) == 2 and not (tmp_path / "none").exists()
 
 
-def test_library_call_trains_and_tells_of_every_step(run: Run, model: str) -> None:
-    recipe, events = load_recipe(None, [*SETTINGS, f"model={model}"]), []
-    trained = train(run, recipe, events.append, options=LoadOptions(dtype="fp32"))
-    steps = [event for event in events if isinstance(event, Stepped)]
-    assert trained is not None and trained.run is run and not trained.stopped
-    assert [event.steps for event in events if isinstance(event, Started)] == [trained.steps] == [len(steps)]
+def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> None:
+    recipe, shown = load_recipe(None, [*SETTINGS, f"model={model}"]), []
+    trained = train(run, recipe, options=LoadOptions(dtype="fp32"), show=lambda *progress, **_: shown.append(progress))
+    assert trained is not None and trained.run is run and trained.step == trained.steps > 2
+    assert [name for name, *_ in shown].count("training") == trained.steps + 1
+    assert shown[-1] == ("training", trained.positions, trained.positions)
     first, two = trained.validation["accuracies"]
     assert trained.expected_acceptance == pytest.approx(1 + first + first * two)
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2

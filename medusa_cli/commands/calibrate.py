@@ -59,7 +59,7 @@ def calibrate(
 
     loading = as_trained(place, folder)
     with console.bars() as show:
-        document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, on_progress=show)
+        document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, show=show)
     if output.json:
         console.emit_json(document)
     accuracies, heat = document["accuracies"], ", ".join(f"{value:.2f}" for value in document["temperatures"])

@@ -1,13 +1,12 @@
 """`medusa train`: trains a drafter, and in stage 2 the model with it."""
 
-import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,12 +14,6 @@ from medusa_cli import assets, console, options
 from medusa_cli.errors import INTERRUPTED, UsageError
 from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
-
-if TYPE_CHECKING:
-    from medusa_cli.train import Event
-
-FAR = 0.05  # nats a token from the original beyond which stage 2 warns
-
 
 _RECIPE = "A recipe file, and settings such as drafter=hydra or train.lr=1e-3."
 _FROM = (
@@ -87,82 +80,28 @@ def train(
     )
 
     from medusa_cli.train import train as run_training
+    from medusa_cli.train.log import shares
 
-    with stopping() as should_stop, console.bars() as bars:
-        progress = Progress(bars)
+    with stopping() as should_stop, console.bars() as show:
         trained = run_training(
-            target,
-            plan,
-            progress.show,
-            options=place,
-            data=source,
-            start=origin,
-            resume=resume,
-            should_stop=should_stop,
+            target, plan, options=place, data=source, start=origin, resume=resume, should_stop=should_stop, show=show
         )
     if trained is None:  # the first process prints for all
         return
-    if trained.stopped:
+    if trained.step < trained.steps:
         console.warn(f"stopped at step {trained.step} of {trained.steps}; the same command with --resume goes on")
         raise typer.Exit(INTERRUPTED)
-    rate = progress.positions / progress.seconds if progress.seconds else 0.0
     if output.json:
-        figures = {key: value for key, value in vars(trained).items() if key not in ("run", "stopped", "step")}
-        places = {"run": str(trained.run.path), "drafter": str(trained.run.drafter_dir)}
-        console.emit_json({**places, **figures, "loss": progress.loss, "tokens_per_s": round(rate, 1)})
+        console.emit_json({**vars(trained), "run": str(trained.run.path), "drafter": str(trained.run.drafter_dir)})
         return
-    text = f"{trained.run.drafter_dir}: {trained.heads} heads, {trained.steps:,} steps at {rate:,.0f} tokens/s"
+    rate = f"{trained.steps:,} steps at {trained.tokens_per_s:,.0f} tokens/s"
+    text = f"{trained.run.drafter_dir}: {trained.heads} heads, {rate}"
     if trained.validation is not None:
         accuracies, before = trained.validation["accuracies"], trained.expected_acceptance_at_start
         text += f", held-out top-1 by head {shares(accuracies)}, about {trained.expected_acceptance:.2f} tokens a step"
         text += f" over a chain of first choices ({before:.2f} at the start)" if before else " over a chain"
     following = run if trained.run is target else trained.run.path
     console.result(f"{text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}")
-
-
-class Progress:
-    """Shows the events of a training; counts positions and seconds of this process."""
-
-    def __init__(self, bars: Callable[..., None]) -> None:
-        self._bars = bars
-        self._total, self.positions, self.seconds = 0, 0, 0.0
-        self.loss: float | None = None
-
-    def show(self, event: "Event") -> None:
-        from medusa_cli.train import Prefilled, Started, Stepped, Validated
-
-        match event:
-            case Prefilled():
-                self._bars("hidden states", event.done, event.total)
-            case Started():
-                self._total = event.positions
-                self._bars("training", event.done, event.positions)
-            case Stepped():
-                self.loss = event.loss
-                self.positions, self.seconds = self.positions + event.positions, self.seconds + event.seconds
-                note = f"loss {event.loss:.3f}, top-1 {shares(event.accuracies)}, lr {event.lr:.1e}"
-                self._bars("training", event.total_positions, self._total, note=f"{note}, {event.memory / 1e9:.1f} GB")
-            case Validated():
-                figures = f"held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}"
-                console.info(f"step {event.step}: {figures}{model_cost(event.parts)}")
-
-
-def shares(values: list[float]) -> str:
-    """Returns shares of 1 in two digits each."""
-    return "/".join(f"{value:.2f}".lstrip("0") for value in values)
-
-
-def model_cost(parts: dict[str, float]) -> str:
-    """Returns the cost of stage 2 for the model, as words after a validation; warns if it is high."""
-    if "kl" not in parts:
-        return f"; perplexity {math.exp(parts['nll']):.3f}" if "nll" in parts else ""
-    if parts["kl"] > FAR:
-        console.warn(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
-    perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
-    return (
-        f"; KL to the original {parts['kl']:.4f} nats, perplexity {perplexity:.3f} (original {original:.3f}), "
-        f"greedy agreement {parts['agreement']:.1%}"
-    )
 
 
 @contextmanager

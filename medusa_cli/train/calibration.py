@@ -1,18 +1,15 @@
 """Calibration: how often the i-th guess of each head is right on held-out conversations (section 3.3.3)."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import Dataset, micro_batches, whole_batch
+from medusa_cli.data.packing import Dataset, positions_of, read_dataset
 from medusa_cli.drafters import drafter_kind, load_drafter
-from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
@@ -23,13 +20,11 @@ from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.train.prefill import load_dataset
-from medusa_cli.train.setup import ROWS, engine_for, runs_model, whole_conversations
+from medusa_cli.train.prefill import with_states
+from medusa_cli.train.setup import ROWS, engine_for, longest, runs_model
 
-# A batch's scores of one head [P, M] are held at once.
+# Positions of a batch: its scores of one head [P, M] are held at once.
 POSITIONS = 512
-# Tokens of whole conversations, prompts and padding included, run at once.
-TOKENS = 1024
 # Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
@@ -47,12 +42,12 @@ def calibrate(
     data: Path | None = None,
     top: int = 10,
     max_samples: int | None = None,
-    on_progress: Callable[..., None] = lambda *event: None,
+    show: Callable[..., None] = lambda *progress: None,
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration's document.
 
     data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
-    on_progress: called with a name, the units done, their number, and the unit.
+    show: called with a name, the tokens done and their number.
     """
     kind, origin = drafter_kind(folder), describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
@@ -76,42 +71,30 @@ def calibrate(
     run.bind(backbone.identity)
     drafter = load_drafter(folder, backbone)
 
-    def select(dataset: Dataset[Conversation]) -> Dataset[Conversation]:
-        chosen = dataset.train if data else dataset.held_out
-        if not chosen:
-            raise UserError("no conversation is held out for calibration", "distil more than one conversation")
-        return replace(dataset, train=[], held_out=chosen[:max_samples])
-
     fraction = 0.0 if data else origin.held_out(recipe.train.validation_fraction)
-    dataset: Dataset[Any]
-    if runs_model(kind, recipe.train):
-        dataset = select(whole_conversations(backbone, recipe, source, fraction))
-    else:
-        dataset = load_dataset(
-            run,
-            backbone,
-            data=source,
-            fraction=fraction,
-            taps=drafter.taps,
-            prompts=drafter.sees_prompt(drafter.config),
-            select=select,
-            on_progress=lambda done, total: on_progress("hidden states", done, total, "tokens"),
-        )
+    online = runs_model(kind, recipe.train)
+    whole = read_dataset(source, backbone, fraction, longest(recipe.train) if online else None)
+    items = whole.train if data else whole.held_out
+    if not items:
+        raise UserError("no conversation is held out for calibration", "distil more than one conversation")
+    dataset = replace(whole, train=[], held_out=items[:max_samples])
+    if not online:
+        dataset = with_states(dataset, run, backbone, source, drafter.taps, among=whole, show=show)
     return {
         **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
         STAMP: stamp_of(folder),
         "heads": drafter.num_heads,
         "top": top,
-        **measure(backbone, drafter, dataset, top, on_progress),
+        **measure(backbone, drafter, dataset, top, show),
     }
 
 
 def measure(
     backbone: Backbone,
     drafter: HeadDrafter,
-    dataset: Dataset[Any],
+    dataset: Dataset,
     top: int = 10,
-    on_progress: Callable[..., None] = lambda *event: None,
+    show: Callable[..., None] = lambda *progress: None,
 ) -> Document:
     """Measures every head's `top` best guesses on a data set's held-out items; returns figures by head k.
 
@@ -127,8 +110,9 @@ def measure(
     hits = torch.zeros(heads, top, dtype=torch.long)
     counted = torch.zeros(heads, dtype=torch.long)
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
-    index, total = drafter.vocabulary_index(backbone.device), sum(item.positions for item in items)
-    for batch in _batches(backbone, drafter, dataset):
+    index, total = drafter.vocabulary_index(backbone.device), positions_of(items)
+    for conversations in dataset.micro_batches(items, POSITIONS):
+        batch = dataset.batch(backbone, drafter, conversations)
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
             rows = batch.targets(ahead)
@@ -141,7 +125,7 @@ def measure(
             if positions < FIT_POSITIONS:
                 log_loss[head] += _log_losses(scores, index[targets])
         positions += len(batch.learnt)
-        on_progress("calibrating", positions, total, "tokens")
+        show("calibrating", positions, total)
     if not counted.all():
         raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
     return {
@@ -149,19 +133,8 @@ def measure(
         "temperatures": [TEMPERATURES[int(row.argmin())] for row in log_loss],
         "counted": counted.tolist(),
         "positions": positions,
-        "answers": sum(len(item.spans) if isinstance(item, Conversation) else 1 for item in items),
+        "answers": sum(len(item.spans) for item in items),
     }
-
-
-def _batches(backbone: Backbone, drafter: HeadDrafter, dataset: Dataset[Any]) -> Iterator[Batch]:
-    """Yields the held-out items in batches; none is cut: its rest would be measured without what came before it."""
-    items = dataset.held_out
-    if dataset.states is None:
-        for conversations in micro_batches(items, TOKENS):
-            yield whole_batch(backbone, drafter, conversations)
-        return
-    for examples in micro_batches(items, max([POSITIONS, *(item.positions for item in items)])):
-        yield dataset.batch(examples, backbone.device, backbone.dtype)
 
 
 def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
 
-def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset[Any], recipe: Recipe) -> None:
+def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset, recipe: Recipe) -> None:
     """Raises UserError if recipe, backbone, the states' number type or data changed since the checkpoint."""
     changed = differences(checkpoint.recipe, recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]

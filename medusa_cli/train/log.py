@@ -1,7 +1,6 @@
 """The events of a training, its log (one JSON object a line), TensorBoard's scalars and the curves."""
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,23 +13,6 @@ from msgspec import convert
 from medusa_cli.runs.io import Malformed, read_jsonl, replacing, write_atomic
 
 NAME = "train.jsonl"
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Hidden states are computed for `done` of `total` tokens."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Started:
-    """The steps begin, or go on: `done` of `positions` positions were trained before."""
-
-    steps: int
-    positions: int
-    done: int
 
 
 @dataclass(frozen=True)
@@ -71,35 +53,51 @@ class Saved:
     step: int
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """The training was asked to stop after `step` steps; its checkpoint is written."""
-
-    step: int
-    steps: int
-
-
-Logged = Stepped | Validated | Saved | Stopped
-Event = Prefilled | Started | Logged
-KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved, Stopped)}
+Logged = Stepped | Validated | Saved
+KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; a resumed training first drops the lines past its checkpoint."""
+    """Appends events to a JSONL file, and scalars to the folder `tensorboard` beside it if tensorboard is installed.
+
+    A resumed training first drops what follows its checkpoint.
+    """
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
-        self.path = path
+        self.path, self._board = path, None
         kept = [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
+        with suppress(ImportError):  # tensorboard is missing, or does not fit this torch
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = str(path.with_name("tensorboard"))
+            self._board = SummaryWriter(folder, purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, event: Logged) -> None:
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
+        if self._board is not None and isinstance(event, Stepped | Validated):
+            kind = "train" if isinstance(event, Stepped) else "held_out"
+            for name, value in scalars(event).items():
+                self._board.add_scalar(f"{kind}/{name}", value, event.step)
 
     def close(self) -> None:
         self._stream.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def scalars(event: Stepped | Validated) -> dict[str, float]:
+    """Returns the figures of a step or a validation by their names in TensorBoard."""
+    values = {"loss": event.loss, **event.parts}
+    for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
+        values |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
+    if isinstance(event, Stepped):
+        values |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
+        values["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
+    return values
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -121,53 +119,25 @@ def _stop(number: int, reason: str) -> None:
     raise Malformed(reason)
 
 
-class Board:
-    """Scalars by step in a folder for `tensorboard --logdir`, if tensorboard is installed."""
-
-    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
-        self._writer: Any = None
-        if importlib.util.find_spec("tensorboard") is not None:
-            with suppress(ImportError):  # one that does not fit this torch
-                from torch.utils.tensorboard import SummaryWriter
-
-                # A resumed training replaces what follows its checkpoint.
-                self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
-
-    def write(self, event: Logged) -> None:
-        """Adds the scalars of a step (train/...) or a validation (held_out/...)."""
-        if self._writer is None or not isinstance(event, Stepped | Validated):
-            return
-        scalars = {"loss": event.loss, **event.parts}
-        for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
-            scalars |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
-        if isinstance(event, Stepped):
-            scalars |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
-            scalars["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
-        for name, value in scalars.items():
-            self._writer.add_scalar(
-                f"{'train' if isinstance(event, Stepped) else 'held_out'}/{name}", value, event.step
-            )
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+def shares(values: Sequence[float]) -> str:
+    """Returns shares of 1 in two digits each."""
+    return "/".join(f"{value:.2f}".lstrip("0") for value in values)
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draws loss and top-1 accuracy of each head over positions: training thin, held-out with marks."""
     steps = [line for line in log if line["event"] == "stepped"]
     checks = [line for line in log if line["event"] == "validated"]
+    labels = {"head_losses": "loss (nats)", "accuracies": "top-1 accuracy"}
+    trained, checked = ([line["total_positions"] for line in lines] for lines in (steps, checks))
     with _figure(path, 2, (11, 4)) as (figure, axes):
-        for axis, key, label in zip(
-            axes, ("head_losses", "accuracies"), ("loss (nats)", "top-1 accuracy"), strict=True
-        ):
+        for axis, (key, label) in zip(axes, labels.items(), strict=True):
             for head in range(len((steps or checks)[0]["head_losses"]) if steps or checks else 0):
+                style = {"color": f"C{head}", "label": f"head {head + 1}"}
                 # A single batch's accuracy jumps about; the mean of its neighbours shows the trend.
                 values = _smooth([line[key][head] for line in steps])
-                axis.plot(_positions(steps), values, color=f"C{head}", alpha=0.4, linewidth=1)
-                held_out = [line[key][head] for line in checks]
-                style = {"color": f"C{head}", "marker": "o", "markersize": 3, "label": f"head {head + 1}"}
-                axis.plot(_positions(checks), held_out, **style)
+                axis.plot(trained, values, color=style["color"], alpha=0.4, linewidth=1)
+                axis.plot(checked, [line[key][head] for line in checks], marker="o", markersize=3, **style)
             axis.set(xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out")
             axis.grid(alpha=0.3)
             if axis.lines:
@@ -188,10 +158,6 @@ def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str)
         axis.set_yticks(range(heads), [f"head {k + 1}" for k in range(heads)])
         axis.set(xlabel="guess", title=title)
         figure.colorbar(image, label="accuracy")
-
-
-def _positions(lines: Sequence[dict[str, Any]]) -> list[int]:
-    return [line["total_positions"] for line in lines]
 
 
 def _smooth(values: list[float], width: int = 9) -> list[float]:

@@ -1,27 +1,29 @@
 """The training loop: batches, optimizer, learning rate, validation and checkpoints."""
 
-import hashlib
 import itertools
 import math
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medusa_cli.data.packing import Dataset, micro_batches, schedule
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, positions_of
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import peak_memory
+from medusa_cli.model.lora import trained_weights
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import checkpoint as checkpoints
-from medusa_cli.train.log import Logged, Saved, Stepped, Stopped, Validated
+from medusa_cli.train.log import Logged, Saved, Stepped, Validated
 from medusa_cli.train.losses import BatchLoss
-from medusa_cli.train.stages import Stage1, Stage2
+from medusa_cli.train.stages import stage_1_loss, stage_2_loss
 
 CLIP = 1.0  # of the gradient's norm
 BETAS = (0.9, 0.95)
@@ -39,7 +41,7 @@ class Trainer:
         self,
         backbone: Backbone,
         drafter: HeadDrafter,
-        dataset: Dataset[Any],
+        dataset: Dataset,
         recipe: Recipe,
         run: Run,
         *,
@@ -52,89 +54,91 @@ class Trainer:
         self.world = world or Distributed()
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
-        self.stage = (Stage1 if train.stage == 1 else Stage2)(backbone, drafter, dataset, train)
-        heads = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-        slow = list(self.stage.weights.values())
+        self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
+        heads, slow = list(trained_weights(drafter).values()), list(self.weights.values())
         self.parameters = [*heads, *slow]
         self.world.broadcast(self.parameters)
         self.peaks = peak_rates(drafter, train)[: 2 if slow else 1]
         self.optimizer = optimizer_of([heads, slow], self.peaks, train, backbone.device.type)
-        self.batches = schedule(dataset.train, train.batch_tokens, train.epochs, train.seed, train.max_tokens)
-        self.positions = _size(self.batches)  # of the whole training, all epochs together
-        self.steps = math.ceil(len(self.batches) / train.accumulation)
-        validation = micro_batches(dataset.held_out, train.batch_tokens)
-        before = [0, *itertools.accumulate(_size([batch]) for batch in validation)]
-        self.validation = [
-            batch for batch, size in zip(validation, before, strict=False) if size < train.validation_tokens
-        ]
+        batches = dataset.schedule(train.batch_tokens, train.epochs, train.seed, train.max_tokens)
+        self.groups = [batches[at : at + train.accumulation] for at in range(0, len(batches), train.accumulation)]
+        self.sizes = [sum(map(positions_of, group)) for group in self.groups]
+        self.validation, measured = [], 0
+        for batch in dataset.micro_batches(dataset.held_out, train.batch_tokens):
+            if measured < train.validation_tokens:
+                self.validation.append(batch)
+                measured += positions_of(batch)
         self.step = 0
         if resume:
             self._restore()
 
     @property
+    def steps(self) -> int:
+        return len(self.groups)
+
+    @property
+    def positions(self) -> int:
+        """Positions of the whole training, all epochs together."""
+        return sum(self.sizes)
+
+    @property
     def positions_done(self) -> int:
         """Positions of the steps done so far."""
-        return _size(self.batches[: self.step * self.recipe.train.accumulation])
+        return sum(self.sizes[: self.step])
 
     def events(self) -> Iterator[Logged]:
-        """Runs from the present step to the last; the drafter is then trained, in fp32, and not yet saved."""
+        """Runs from the present step to the last, or until it should stop; a checkpoint is written at either end."""
         train = self.recipe.train
-        done = self.positions_done
         if self.validation and train.stage == 2 and self.step == 0:
-            yield self.validate(done)
-        while self.step < self.steps:
-            start = time.perf_counter()
-            if any(self.world.gather(self.should_stop())):
-                self.save()
-                yield Stopped(self.step, self.steps)
-                return
-            group = self.batches[self.step * train.accumulation :][: train.accumulation]
-            sums: list[dict[str, Tensor]] = []
-            for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
-                # The seed belongs to the micro-batch, so that any process drops the same.
-                torch.manual_seed(_seed(train.seed, self.step, number))
-                loss = self._loss(items)
-                if not math.isfinite(float(loss.total.detach())):
-                    self._refuse(f"the loss is {float(loss.total.detach())}", items)
-                # A token counts the same in whatever micro-batch it is.
-                (loss.total * (_size([items]) / _size(group) if counts else 0.0)).backward()
-                if counts:
-                    sums.append(sums_of(loss))
-            mean = self._mean(sums)
-            self.world.add_gradients(self.parameters)
-            lr, norm = self._update(group)
-            self.step += 1
-            done += mean["positions"]
-            seconds, memory = time.perf_counter() - start, peak_memory(self.backbone.device)
-            yield Stepped(
-                self.step,
-                self.steps,
-                lr=lr,
-                grad_norm=norm,
-                total_positions=done,
-                seconds=seconds,
-                memory=memory,
-                **mean,
-            )
+            yield self.validate()
+        while self.step < self.steps and not any(self.world.gather(self.should_stop())):
+            yield self._train_step()
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
-                yield self.validate(done)
-            if last or self.step % train.checkpoint_every == 0:
+                yield self.validate()
+            if not last and self.step % train.checkpoint_every == 0:
                 self.save()
                 yield Saved(self.step)
+        self.save()
+        yield Saved(self.step)
 
-    def _loss(self, items: list[Any]) -> BatchLoss:
+    def _train_step(self) -> Stepped:
+        start, group, size = time.perf_counter(), self.groups[self.step], self.sizes[self.step]
+        mean = Mean()
+        for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
+            # The seed belongs to the micro-batch, so that any process drops the same.
+            torch.manual_seed(random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56))
+            loss = self._loss(items)
+            if not math.isfinite(float(loss.total.detach())):
+                self._refuse(f"the loss is {float(loss.total.detach())}", items)
+            # A token counts the same in whatever micro-batch it is.
+            (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
+            if counts:
+                mean.add(loss)
+        self.world.add_gradients(self.parameters)
+        lr, norm = self._update(group)
+        self.step += 1
+        return Stepped(
+            self.step,
+            self.steps,
+            lr=lr,
+            grad_norm=norm,
+            total_positions=self.positions_done,
+            seconds=time.perf_counter() - start,
+            memory=peak_memory(self.backbone.device),
+            **mean.over(self.world),
+        )
+
+    def _loss(self, items: list[Conversation]) -> BatchLoss:
+        train = self.recipe.train
         # 1 in the last step, and in the validation after it.
         progress = min(1.0, self.step / max(1, self.steps - 1))
-        half = self.recipe.train.dtype == "bf16"
-        with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=half):
-            return self.stage.loss(items, progress)
+        with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"):
+            if train.stage == 1:
+                return stage_1_loss(self.backbone, self.drafter, self.dataset, train, items)
+            return stage_2_loss(self.backbone, self.drafter, train, items, progress)
 
-    def _mean(self, sums: Iterable[dict[str, Tensor]]) -> dict[str, Any]:
-        """Returns the means of micro-batches' sums over all processes."""
-        return means(self.world.gather(added(sums)))
-
-    def _update(self, group: list[list[Any]]) -> tuple[float, float]:
+    def _update(self, group: list[list[Conversation]]) -> tuple[float, float]:
         """Clips, steps and clears the gradients; returns the heads' rate and the gradients' norm before clipping."""
         train = self.recipe.train
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP))
@@ -147,7 +151,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return self.peaks[0] * share, norm
 
-    def _refuse(self, what: str, items: list[Any]) -> None:
+    def _refuse(self, what: str, items: list[Conversation]) -> None:
         names = list(dict.fromkeys(item.id for item in items))
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise UserError(
@@ -155,18 +159,20 @@ class Trainer:
             f"lower train.lr (now {self.peaks[0]:g}) or leave those conversations out",
         )
 
-    def validate(self, done: int) -> Validated:
+    def validate(self) -> Validated:
         """Returns loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        modules = [self.drafter, *([self.backbone.model] if self.stage.weights else [])]
+        modules, mean = [self.drafter, *([self.backbone.model] if self.weights else [])], Mean()
         for module in modules:
             module.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
         with torch.no_grad():
-            losses = [(self._loss(items), counts) for items, counts in self.world.micro_batches(self.validation)]
+            for items, counts in self.world.micro_batches(self.validation):
+                loss = self._loss(items)
+                if counts:
+                    mean.add(loss)
         for module in modules:
             module.train()
-        mean = self._mean(sums_of(loss) for loss, counts in losses if counts)
-        return Validated(self.step, total_positions=done, **mean)
+        return Validated(self.step, total_positions=self.positions_done, **mean.over(self.world))
 
     def save(self) -> None:
         """Writes the checkpoint that a resumed training begins with; the first process does."""
@@ -182,7 +188,7 @@ class Trainer:
                 recipe=self.recipe.to_dict(),
                 backbone=self.backbone.identity,
                 data=self.dataset.digest,
-                backbone_weights={name: weight.detach() for name, weight in self.stage.weights.items()},
+                backbone_weights={name: weight.detach() for name, weight in self.weights.items()},
                 arithmetic=checkpoints.arithmetic_of(self.backbone, self.dataset.kept),
             ),
         )
@@ -196,7 +202,7 @@ class Trainer:
             with torch.no_grad():
                 for name, buffer in self.drafter.named_buffers():
                     buffer.copy_(checkpoint.drafter[name])
-                for name, weight in self.stage.weights.items():
+                for name, weight in self.weights.items():
                     weight.copy_(checkpoint.backbone_weights[name])
             self.optimizer.load_state_dict(checkpoint.optimizer)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
@@ -231,50 +237,33 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def sums_of(loss: BatchLoss) -> dict[str, Tensor]:
-    """Returns a micro-batch's sums, of which `means` makes means.
+class Mean:
+    """The mean of micro-batches: a loss weighs its positions, a head's loss its targets, however they are batched."""
 
-    The loss weighs its positions, a head's loss its targets: the means do not depend on how answers are batched.
-    """
-    learnt = loss.learnt.cpu()
-    values = {"loss": float(loss.total.detach()), **{f"parts {name}": value for name, value in loss.parts.items()}}
-    return {
-        **{name: torch.tensor(loss.positions * value, dtype=torch.double) for name, value in values.items()},
-        "head_losses": learnt * loss.per_head.detach().double().cpu(),
-        "learnt": learnt,
-        "correct": loss.correct.cpu(),
-        "counted": loss.counted.cpu(),
-        "positions": torch.tensor(loss.positions),
-    }
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
 
+    def add(self, loss: BatchLoss) -> None:
+        parts = {"loss": float(loss.total.detach()), **{f"parts {name}": part for name, part in loss.parts.items()}}
+        sums: dict[str, Any] = {name: loss.positions * part for name, part in parts.items()}
+        sums |= {"correct": loss.correct.cpu(), "counted": loss.counted.cpu(), "learnt": loss.learnt.cpu()}
+        sums["head_losses"] = sums["learnt"] * loss.per_head.detach().double().cpu()
+        self._merge({**sums, "positions": loss.positions})
 
-def added(sums: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the sum of several micro-batches' sums."""
-    total: dict[str, Tensor] = {}
-    for part in sums:
-        total = (
-            {name: total[name] + value if name in total else value for name, value in part.items()} if part else total
-        )
-    return total
+    def _merge(self, sums: dict[str, Any]) -> None:
+        for name, part in sums.items():
+            self._sums[name] = self._sums.get(name, 0) + part
 
-
-def means(sums: Iterable[dict[str, Tensor]]) -> dict[str, Any]:
-    """Returns mean loss, loss and top-1 accuracy of each head, positions and the mean of every other part."""
-    total = added(sums)
-    positions = int(total["positions"])
-    return {
-        "loss": float(total["loss"]) / positions,
-        "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
-        "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
-        "positions": positions,
-        "parts": {name[6:]: float(value) / positions for name, value in total.items() if name.startswith("parts ")},
-    }
-
-
-def _seed(seed: int, step: int, number: int) -> int:
-    """Returns the random seed of a micro-batch, by its number in a step."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{number}".encode()).digest()[:7], "big")
-
-
-def _size(batches: list[list[Any]]) -> int:
-    return sum(item.positions for batch in batches for item in batch)
+    def over(self, world: Distributed) -> dict[str, Any]:
+        """Returns the means over all processes: loss, each head's loss and top-1 accuracy, positions, other parts."""
+        total = Mean()
+        for sums in world.gather(self._sums):
+            total._merge(sums)
+        sums = total._sums
+        return {
+            "loss": sums["loss"] / sums["positions"],
+            "head_losses": (sums["head_losses"] / sums["learnt"].clamp(min=1)).tolist(),
+            "accuracies": (sums["correct"].double() / sums["counted"].clamp(min=1)).tolist(),
+            "positions": sums["positions"],
+            "parts": {name[6:]: sums[name] / sums["positions"] for name in sums if name.startswith("parts ")},
+        }

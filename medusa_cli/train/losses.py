@@ -56,28 +56,18 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     p = teacher_probabilities(drafter, backbone, batch) if soft or train.loss == "lk" else None
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
     if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
-        emitted = index[batch.next[batch.learnt]]
-        counts = torch.bincount(emitted[emitted >= 0], minlength=len(drafter.draft_ids))
-        mass = counts.float() if p is None else p.sum(0, dtype=torch.float)
-        rows, log_weight = sample_rows(mass, counts > 0, train.scored)
-        number = rows.new_full((len(mass) + 1,), -1)  # of each row among those; the last entry is that of row -1
-        number[rows] = torch.arange(len(rows), device=device)
-        index, bias = number[index], log_weight if bias is None else bias[rows] + log_weight
-        if p is not None:
-            p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
-            p /= p.sum(-1, keepdim=True)
+        rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
-    positions = [batch.targets(k) for k in heads]
-    targets = [index[batch.next[at + k]] for k, at in zip(heads, positions, strict=True)]
-    known = [at[ids >= 0] for at, ids in zip(positions, targets, strict=True)]
     regress = 0.0
     if drafter.autoregressive:  # in stage 2 the backbone's states are no fixed target: they move with the heads
         regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
+    positions = [batch.targets(k) for k in heads]
+    known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]
     total, per_head, correct = torch.zeros((), device=device), [], []
-    for k, at, ids, states in zip(heads, known, targets, drafter.head_states(backbone, batch, known), strict=True):
+    for k, at, states in zip(heads, known, drafter.head_states(backbone, batch, known), strict=True):
         hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
-        teacher = None if p is None else p[at + k]
-        loss, hits = linear_loss(hidden, scored(matrix), ids[ids >= 0], teacher, soft=soft, kind=train.loss, bias=bias)
+        targets, teacher = index[batch.next[at + k]], None if p is None else p[at + k]
+        loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, kind=train.loss, bias=bias)
         per_head.append(loss)
         correct.append(hits)
         if regress and len(at):
@@ -86,6 +76,25 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
         total = total + train.decay**k * len(at) / max(1, len(batch.learnt)) * loss
     counted, learnt = (torch.tensor([len(at) for at in kind], device=device) for kind in (positions, known))
     return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
+
+
+def sample_vocabulary(
+    batch: Batch, count: int, index: Tensor, bias: Tensor | None, p: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for those alone.
+
+    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if there is one.
+    """
+    size = int(index.max()) + 1
+    emitted = index[batch.next[batch.learnt]]
+    counts = torch.bincount(emitted[emitted >= 0], minlength=size)
+    rows, log_weight = sample_rows(counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count)
+    number = rows.new_full((size + 1,), -1)  # of each row among those; the last entry is that of row -1
+    number[rows] = torch.arange(len(rows), device=rows.device)
+    if p is not None:
+        p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
+        p /= p.sum(-1, keepdim=True)
+    return rows, number[index], log_weight if bias is None else bias[rows] + log_weight, p
 
 
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from medusa_cli.data.conversation import Conversation, read_conversations
-from medusa_cli.data.packing import Dataset, Example, split_conversations, with_states
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset
 from medusa_cli.data.states import StateStore, read_rows, seal
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.engine import Plan
@@ -31,52 +30,6 @@ from medusa_cli.runs.run import Run, check_backbone
 
 log = logging.getLogger(__name__)
 
-Conversations = Dataset[Conversation]
-
-
-def load_dataset(
-    run: Run,
-    backbone: Backbone,
-    *,
-    data: Path | None = None,
-    fraction: float = 0.05,
-    taps: Sequence[int] = (-1,),
-    prompts: bool = False,
-    select: Callable[[Conversations], Conversations] | None = None,
-    world: Distributed | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Dataset[Example]:
-    """Returns the run's conversations (or those of the file `data`) with their states, a fraction of them held out.
-
-    prompts: examples are whole conversations. select: returns the part of the data set that is needed; the states of
-    others are not computed. world: the processes that share a prefill. on_progress: called with the tokens done and
-    their number. Raises UserError for missing or unusable data, and for states of other data.
-    """
-    path, size, world = data or run.data_path, backbone.hidden_size, world or Distributed()
-    owner = Run(path.parent).owner
-    if path.is_file() and owner is not None:
-        check_backbone(owner, backbone.identity, f"{path}")
-    conversations, report = read_conversations(path, backbone)
-    dataset = split_conversations(conversations, report, fraction=fraction)
-    origin, stored = describe_distillation(path.parent), path.with_name(run.states_path.name)
-    # States kept while distilling are those of the model without an adapter, quantized as it was then.
-    fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
-    layers = with_last_layer(origin.taps)
-    if fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in conversations):
-        states = _stored(stored, size * len(layers), conversations)
-        kept = replace(with_states(select(dataset) if select else dataset, states, prompts), kept=True)
-        if tuple(taps) != layers:
-            kept.columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
-        return kept
-    needed = _with_rows(dataset)
-    cached = _cache_path(run, backbone, needed, taps)
-    if select is not None:
-        needed = select(needed) if cached.is_file() else _with_rows(select(dataset))
-        cached = cached if cached.is_file() else _cache_path(run, backbone, needed, taps)
-    if not world.gather(cached.is_file())[0]:  # all as the first one sees it
-        _prefill(cached, backbone, _in_order(needed), taps, world, on_progress)
-    return with_states(needed, _stored(cached, size * len(taps), _in_order(needed)), prompts)
-
 
 def rounding(backbone: Backbone) -> str | None:
     """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
@@ -84,42 +37,77 @@ def rounding(backbone: Backbone) -> str | None:
     return kernel if kernel in BITS else rounding_of(backbone.model)
 
 
-def _in_order(dataset: Conversations) -> list[Conversation]:
-    """Returns all conversations in the order of their states, which does not depend on the split."""
-    return sorted((*dataset.train, *dataset.held_out), key=lambda conversation: conversation.id)
+def with_states(
+    dataset: Dataset,
+    run: Run,
+    backbone: Backbone,
+    path: Path,
+    taps: Sequence[int] = (-1,),
+    *,
+    among: Dataset | None = None,
+    world: Distributed | None = None,
+    show: Callable[..., None] = lambda *progress: None,
+) -> Dataset:
+    """Returns the data set of the file `path` with its states: kept while distilling, cached in the run, or computed.
+
+    among: a larger data set, whose states serve if they are cached. world: the processes that share the computation.
+    show: called with a name, the tokens done and their number. Raises UserError for states of other data.
+    """
+    world, owner = world or Distributed(), Run(path.parent).owner
+    if owner is not None:
+        check_backbone(owner, backbone.identity, f"{path}")
+    if kept := _kept(dataset, backbone, path, taps):
+        return kept
+    needed = _in_order(among or dataset)
+    cached = _cache_path(run, backbone, needed, taps)
+    if among is not None and not cached.is_file():
+        needed = _in_order(dataset)
+        cached = _cache_path(run, backbone, needed, taps)
+    if not world.gather(cached.is_file())[0]:  # all as the first one sees it
+        _prefill(cached, backbone, needed, taps, world, show)
+    ends = list(accumulate(len(item.tokens) - 1 for item in needed))
+    rows = {item.id: (end - len(item.tokens) + 1, len(item.tokens) - 1) for item, end in zip(needed, ends, strict=True)}
+    train, held_out = (
+        [replace(item, state_rows=rows[item.id], seal=None) for item in part]
+        for part in (dataset.train, dataset.held_out)
+    )
+    states = read_rows(cached, backbone.hidden_size * len(taps), 0, ends[-1])
+    return replace(dataset, train=train, held_out=held_out, states=states)
 
 
-def _with_rows(dataset: Conversations) -> Conversations:
-    """Returns conversations with the rows of a file made here, where they follow one another."""
-    rows, start = {}, 0
-    for item in _in_order(dataset):
-        rows[item.id] = (start, len(item.tokens) - 1)
-        start += len(item.tokens) - 1
+def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
+    """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
 
-    def numbered(part: Sequence[Conversation]) -> list[Conversation]:
-        return [replace(item, state_rows=rows[item.id], seal=None) for item in part]
-
-    return replace(dataset, train=numbered(dataset.train), held_out=numbered(dataset.held_out))
-
-
-def _stored(path: Path, width: int, conversations: Sequence[Conversation]) -> Tensor:
-    """Returns the state rows that conversations name; raises UserError where these are not theirs."""
-    states = read_rows(path, width, 0, max(sum(item.state_rows or ()) for item in conversations))
-    for item in conversations:
-        first, count = item.state_rows or (0, 0)
+    They are those of the model without an adapter, quantized as it was then. Raises UserError for rows of other data.
+    """
+    origin, stored = describe_distillation(path.parent), path.with_name("states.bin")
+    fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
+    layers, items = with_last_layer(origin.taps), _in_order(dataset)
+    if not (fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in items)):
+        return None
+    places = [item.state_rows or (0, 0) for item in items]
+    size = backbone.hidden_size
+    states = read_rows(stored, size * len(layers), 0, max(map(sum, places)))
+    for item, (first, count) in zip(items, places, strict=True):
         if item.seal not in (None, seal(item, states[first : first + count])):
             raise UserError(
-                f"{path} holds other state rows than were kept for the conversation {item.id!r}",
+                f"{stored} holds other state rows than were kept for the conversation {item.id!r}",
                 "delete it to compute the states again",
             )
-    return states
+    columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
+    return replace(dataset, states=states, kept=True, columns=None if tuple(taps) == layers else columns)
 
 
-def _cache_path(run: Run, backbone: Backbone, dataset: Conversations, taps: Sequence[int]) -> Path:
+def _in_order(dataset: Dataset) -> list[Conversation]:
+    """Returns all conversations in the order of their states, which does not depend on the split."""
+    return sorted((*dataset.train, *dataset.held_out), key=lambda item: item.id)
+
+
+def _cache_path(run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]) -> Path:
     """Returns where a run keeps the states of conversations: the name is a digest of all that they depend on."""
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
     digest = hashlib.sha256(json.dumps([owner, rounding(backbone), str(backbone.dtype), list(taps)]).encode())
-    for item in _in_order(dataset):
+    for item in items:
         digest.update(json.dumps(item.tokens).encode())
     return run.cache_dir / f"states-{digest.hexdigest()[:16]}.bin"
 
@@ -130,7 +118,7 @@ def _prefill(
     conversations: Sequence[Conversation],
     taps: Sequence[int],
     world: Distributed,
-    on_progress: Callable[[int, int], None],
+    show: Callable[..., None],
 ) -> None:
     """Computes the states of conversations, all positions but the last: each process a part of the file.
 
@@ -163,7 +151,7 @@ def _prefill(
             if store is not None:
                 store.append(hidden[:-1])
             count += len(conversation.tokens)
-            on_progress(count, total)
+            show("hidden states", count, total)
         if store is not None:
             store.sync()
         world.wait()

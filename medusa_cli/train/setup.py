@@ -3,18 +3,16 @@
 import difflib
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_cli.data.conversation import Conversation, read_conversations
-from medusa_cli.data.packing import Dataset, frequent_tokens, split_conversations
+from medusa_cli.data.packing import Dataset, frequent_tokens
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.base import check_layers, with_last_layer
 from medusa_cli.drafters.eagle import default_taps
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
@@ -45,6 +43,11 @@ def drafter_class(name: str) -> type[HeadDrafter]:
 def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
     """Returns True if stage 1 runs the model over whole conversations in every step."""
     return kind.uses_verify_pass or train.states == "fresh"
+
+
+def longest(train: TrainRecipe) -> int:
+    """Returns the tokens to which conversations are cut that the model runs whole."""
+    return min(train.max_length, train.batch_tokens)
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -119,7 +122,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     return with_last_layer(taps)
 
 
-def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset[Any]) -> HeadDrafter:
+def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
     """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's answers."""
     kind, size = drafter_class(recipe.name), recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
@@ -133,7 +136,7 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset[An
                 f"drafter.draft_vocab_size={size} is larger than the model's vocabulary",
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
-        draft_ids = frequent_tokens(dataset.answer_tokens(), size, backbone.vocab_size)
+        draft_ids = frequent_tokens(dataset.answers(), size, backbone.vocab_size)
     return kind.create(
         backbone,
         num_heads=recipe.num_heads,
@@ -188,59 +191,52 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     return backbone
 
 
-def whole_conversations(backbone: Backbone, recipe: Recipe, data: Path, fraction: float) -> Dataset[Conversation]:
-    """Returns the conversations of a file, whole; raises UserError for missing or unusable data."""
-    records, report = read_conversations(data, backbone)
-    train = recipe.train
-    length = min(train.max_length, train.batch_tokens, backbone.max_positions)
-    return split_conversations(records, report, max_length=length, fraction=fraction)
-
-
 def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDrafter, stage: int) -> None:
-    """Copies the heads of the run `start`; stage 2 takes the run's own of stage 1 by default.
+    """Copies the heads of the run `start`, in stage 2 with their adapter; stage 2 takes the run's own by default.
 
-    In stage 1 the heads start fresh where those of `start` do not fit; stage 2 raises UserError.
+    Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
     """
     giver = start or (run if stage == 2 else None)
     if giver is None:
         return
-    if trained_heads(giver, backbone, drafter):
-        log.info(f"the heads start from {giver.drafter_dir}")
-    elif stage == 2 and start is not None and trained_heads(start, backbone, drafter, adapted=True):
-        log.info(f"the heads and the adapter start from {giver.path}")
-    elif stage == 2 and start is not None:
-        raise UserError(
-            f"@from {start.path}: it holds no heads of this model and this shape",
-            "train such heads there, or give its conversations alone as @data",
-        )
-    else:
+    if not copy_heads(giver, backbone, drafter, adapted=stage == 2 and start is not None):
+        if stage == 2 and start is not None:
+            raise UserError(
+                f"@from {start.path}: it holds no heads of this model and this shape",
+                "train such heads there, or give its conversations alone as @data",
+            )
         log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
         return
+    log.info(f"the heads start from {giver.drafter_dir}")
     trained = rounding_in(giver.drafter_dir)
     if trained not in (None, backbone.identity.get("rounding")):
         log.warning(f"{giver.drafter_dir} was trained on the model quantized by {trained}; @quantize {trained} does so")
 
 
-def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool = False) -> bool:
+def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
     """Copies the run's drafter into a fresh one of the same shape; returns False if there is no such drafter.
 
-    They are heads of stage 1, or, `adapted`, of stage 2 with the adapter they belong to. The fresh drafter may have
-    more prefix layers and blocks in its heads: these change nothing yet.
+    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh drafter may have more
+    prefix layers and blocks in its heads: these change nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False
     identity = describe_drafter(run.drafter_dir).provenance.identity
-    if not identity or bool(identity.get("adapter")) != adapted:
+    learnt = identity.get("adapter")
+    if not identity or (learnt and not adapted):
         return False
     try:
         check_backbone(identity, backbone.identity, "the drafter")
         trained = load_kind(type(drafter), run.drafter_dir, backbone)
     except UserError:
         return False
-    if trained.config != _smaller(drafter.config, trained.config):
+    smaller: dict[str, Any] = {"num_layers": min(drafter.config.num_layers, trained.config.num_layers)}
+    if getattr(trained.config, "prefix_layers", None) == 0:
+        smaller["prefix_layers"] = 0
+    if trained.config != replace(drafter.config, **smaller):
         return False
-    if adapted:
-        if run.adapter is None or adapter.digest(run.adapter) != identity["adapter"]:
+    if learnt:
+        if run.adapter is None or adapter.digest(run.adapter) != learnt:
             return False
         adapter.take_up(backbone.model, run.adapter)
     weights = dict(trained.named_parameters())
@@ -250,11 +246,3 @@ def trained_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: b
                 weight.copy_(weights[name])
         drafter.draft_ids.copy_(trained.draft_ids)
     return True
-
-
-def _smaller(config: HeadsConfig, trained: HeadsConfig) -> HeadsConfig:
-    """Returns `config` without the parts that `trained` lacks and that change nothing at first."""
-    less: dict[str, Any] = {"num_layers": min(config.num_layers, trained.num_layers)}
-    if getattr(trained, "prefix_layers", None) == 0:
-        less["prefix_layers"] = 0
-    return replace(config, **less)

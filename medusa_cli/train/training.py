@@ -3,6 +3,7 @@
 import ctypes
 import json
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli.data.packing import Dataset, coverage
+from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -28,37 +29,25 @@ from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import set_aside
-from medusa_cli.train.log import (
-    NAME,
-    Board,
-    Event,
-    Prefilled,
-    Saved,
-    Started,
-    Stopped,
-    TrainLog,
-    Validated,
-    draw_curves,
-    read_log,
-)
+from medusa_cli.train.log import NAME, Stepped, TrainLog, Validated, draw_curves, read_log, shares
 from medusa_cli.train.loop import Trainer
-from medusa_cli.train.prefill import load_dataset
+from medusa_cli.train.prefill import with_states
 
 log = logging.getLogger(__name__)
+FAR = 0.05  # nats a token from the original beyond which stage 2 warns
 # `evaluate` cuts and batches conversations alike for every run.
 MAX_LENGTH, BATCH_TOKENS = 1024, 2048
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The end of a training: the run that holds the drafter, steps done, and held-out figures.
+    """The end of a training: the run that holds the drafter, steps done, last loss, speed, and held-out figures.
 
     validation: the last one, as the log has it; None where nothing was held out. expected_acceptance: tokens a step
     over a chain of the heads' first choices, now and, in stage 2, before the first step.
     """
 
     run: Run
-    stopped: bool
     step: int
     steps: int
     positions: int
@@ -67,24 +56,27 @@ class Trained:
     validation: Document | None
     expected_acceptance: float | None
     expected_acceptance_at_start: float | None
+    loss: float | None
+    tokens_per_s: float
 
 
 def train(
     run: Run,
     recipe: Recipe,
-    on_event: Callable[[Event], None] = lambda event: None,
     *,
     options: LoadOptions = DEFAULT_LOADING,
     data: Path | None = None,
     start: Run | None = None,
     resume: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
+    show: Callable[..., None] = lambda *progress, **note: None,
 ) -> Trained | None:
-    """Trains the recipe's drafter in a run and saves it there; `on_event` is told of every step.
+    """Trains the recipe's drafter in a run and saves it there.
 
     data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
-    should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. Under torchrun, the
-    processes share every step, and all but the first return None.
+    should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. show: called with a
+    name, the tokens done and their number, and a `note`. Under torchrun, the processes share every step, and all but
+    the first return None.
     """
     setup.check_recipe(recipe)
     keep_freed_memory()
@@ -94,17 +86,16 @@ def train(
     source = data or run.data_path
     with sole_writer(run.path, "medusa train", log.warning) if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
-        backbone, dataset, drafter = _load(run, recipe, on_event, options, source, world)
+        backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:
             setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
         trainer = Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=should_stop, world=world)
-        covered = coverage(drafter.draft_ids, dataset.answer_tokens())  # it may be another data set's vocabulary
         if world.first:
             if not resume:
                 set_aside(run)
             write_atomic(run.recipe_path, recipe.to_yaml())
-            _describe(trainer, covered)
-            _run(trainer, on_event)
+            _describe(trainer)
+            _run(trainer, show)
         else:
             for _ in trainer.events():
                 pass
@@ -112,61 +103,33 @@ def train(
         world.destroy()
         if not world.first:
             return None
-        checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
-        keys = ("loss", "head_losses", "accuracies", "positions", "parts")
-        ended = Trained(
-            run,
-            stopped=trainer.step < trainer.steps,
-            step=trainer.step,
-            steps=trainer.steps,
-            positions=trainer.positions,
-            heads=drafter.num_heads,
-            draft_coverage=covered,
-            validation={key: checks[-1][key] for key in keys} if checks else None,
-            expected_acceptance=_expected_acceptance(checks[-1:]),
-            expected_acceptance_at_start=_expected_acceptance([line for line in checks if line["step"] == 0]),
-        )
-        return ended if ended.stopped else replace(ended, run=_save(trainer, source, ended))
+        trained = _end(trainer)
+        return trained if trained.step < trained.steps else replace(trained, run=_save(trainer, source, trained))
 
 
 def _load(
-    run: Run,
-    recipe: Recipe,
-    on_event: Callable[[Event], None],
-    options: LoadOptions,
-    source: Path,
-    world: Distributed,
-) -> tuple[Backbone, Dataset[Any], HeadDrafter]:
+    run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
+) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
     train, kind = recipe.train, setup.drafter_class(recipe.drafter.name)
     with nullcontext() if train.shard else world.first_ahead():
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     with world.first_ahead():
         run.bind(backbone.identity)
-    dataset: Dataset[Any]
-    if train.stage == 2 or setup.runs_model(kind, train):
-        dataset = setup.whole_conversations(backbone, recipe, source, train.validation_fraction)
-    else:
-        dataset = load_dataset(
-            run,
-            backbone,
-            data=source,
-            fraction=train.validation_fraction,
-            taps=setup.taps_of(recipe.drafter, backbone),
-            prompts=kind.sees_prompt(recipe.drafter),
-            world=world,
-            on_progress=lambda done, total: on_event(Prefilled(done, total)),
-        )
+    online = train.stage == 2 or setup.runs_model(kind, train)
+    dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
+    if not online:
+        taps = setup.taps_of(recipe.drafter, backbone)
+        dataset = with_states(dataset, run, backbone, source, taps, world=world, show=show)
     torch.manual_seed(train.seed)
     return backbone, dataset, setup.build_drafter(backbone, recipe.drafter, dataset)
 
 
-def _describe(trainer: Trainer, covered: float) -> None:
+def _describe(trainer: Trainer) -> None:
     """Logs the size of the training, and the processes that have nothing to do in it."""
-    dataset, train, size = trainer.dataset, trainer.recipe.train, trainer.world.size
-    items = "conversations" if dataset.states is None else "answers"
+    dataset, train, size, covered = trainer.dataset, trainer.recipe.train, trainer.world.size, _coverage(trainer)
     log.info(
-        f"{dataset.report}; {len(dataset.train):,} {items} to train on, {len(dataset.held_out):,} held out; "
+        f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
         + (f"; the draft vocabulary covers {covered:.2%} of the answers" if covered < 1 else "")
     )
@@ -178,18 +141,62 @@ def _describe(trainer: Trainer, covered: float) -> None:
         )
 
 
-def _run(trainer: Trainer, on_event: Callable[[Event], None]) -> None:
-    """Runs the steps; writes every event to the log, to TensorBoard and to `on_event`."""
-    run, at = trainer.run, trainer.step or None
-    on_event(Started(trainer.steps, trainer.positions, trainer.positions_done))
-    with closing(TrainLog(run.path / NAME, at)) as lines, closing(Board(run.path / "tensorboard", at)) as board:
+def _coverage(trainer: Trainer) -> float:
+    """Returns the share of answer tokens in the draft vocabulary, which may be another data set's."""
+    return coverage(trainer.drafter.draft_ids, trainer.dataset.answers())
+
+
+def _run(trainer: Trainer, show: Callable[..., None]) -> None:
+    """Runs the steps; logs, shows and draws them."""
+    run, total = trainer.run, trainer.positions
+    show("training", trainer.positions_done, total)
+    with closing(TrainLog(run.path / NAME, trainer.step or None)) as lines:
         for event in trainer.events():
             lines.write(event)
-            board.write(event)
-            on_event(event)
-            if isinstance(event, Saved | Stopped):
-                title = f"{run.name}: stage {trainer.recipe.train.stage}"
-                draw_curves(read_log(lines.path), run.path / "train.png", title)
+            if isinstance(event, Stepped):
+                note = f"loss {event.loss:.3f}, top-1 {shares(event.accuracies)}, lr {event.lr:.1e}"
+                show("training", event.total_positions, total, note=f"{note}, {event.memory / 1e9:.1f} GB")
+            elif isinstance(event, Validated):
+                _report(event)
+            else:
+                draw_curves(
+                    read_log(lines.path), run.path / "train.png", f"{run.name}: stage {trainer.recipe.train.stage}"
+                )
+
+
+def _report(event: Validated) -> None:
+    """Logs a validation; in stage 2 also what the training costs the model, with a warning where that is much."""
+    text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}"
+    parts = event.parts
+    if "kl" in parts:
+        perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
+        text += f"; KL to the original {parts['kl']:.4f} nats, perplexity {perplexity:.3f} (original {original:.3f}), "
+        text += f"greedy agreement {parts['agreement']:.1%}"
+    elif "nll" in parts:
+        text += f"; perplexity {math.exp(parts['nll']):.3f}"
+    log.info(text)
+    if parts.get("kl", 0.0) > FAR:
+        log.warning(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
+
+
+def _end(trainer: Trainer) -> Trained:
+    lines = read_log(trainer.run.path / NAME)
+    steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
+    keys = ("loss", "head_losses", "accuracies", "positions", "parts")
+    seconds = sum(line["seconds"] for line in steps)
+    return Trained(
+        trainer.run,
+        step=trainer.step,
+        steps=trainer.steps,
+        positions=trainer.positions,
+        heads=trainer.drafter.num_heads,
+        draft_coverage=_coverage(trainer),
+        validation={key: checks[-1][key] for key in keys} if checks else None,
+        expected_acceptance=_expected_acceptance(checks[-1:]),
+        expected_acceptance_at_start=_expected_acceptance([line for line in checks if line["step"] == 0]),
+        loss=steps[-1]["loss"] if steps else None,
+        tokens_per_s=round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
+    )
 
 
 def _expected_acceptance(checks: Sequence[Document]) -> float | None:
@@ -197,7 +204,7 @@ def _expected_acceptance(checks: Sequence[Document]) -> float | None:
     return 1 + sum(accumulate(checks[0]["accuracies"], mul)) if checks else None
 
 
-def _save(trainer: Trainer, source: Path, ended: Trained) -> Run:
+def _save(trainer: Trainer, source: Path, trained: Trained) -> Run:
     """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
     run, backbone, train = trainer.run, trainer.backbone, trainer.recipe.train
     identity = dict(backbone.identity)
@@ -216,8 +223,8 @@ def _save(trainer: Trainer, source: Path, ended: Trained) -> Run:
         recipe=trainer.recipe.to_dict(),
         steps=trainer.steps,
         positions=trainer.positions,
-        draft_coverage=ended.draft_coverage,
-        validation=ended.validation,
+        draft_coverage=trained.draft_coverage,
+        validation=trained.validation,
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)
@@ -270,13 +277,13 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
-    dataset = setup.whole_conversations(backbone, recipe, data, 0.0)
+    dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
     dataset = replace(dataset, train=kept, held_out=kept)  # nothing is trained, but a trainer needs something to train
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
-    if not setup.trained_heads(run, backbone, drafter, adapted=joint):
+    if not setup.copy_heads(run, backbone, drafter, adapted=joint):
         raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
-    return Trainer(backbone, drafter, dataset, recipe, run).validate(0)
+    return Trainer(backbone, drafter, dataset, recipe, run).validate()
 
 
 # From glibc's malloc.h. Its own limits are 32 MB for the first and an int for the second.
