@@ -7,6 +7,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa_cli.drafters import load_drafter
+from medusa_cli.drafters.base import NewTokens
+from medusa_cli.model import Backbone
+from tests.helpers import TREE, drafted
+
 H, V = 32, 64
 
 
@@ -104,3 +109,12 @@ def write(folder: Path, file: str, tensors: dict[str, Tensor], config: dict | No
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def draft_of(drafter: Path, backbone: Backbone) -> tuple[list[int], Tensor, int]:
+    """Returns what the drafter of a folder drafts after some states, those states, and the root."""
+    own = load_drafter(drafter, backbone)
+    torch.manual_seed(8)
+    hidden, root = torch.randn(1, backbone.hidden_size * len(own.taps)), 11
+    draft = drafted(own, backbone, NewTokens(torch.tensor([5]), hidden, root, 0), TREE)
+    return draft.tokens.tolist(), hidden, root

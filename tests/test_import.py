@@ -6,23 +6,19 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_cli.drafters import load_drafter
-from medusa_cli.drafters.base import NewTokens
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.export.eagle3_format import import_eagle3
-from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.incoming import INDEX, import_drafter
 from medusa_cli.export.tensors import read_tensors
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
-from tests.checkpoints import EAGLE, H, V, eagle3, hydra_heads, medusa_heads, vllm_names, write
+from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, hydra_heads, medusa_heads, vllm_names, write
 from tests.helpers import TREE, medusa, save_model
 from tests.test_run import writing
 
@@ -57,15 +53,6 @@ def refuse(folder: Path, model: str, part: str) -> None:
     assert not (folder / "run" / "drafter").exists()
 
 
-def drafted(folder: Path, backbone: Backbone) -> tuple[list[int], Tensor, int]:
-    """Returns what the run's drafter drafts after some states, those states, and the root."""
-    drafter = load_drafter(folder / "run" / "drafter", backbone)
-    torch.manual_seed(8)
-    hidden, root = torch.randn(1, backbone.hidden_size * len(drafter.taps)), 11
-    [draft] = drafter.draft(backbone, [drafter], [NewTokens(torch.tensor([5]), hidden, root, 0)], TREE)
-    return draft.tokens.tolist(), hidden, root
-
-
 def medusa_reference(tensors: Tensors, hidden: Tensor, root: int, lm_head: Tensor | None = None) -> list[int]:
     """Returns the tokens of TREE by FasterDecoding's heads, computed from their state dict."""
     ranked = []
@@ -86,14 +73,14 @@ def test_fasterdecoding_heads_draft_as_their_own_code(
     tensors = medusa_heads()
     *_, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 3, "medusa_num_layers": 2}, file)
     assert all(torch.equal(kept[name], tensors[name]) and kept[name].dtype == torch.float16 for name in tensors)
-    tokens, hidden, root = drafted(tmp_path, backbone)
+    tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     assert tokens == medusa_reference(tensors, hidden, root)
 
 
 def test_the_second_form_reads_the_models_own_lm_head(tmp_path: Path, model: str, backbone: Backbone) -> None:
     tensors = medusa_heads(vocabulary=None)
     take(tmp_path, None, tensors, {"base_model_name_or_path": model})
-    tokens, hidden, root = drafted(tmp_path, backbone)
+    tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     assert tokens == medusa_reference(tensors, hidden, root, backbone.lm_head_weight)
 
 
@@ -104,7 +91,7 @@ def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str, bac
     assert len(notes) == 1
     assert torch.equal(kept["1.2.weight"], tensors["1.2.weight"]) and not kept["2.1.linear.bias"].any()
     flat = {name: torch.zeros_like(tensor) if "bias" in name else tensor for name, tensor in tensors.items()}
-    tokens, hidden, root = drafted(tmp_path, backbone)
+    tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     expected = medusa_reference(flat, hidden, root)
     assert tokens == [root, *ids[torch.tensor(expected[1:])].tolist()]
 
@@ -113,19 +100,15 @@ def test_tied_matrices_become_one_each(tmp_path: Path, model: str) -> None:
     tensors = medusa_heads()
     for head in (1, 2):  # several names for one storage, as in a state dict of heads that share a matrix
         tensors[f"{head}.2.weight"] = tensors["0.2.weight"]
-    *_, kept = take(tmp_path, model, tensors)
+    facts, notes, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 2})
     assert torch.equal(kept["2.2.weight"], tensors["0.2.weight"])
-
-
-def test_more_heads_than_the_config_counts_are_imported(tmp_path: Path, model: str) -> None:
-    facts, notes, _ = take(tmp_path, model, medusa_heads(), {"medusa_num_heads": 2})
-    assert facts["heads"] == 3 and len(notes) == 1
+    assert facts["heads"] == 3 and len(notes) == 1  # more heads than the config counts
 
 
 def test_hydra_heads_draft_as_their_own_code(tmp_path: Path, model: str, backbone: Backbone) -> None:
     tensors = hydra_heads()
     take(tmp_path, model, tensors, {"hydra_num_heads": 3, "grounded_heads": True}, "hydra_lm_head.pt")
-    tokens, hidden, root = drafted(tmp_path, backbone)
+    tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
 
     def best(path: list[int], rank: int) -> int:
         k = len(path) - 1
@@ -151,17 +134,13 @@ def test_hydra_biases_that_are_left_out_are_noted(tmp_path: Path, model: str) ->
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_eagle3_folders_become_eagle_drafters(tmp_path: Path, model: str, backbone: Backbone, file: str) -> None:
-    facts, *_ = take(tmp_path, model, eagle3(), EAGLE, file)
-    assert (facts["drafter"], facts["format"]) == ("eagle", "eagle3")
-    drafted(tmp_path, backbone)
-
-
-def test_shared_keys_and_values_get_a_copy_for_every_query_head() -> None:
     theirs = eagle3()
-    _, tensors, _ = import_eagle3(theirs, EAGLE, SimpleNamespace(hidden_size=H, vocab_size=V, num_hidden_layers=5))
-    each = tensors["midlayer.self_attn.k_proj.weight"].unflatten(0, (4, 8))
-    shared = theirs["midlayer.self_attn.k_proj.weight"].unflatten(0, (2, 8))
-    assert torch.equal(each[0], each[1]) and torch.equal(each[0], shared[0]) and torch.equal(each[3], shared[1])
+    facts, _, kept = take(tmp_path, model, theirs, EAGLE, file)
+    assert (facts["drafter"], facts["format"]) == ("eagle", "eagle3")
+    draft_of(tmp_path / "run" / "drafter", backbone)
+    # Every query head gets a copy of its shared keys.
+    each, shared = kept["midlayer.self_attn.k_proj.weight"], theirs["midlayer.self_attn.k_proj.weight"]
+    assert torch.equal(each.unflatten(0, (2, 2, 8)), shared.unflatten(0, (2, 1, 8)).expand(2, 2, 8, 2 * H))
 
 
 @pytest.mark.parametrize("name", ["heads-1.7b", "link"])
@@ -226,6 +205,7 @@ UNFIT: dict[str, tuple[Callable[[], Tensors], dict | None, str]] = {
     "a map of floats": (lambda: mapped(torch.arange(V) * 1.0), None, "token_map"),
     "no known layout": (lambda: {"transformer.weight": torch.zeros(2)}, None, "transformer.weight"),
     "no tensors": (lambda: {"a": [1, 2]}, None, FILE),
+    "a map beside its marks": (lambda: eagle3() | {"d2t": eagle3()["d2t"] + 1}, EAGLE, "d2t"),
     "hydra, prefix": (hydra_heads, {"hydra_head_arch": "prefix-mlp"}, "prefix-mlp"),
     "hydra, 4 billion heads": (
         lambda: {**hydra_heads(), "hydra_mlp.4000000000.0.linear.weight": torch.zeros(1)},
@@ -267,13 +247,6 @@ def test_unfit_eagle3_configs_are_refused(tmp_path: Path, model: str, change: di
     refuse(tmp_path, model, part)
 
 
-def test_contradicting_eagle3_maps_are_refused(tmp_path: Path, model: str) -> None:
-    tensors = eagle3()
-    tensors["d2t"][3] += 1
-    write(tmp_path / "theirs", "model.safetensors", tensors, EAGLE)
-    refuse(tmp_path, model, "d2t")
-
-
 class Hostile:
     """A call that a pickle makes when it is read."""
 
@@ -300,13 +273,6 @@ def test_no_pickle_is_executed(tmp_path: Path, model: str, way: str) -> None:
     assert touched.exists()
 
 
-@pytest.mark.parametrize("file", [FILE, "medusa_lm_head.safetensors"])
-def test_a_truncated_file_is_refused(tmp_path: Path, model: str, file: str) -> None:
-    path = write(tmp_path / "theirs", file, medusa_heads()) / file
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refuse(tmp_path, model, file)
-
-
 def test_a_file_that_unpacks_to_more_than_its_size_is_refused(tmp_path: Path) -> None:
     torch.save({FIRST: torch.zeros(4 << 20)}, tmp_path / "plain.pt")
     with (
@@ -320,9 +286,12 @@ def test_a_file_that_unpacks_to_more_than_its_size_is_refused(tmp_path: Path) ->
         read_tensors(tmp_path / "bomb.pt")
 
 
-def test_oversized_headers_and_pipes_are_refused_at_once(tmp_path: Path, model: str) -> None:
-    path = tmp_path / "theirs" / "medusa_lm_head.safetensors"
-    path.parent.mkdir()
+def test_damaged_files_and_pipes_are_refused_at_once(tmp_path: Path, model: str) -> None:
+    for file in (FILE, "medusa_lm_head.safetensors"):
+        path = write(tmp_path / "theirs", file, medusa_heads()) / file
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        refuse(tmp_path, model, file)
+        path.unlink()
     for data in ((1 << 62).to_bytes(8, "little") + b"{", (64).to_bytes(8, "little") + b"{" * 64, b""):
         path.write_bytes(data)
         refuse(tmp_path, model, path.name)
@@ -334,32 +303,22 @@ def test_oversized_headers_and_pipes_are_refused_at_once(tmp_path: Path, model: 
 
 
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, model: str) -> None:
-    folder = write(tmp_path / "theirs", "part.safetensors", medusa_heads(), {})
-    save_file(medusa_heads(), tmp_path / "outside.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
-    index = folder / "model.safetensors.index.json"
-    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "link.safetensors"):
-        index.write_text(json.dumps({"weight_map": {FIRST: name}}))
-        refuse(tmp_path, model, "outside")
-    index.write_text(json.dumps({"weight_map": {FIRST: "part.safetensors"}}))
-    assert import_drafter(str(folder), f"{tmp_path}/run", model)[1]["heads"] == 3
-
-
-def test_links_of_the_hubs_cache_are_followed_and_no_others(tmp_path: Path, model: str) -> None:
-    cache = tmp_path / "models--a--b"
-    folder = cache / "snapshots" / "0123"
-    (cache / "blobs").mkdir(parents=True)
-    folder.mkdir(parents=True)
-    for target, run in ((cache / "blobs" / "sum", "run"), (tmp_path / "elsewhere", "other")):
-        save_file(medusa_heads(), target)
-        (folder / "part.safetensors").unlink(missing_ok=True)
-        (folder / "part.safetensors").symlink_to(target)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {FIRST: "part.safetensors"}}))
-        if run == "run":
-            assert import_drafter(str(folder), f"{tmp_path}/{run}", model)[1]["heads"] == 3
-        else:
+    cache = tmp_path / "models--a--b"  # the hub's own links to its blobs are followed
+    plain, snapshot = tmp_path / "theirs", cache / "snapshots" / "0123"
+    for path in (plain / "part.safetensors", tmp_path / "outside.safetensors", cache / "blobs" / "sum"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(medusa_heads(), path)
+    snapshot.mkdir(parents=True)
+    (snapshot / "blob.safetensors").symlink_to(cache / "blobs" / "sum")
+    for folder in (plain, snapshot):
+        (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+        for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "link.safetensors"):
+            (folder / INDEX).write_text(json.dumps({"weight_map": {FIRST: name}}))
             with pytest.raises(UserError, match="outside"):
-                import_drafter(str(folder), f"{tmp_path}/{run}", model)
+                import_drafter(str(folder), f"{tmp_path}/run", model)
+    for number, (folder, name) in enumerate(((plain, "part"), (snapshot, "blob"))):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {FIRST: f"{name}.safetensors"}}))
+        assert import_drafter(str(folder), f"{tmp_path}/run{number}", model)[1]["heads"] == 3
 
 
 def test_missing_parts_are_named(tmp_path: Path, model: str) -> None:
