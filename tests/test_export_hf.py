@@ -1,6 +1,7 @@
 """Exported folders under transformers alone give the tokens of plain `generate`, for each kind of drafter."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,22 +110,21 @@ def test_every_kind_drafts_as_in_our_own_decoding(export: Export, name: str, mon
     assert len(passes) == len(steps)
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "qwen3", "gemma3"])
-def test_sliding_windows_and_other_families(export: Export, family: str) -> None:
-    compare(export(family=family))
-
-
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
-        {"do_sample": True, "top_k": 5, "repetition_penalty": 1.3},
-        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+        ("mistral-window", {}),
+        ("qwen3", {}),
+        ("gemma3", {}),
+        ("llama", {"do_sample": True, "temperature": 0.8, "top_p": 0.9}),
+        ("llama", {"do_sample": True, "top_k": 5, "repetition_penalty": 1.3}),
+        ("llama", {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}),
     ],
-    ids=["nucleus", "penalty", "greedy-penalty"],
 )
-def test_sampling_draws_the_tokens_of_plain_generate(export: Export, settings: dict) -> None:
-    compare(export(), **settings)
+def test_families_samples_and_penalties_give_the_tokens_of_plain_generate(
+    export: Export, family: str, settings: dict
+) -> None:
+    compare(export(family=family), **settings)
 
 
 def test_repeated_text_is_drafted(export: Export) -> None:
@@ -180,14 +181,6 @@ def test_weights_keep_their_stored_type_if_the_config_names_none(tmp_path: Path,
     assert len(notes) == (stored != written)
 
 
-def test_every_file_has_its_checksum(export: Export) -> None:
-    folder = export()
-    sums = dict(reversed(line.split("  ")) for line in (folder / "SHA256SUMS").read_text().splitlines())
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {"SHA256SUMS"}
-    assert set(sums) == files
-    assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
-
-
 def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
     run = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa")
     source = find_source(f"{run.path}/")
@@ -223,55 +216,45 @@ def test_an_invalid_option_is_a_usage_error(tmp_path: Path, words: str, flag: st
     assert flag in medusa("export", "--output", tmp_path / "out", *words.split(), exit_code=2).stderr
 
 
-def test_the_command_replaces_only_exports(tmp_path: Path) -> None:
+def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) -> None:
     run, other = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa"), tmp_path / "other"
     words = ["export", "--to", "hf", "--run", f"{run.path}/", "--output"]
     assert medusa_json(*words, tmp_path / "out")["format"] == "hf"
     assert "--overwrite" in medusa(*words, tmp_path / "out", exit_code=1).stderr
     medusa(*words, tmp_path / "out", "--overwrite", exit_code=0)
+    sums = [line.split("  ") for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()]
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "SHA256SUMS"]
+    assert {tmp_path / "out" / name for _, name in sums} == set(files)
+    assert all(hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest for digest, name in sums)
     other.mkdir()
     (other / "thesis.txt").write_text("not an export")
     medusa(*words, other, "--overwrite", exit_code=1)
     assert (other / "thesis.txt").is_file()
 
 
-class EveryNth(AdaptivePolicy):
-    """Drafts in every n-th step."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.steps = n, 0
-
-    @property
-    def drafts(self) -> bool:
-        return self.steps % self.n == 0
-
-    def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        self.steps += 1
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["medusa", "hydra over conversations", "amphista", "eagle"])
 def test_steps_without_drafts_change_no_token_and_no_later_draft(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = export(name)
+    folder = str(export(name))
     model = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = custom_generate.load_drafter(str(folder), model)
-    plain = model.generate(PROMPT, max_new_tokens=60)
+    loaded = custom_generate.load_drafter(folder, model)
+    plain, draft = model.generate(PROMPT, max_new_tokens=60), type(loaded.drafter).draft
 
     def drafts(every: int) -> dict[int, list[int]]:
-        """Returns the draft at each position of the text."""
+        """Returns the drafts of every n-th step by their position in the text."""
         by_position: dict[int, list[int]] = {}
-        draft = type(loaded.drafter).draft
 
         def recorded(self, backbone, sequences, new, tree):
             drafts = draft(self, backbone, sequences, new, tree)
             by_position[new[0].end] = drafts[0].tokens.tolist()
             return drafts
 
-        loaded.policy = EveryNth(every)
-        with monkeypatch.context() as patched:
-            patched.setattr(type(loaded.drafter), "draft", recorded)
-            answer = generate(PROMPT, model=model, drafter=str(folder), max_new_tokens=60)
+        steps = itertools.count(1)
+        loaded.policy = SimpleNamespace(drafts=True)
+        loaded.policy.record = lambda *_: setattr(loaded.policy, "drafts", next(steps) % every == 0)
+        monkeypatch.setattr(type(loaded.drafter), "draft", recorded)
+        answer = generate(PROMPT, model=model, drafter=folder, max_new_tokens=60)
         assert answer.tolist() == plain.tolist()
         return by_position
 
