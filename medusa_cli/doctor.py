@@ -41,7 +41,8 @@ from medusa_cli.tree.tree import load_tree, tree_provenance
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # conversations whose prompts may be decoded
 NODES = 16  # of a tree where the run has none
-PROMPT = 384  # tokens of a prompt that is decoded: long ones would take the examination's time
+PROMPTS, TOKENS = 8, 48  # decoded, and their longest answer
+LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
 SLIGHT = 0.05  # tokens a step that are not worth a word
 READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
 LAST = 50  # steps whose mean is the trained accuracy
@@ -63,39 +64,28 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
     return "fail" if value >= fail else "warn" if value >= warn else "pass"
 
 
-def typed(name: str, *words: str, **settings: Any) -> str:
-    """Returns a medusa command with its settings as flags."""
-    flags = ((in_flags(f"@{flag}"), str(value)) for flag, value in settings.items())
-    return shlex.join(["medusa", name, *words, *(word for flag in flags for word in flag)])
-
-
 @dataclass
 class Case:
     """A run under examination. called: its name as typed, None for what ships.
 
-    prompts, tokens: how much is decoded. A missing or damaged part raises UserError with the command that makes it.
-    Nothing in the run changes.
+    A missing or damaged part raises UserError with the command that makes it. Nothing in the run changes.
     """
 
     run: Run
     called: str | None
     model: str
     options: LoadOptions = DEFAULT_LOADING
-    prompts: int = 8
-    tokens: int = 48
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
         """Returns a command on this run; for what ships, on a run of the user's own."""
-        return typed(name, *words, run=self.called or "mine", **settings)
+        settings = {"run": self.called or "mine", **settings}
+        flags = [word for key, value in settings.items() for word in (in_flags(f"@{key}"), str(value))]
+        return shlex.join(["medusa", name, *words, *flags])
 
-    def distill(self, **settings: Any) -> str:
+    @property
+    def distill(self) -> str:
         """Returns the command that distills other data into a new run: settings in a run cannot change."""
-        return typed("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model, **settings)
-
-    def train(self, **settings: Any) -> str:
-        """Returns the command that trains by the run's recipe with other settings."""
-        recipe = [str(self.run.recipe_path)] if self.run.recipe_path.is_file() else []
-        return self.command("train", *recipe, *(f"train.{key}={value}" for key, value in settings.items()))
+        return self.command("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model)
 
     def need(self, path: Path, command: str) -> Path:
         """Returns a path of the run; raises UserError, with the command that makes it, if there is no such file."""
@@ -156,10 +146,10 @@ class Case:
         """The stats of held-out prompts, each decoded greedily by itself over the run's tree."""
         policy = policy_of(self.tree)  # before the model is loaded: its files may be missing
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
-        answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=self.tokens)
+        answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)
         stats = [answer.stats for answer in answers if answer.stats.steps]
         if not stats:
-            raise UserError("every answer ended with its first token", self.distill())
+            raise UserError("every answer ended with its first token", self.distill)
         return stats
 
     def _prompts(self) -> list[list[int]]:
@@ -167,14 +157,14 @@ class Case:
         if self.run.data_path.is_file():
             texts = [conversation.turns[0] for conversation in self.conversations[:SAMPLE] if conversation.turns]
         else:
-            questions = spread(read_questions(assets.mt_bench_path())[0], self.prompts)
+            questions = spread(read_questions(assets.mt_bench_path())[0], PROMPTS)
             texts = [question.turns[0] for question in questions]
-        limit = min(PROMPT, self.backbone.max_positions - self.tokens - self.tree.max_depth - 1)
+        limit = min(LONGEST_PROMPT, self.backbone.max_positions - TOKENS - self.tree.max_depth - 1)
         prompts = [self.backbone.encode_chat([{"role": "user", "content": text}]) for text in texts]
         prompts = [tokens for tokens in prompts if len(tokens) <= limit]
         if not prompts:
-            raise UserError("no prompt of the data is short enough to decode here", self.distill())
-        return prompts[: self.prompts]
+            raise UserError("no prompt of the data is short enough to decode here", self.distill)
+        return prompts[:PROMPTS]
 
 
 def backbone(case: Case) -> Finding:
@@ -237,13 +227,13 @@ def own_words(case: Case) -> Finding:
             entropy -= float((log_p[rows].exp() * log_p[rows]).sum())
             first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
     if not tokens:
-        return Finding("unknown", "no answer of the data fits into the model's context", case.distill())
+        return Finding("unknown", "no answer of the data fits into the model's context", case.distill)
     text = (
         f"the model gives {tokens:,} tokens of answers {-nats / tokens:.2f} nats a token, its own text "
         f"{-entropy / tokens:.2f}; {first / tokens:.0%} are its first choice"
     )
     figures = {"logprob": -nats / tokens, "expected_logprob": -entropy / tokens, "greedy_agreement": first / tokens}
-    return Finding(graded((nats - entropy) / tokens, 0.2, 1.0), text, case.distill(), {**figures, "tokens": tokens})
+    return Finding(graded((nats - entropy) / tokens, 0.2, 1.0), text, case.distill, {**figures, "tokens": tokens})
 
 
 def over_fitting(case: Case) -> Finding:
@@ -262,7 +252,7 @@ def over_fitting(case: Case) -> Finding:
     )
     status = "fail" if gap >= 0.12 or risen >= 0.1 else graded(max(gap / 0.05, risen / 0.03), 1.0)
     figures = {"trained": trained, "held_out": held_out, "gap": gap, "loss_risen": risen}
-    return Finding(status, text, case.distill(), figures)
+    return Finding(status, text, case.distill, figures)
 
 
 def training_length(case: Case) -> Finding:
@@ -271,7 +261,7 @@ def training_length(case: Case) -> Finding:
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
     if not half:
-        return Finding("unknown", "the log has no validation in mid-training", case.train(validation_every=20))
+        return Finding("unknown", "the log has no validation in mid-training", case.command("train"))
     accuracies = half[-1]["accuracies"], checks[-1]["accuracies"]
     before, after = (expected_length(Tree.chain(len(part)), [[share] for share in part]) for part in accuracies)
     text = (
@@ -279,9 +269,10 @@ def training_length(case: Case) -> Finding:
         f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"
     )
     figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
-    path = case.run.recipe_path
-    epochs = load_recipe(path if path.is_file() else None).train.epochs
-    return Finding(graded(after / before - 1, 0.03), text, case.train(max_tokens=2 * end, epochs=2 * epochs), figures)
+    recipe = case.run.recipe_path if case.run.recipe_path.is_file() else None
+    settings = f"train.max_tokens={2 * end}", f"train.epochs={2 * load_recipe(recipe).train.epochs}"
+    remedy = case.command("train", *([str(recipe)] if recipe else []), *settings)
+    return Finding(graded(after / before - 1, 0.03), text, remedy, figures)
 
 
 def _shares(values: Sequence[float]) -> str:
@@ -301,7 +292,7 @@ def acceptance(case: Case) -> Finding:
     short = (expected - high) / max(expected - 1, 1e-9)  # of what drafts should add, beyond the interval
     status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
     # What ships is calibrated; other prompts than its data's need data of their own.
-    remedy = case.command("calibrate") if case.called else case.distill(seed="PROMPTS.json")
+    remedy = case.command("calibrate") if case.called else case.distill
     text = f"{text}; calibration and the tree of {case.tree.size} nodes predict {expected:.2f}"
     return Finding(status, text, remedy, figures)
 

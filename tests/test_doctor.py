@@ -46,8 +46,8 @@ def case(sound: Run, backbone: Backbone, tmp_path: Path) -> Case:
     return case_of(Run(Path(shutil.copytree(sound.path, tmp_path / "run"))), backbone)
 
 
-def case_of(run: Run, backbone: Backbone, called: str | None = "mine", **limits: int) -> Case:
-    case = Case(run, called, "m", **limits)  # type: ignore[arg-type]
+def case_of(run: Run, backbone: Backbone, called: str | None = "mine") -> Case:
+    case = Case(run, called, "m")
     case.__dict__["backbone"] = backbone
     return case
 
@@ -214,9 +214,9 @@ def test_a_curve_that_still_falls_asks_for_more_positions(
 
 
 def test_distilling_again_goes_into_a_new_run(case: Case) -> None:
-    assert case.distill(temperature=1) == "medusa distill --run mine-new --model m --temperature 1"
+    assert case.distill == "medusa distill --run mine-new --model m"
     case.called = None
-    assert case.distill() == "medusa distill --run mine --model m"
+    assert case.distill == "medusa distill --run mine --model m"
 
 
 def stats(steps: int, accepted: int) -> list[Stats]:
@@ -261,7 +261,7 @@ def test_without_a_run_it_examines_what_ships(
     questions = Path(save_questions(tmp_path / "q.jsonl"))
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: questions)
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: shipped))
-    case = case_of(shipped, backbone, None, tokens=6)
+    case = case_of(shipped, backbone, None)
     findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}
     assert findings["acceptance"].figures["prompts"] == 4
     assert findings["own words"].status == "unknown" and "--run mine" in findings["own words"].remedy

@@ -159,3 +159,5 @@ def test_values_are_sorted_and_unique() -> None:
     assert parse_values("nodes", "8,2,8") == [2, 8] and parse_values("heads", None) == []
     with pytest.raises(UsageError, match="values"):
         parse_values("temperature", "-1")
+    with pytest.raises(UsageError, match="values"):
+        parse_values("temperature", "nan")

@@ -49,10 +49,12 @@ def read_bench(path: Path) -> Document:
 
 
 def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
-    """Writes the page of benches by name, and the Markdown beside it; returns both paths.
+    """Writes benches by name as a page that needs no other file, and as Markdown beside it; returns both paths.
 
     Raises UserError for figures that no bench writes: a file may hold anything.
     """
+    from jinja2 import Environment, FileSystemLoader
+
     try:
         benches = []
         for name, path in paths.items():
@@ -63,7 +65,11 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
             title += f": {', '.join(paths)}"
         facts = {bench.name: " ".join(bench.document["facts"]) for bench in benches}
         sections = [section for part in PARTS for section in part(benches)]
-        texts = {page: html(title, facts, sections), page.with_suffix(".md"): markdown(title, facts, sections)}
+        folder = FileSystemLoader(Path(__file__).parent)
+        jinja = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template = jinja.get_template("page.html.jinja")
+        html = template.render(title=title, facts=facts, sections=sections, version=__version__)
+        texts = {page: html, page.with_suffix(".md"): markdown(title, facts, sections)}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
         files, text = " or ".join(map(str, paths.values())), f"{type(reason).__name__}: {first_line(reason)}"
         raise UserError(f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again") from reason
@@ -72,18 +78,8 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
     return list(texts)
 
 
-def html(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """Returns the page; style and charts are in it, so it opens offline and can be sent by mail."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = jinja.get_template("page.html.jinja")
-    return template.render(title=title, facts=facts, sections=sections, version=__version__)
-
-
 def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """Returns the same words and tables; charts are in the page only."""
+    """Returns words and tables; charts are in the page only."""
 
     def inline(text: str) -> str:
         """Returns a text on one line, in which nothing reads as HTML or ends a table's cell."""
@@ -284,29 +280,26 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
             counts = [str(pairs[key]) for key in ("wins", "ties", "losses", "answers")]
             judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
     head = ["run", "method", "nats a token", "perplexity", "is the model's first choice", "tokens"]
-    tables = [Table(head, rows, "First turns' answers under the plain model, at temperature 1")] if rows else []
+    likely = Table(head, rows, "First turns' answers under the plain model, at temperature 1")
     head = ["run", "judged", "score, of 10", "wins", "ties", "losses", "answers"]
-    tables += [Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")] if judged else []
-    if tables:
+    grades = Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")
+    if tables := [table for table in (likely, grades) if table.rows]:
         yield Section("Quality", "", tables, {})
 
 
 def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    compared = [(name, figures) for name, *_, figures in _methods(benches) if figures["identical"] is not None]
     rows = [
         [name, str(part["question"]), str(part["turn"] + 1), str(part["position"]), f"{part['margin']:.4f}"]
-        for name, figures in compared
+        for name, _, _, figures in _methods(benches)
         for part in figures["differences"]
     ]
-    words = "All answers are token for token the same."
+    words = (
+        "The first token at which an answer differs from the reference's, and the margin between the model's logits of "
+        f"both: near 0, rounding decided a tie. {min(LISTED, len(rows))} of {len(rows)} are listed."
+    )
     if rows:
-        words = (
-            "The first token at which an answer differs from the reference's, and the margin between the model's "
-            f"logits of both: near 0, rounding decided a tie. {min(LISTED, len(rows))} of {len(rows)} are listed."
-        )
-    table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
-    if compared:
-        yield Section("Identity with plain decoding", words, [table] if rows else [], {})
+        table = Table(["method", "question", "turn", "token", "logit margin"], rows[:LISTED])
+        yield Section("Answers that differ from plain decoding", words, [table], {})
 
 
 def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,28 +28,22 @@ from medusa_cli.tree.tree import save_tree
 
 
 class Axis(NamedTuple):
-    """A varied setting: its unit, its usual values, the smallest allowed one, and the flags that it replaces."""
+    """A varied setting: its unit, its usual values, and the flags that it replaces."""
 
     unit: str
-    values: tuple[float, ...] = ()
-    smallest: float = 1
-    whole: bool = True
+    values: tuple[float, ...]
     replaces: tuple[str, ...] = ()
 
 
 AXES = {
-    "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), replaces=("tree",)),
-    "heads": Axis("heads drafted with"),
-    "epsilon": Axis(
-        "epsilon of typical acceptance (delta is its root)", (0.01, 0.05, 0.09, 0.15, 0.25), 1e-6, False, ("sampling",)
-    ),
-    "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), 0, False, ("sampling", "temperature")),
-    "batch": Axis("questions side by side", (1, 2, 4, 8), replaces=("batch_size",)),
+    "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), ("tree",)),
+    "heads": Axis("heads drafted with", ()),
+    "epsilon": Axis("epsilon of typical acceptance (delta is its root)", (0.01, 0.05, 0.09, 0.15, 0.25), ("sampling",)),
+    "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), ("sampling", "temperature")),
+    "batch": Axis("questions side by side", (1, 2, 4, 8), ("batch_size",)),
     "context": Axis("tokens of the prompt", (128, 512, 1024)),
 }
-# Figures of a point.
-WITH_INTERVALS = ("tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95")
-ROW = ("questions", *WITH_INTERVALS, "speedup", "overhead")
+FIGURES = ("tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95", "overhead", "questions")
 METHODS = {"hf", "hf-lookup", "ar", "medusa"}
 DEFAULT_NODES = 16  # of a sweep over heads, for a run without a tree
 TEMPLATE_TOKENS = 64
@@ -60,17 +55,16 @@ def parse_values(name: str, text: str | None) -> list[float]:
     """Returns the rising values of a list such as 2,4,8, or the axis's usual ones; raises UsageError for a bad one."""
     if name not in AXES:
         raise UsageError(f"@sweep {name!r} is unknown", f"use one of {', '.join(AXES)}")
-    axis, values = AXES[name], set[float]()
-    for word in text.split(",") if text is not None else ():
-        try:
-            value = float(word)
-        except ValueError:
-            value = float("nan")
-        if not axis.smallest <= value < float("inf") or (axis.whole and value != int(value)):
-            kind = "a whole number" if axis.whole else "a number"
-            raise UsageError(f"@values {text!r}: {word.strip()!r} is not valid", f"use {kind} >= {axis.smallest:g}")
-        values.add(value)
-    return sorted(values) or list(axis.values)
+    if text is None:
+        return list(AXES[name].values)
+    whole = name not in ("epsilon", "temperature")
+    try:
+        values = sorted({float(int(word) if whole else float(word)) for word in text.split(",")})
+    except ValueError:
+        values = [-1.0]
+    if not all(whole <= value < math.inf for value in values):
+        raise UsageError(f"@values {text!r} is not valid", f"use {'whole numbers >= 1' if whole else 'numbers >= 0'}")
+    return values
 
 
 def sweep(
@@ -94,7 +88,7 @@ def sweep(
             drafts = name in result["drafting"]
             if drafts or series == points[0][0]:  # methods that do not draft are the same in every series
                 nll = (result["quality"] or {}).get(name, {}).get("nll")
-                row = {key: figures[key] for key in ROW}
+                row = {key: figures[key] for key in FIGURES}
                 rows.append({"series": f"{name}, {series}" if drafts and series else name, "x": x, **row, "nll": nll})
         facts = {"axis": axis, "unit": AXES[axis].unit, "title": base.title, "of": len(points)}
         document = {**provenance(result["backbone"]), **facts, "points": rows}
@@ -108,9 +102,9 @@ def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> It
     sampling = base.sampling
 
     def over(**tree: Any) -> Bench:
-        """Returns the bench over another tree."""
-        settings = {"static": None, "dynamic": None, "tree": None, "auto": False} | tree
-        return replace(base, choice=replace(base.choice, **settings))
+        """Returns the bench over another tree; n-gram drafts are added on request only."""
+        settings = {"static": None, "dynamic": None, "tree": None, "auto": False, "lookup": base.choice.lookup_named}
+        return replace(base, choice=replace(base.choice, **(settings | tree)))
 
     if axis == "nodes":
         limit = largest(_accuracies(base))
@@ -120,10 +114,10 @@ def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> It
             yield from ((kind, size, over(**{kind: int(size)})) for size in values)
     elif axis == "heads":
         accuracies, own = _accuracies(base), static_tree(base.choice)
-        for count in [int(value) for value in values] or range(1, len(accuracies) + 1):
-            if count > len(accuracies):
-                raise UsageError(f"@values {count}: the drafter has {len(accuracies)} heads", "use no more")
-            nodes = max(2, own.size if own is not None else DEFAULT_NODES)
+        nodes = own.size if own is not None else DEFAULT_NODES
+        if values and max(values) > len(accuracies):
+            raise UsageError(f"@values {max(values):g}: the drafter has {len(accuracies)} heads", "use no more")
+        for count in map(int, values or range(1, len(accuracies) + 1)):
             path = folder / f"{count}-heads.tree.json"
             save_tree(path, search(accuracies[:count], min(nodes, largest(accuracies[:count]))), {})
             yield "", count, over(tree=path)

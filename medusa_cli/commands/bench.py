@@ -12,15 +12,7 @@ from rich.table import Table
 from medusa_cli import assets, console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
-from medusa_cli.options import (
-    DraftFlags,
-    LoadFlags,
-    OutputFlags,
-    QuestionFlags,
-    SamplingFlags,
-    flag,
-    load,
-)
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag, load
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.resolve import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
@@ -30,7 +22,6 @@ if TYPE_CHECKING:
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
-LENGTH = "acceptance_length"
 # The flags that --steps takes; it asks no questions and runs no drafter.
 WITH_STEPS = {"steps", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
@@ -38,9 +29,9 @@ METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), "
     "medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), llama.cpp, and drafters by name, such as "
-    "hydra: of the run inside the run by that name, or the run's own."
+    "hydra: of the run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
 )
-SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context, of ar,medusa; resumes a killed one."
+SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context; resumes a killed one."
 STEPS = "Ask no questions: time forward passes by rows and engine after N tokens, such as 384."
 GGUF = "The file that llama.cpp reads. [default: the default model's own]"
 swept = partial(flag, panel="Sweeps and pass times")
@@ -51,7 +42,7 @@ def bench(
     asked: typer.Context,
     *,
     which: QuestionFlags,
-    methods: Annotated[str, flag("--methods LIST", METHODS)] = "hf,ar,medusa",
+    methods: Annotated[str | None, flag("--methods LIST", METHODS)] = None,
     batch_size: options.BatchSize = 1,
     report: Annotated[bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")] = False,
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
@@ -86,17 +77,13 @@ def bench(
 
     if report:
         assets.need_extra("plot", "--report")
-    values_swept: list[float] = []
-    lookup = drafting.lookup
-    if sweep is not None:
-        values_swept = sweeps.parse_values(sweep, values)
-        for name in given.intersection(sweeps.AXES[sweep].replaces):
-            raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
-        if sweep in ("nodes", "heads"):  # the trees are the question: n-gram drafts are added on request only
-            lookup = bool(lookup)
-        methods = methods if "methods" in given else "ar,medusa"
-    names = split_names(methods)
-    choice, competitors = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, lookup)
+    points = sweeps.parse_values(sweep, values) if sweep is not None else []
+    for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
+        raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
+    names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
+    choice, competitors = choose_files(
+        names, drafting.model, drafting.run, drafting.drafter, drafting.tree, drafting.lookup
+    )
     questions, count = which.chosen()
     place = as_trained(place, choice.trained)
     tokens = rules.max_new_tokens or MAX_NEW_TOKENS
@@ -110,7 +97,7 @@ def bench(
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
     loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, values_swept, folder, lambda point: point.run(loader, answer_bar))
+        document = sweeps.sweep(what, sweep, points, folder, lambda point: point.run(loader, answer_bar))
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         if shown.json:
@@ -165,10 +152,14 @@ def show(document: Document) -> None:
 
 
 def show_sweep(document: Document) -> None:
-    rows = []
-    for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):
-        more = ("-" if row[key] is None else f"{row[key]:.3f}" for key in ("overhead", "nll"))
-        rows.append((row["series"], f"{row['x']:g}", f"{row['tokens_per_s']:.1f}", f"{row[LENGTH]:.2f}", *more))
+    form = ("{series}", "{x:g}", "{tokens_per_s:.1f}", "{acceptance_length:.2f}")
+    rows = [
+        [
+            *(cell.format(**row) for cell in form),
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("overhead", "nll")),
+        ]
+        for row in sorted(document["points"], key=lambda row: (row["series"], row["x"]))
+    ]
     head = ("series", document["axis"], "tokens/s", "acceptance length", "overhead", "nats a token")
     console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)))
 
