@@ -361,7 +361,7 @@ def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Pat
 def test_mistakes_end_in_one_line_before_anything_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, part: str
 ) -> None:
-    monkeypatch.setattr("medusa_cli.commands.bench.load", lambda *args, **rest: pytest.fail("it was loaded"))
+    monkeypatch.setattr("medusa_cli.bench.run.load_backbone", lambda *args, **rest: pytest.fail("it was loaded"))
     done = bench(place, *words.format(place=place).split())
     assert done.exit_code == code and part in done.stderr and "Traceback" not in done.stderr
     assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1

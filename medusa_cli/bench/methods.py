@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ DRAFTED = ("medusa", "medusa-alone", "medusa-dynamic", "lookup", *sorted(set(DRA
 METHODS = (*TRANSFORMERS, "ar", *DRAFTED, "llama.cpp")
 # Methods that decode one sequence at a time only.
 UNBATCHED = ("hf-lookup", "hf-assisted", "llama.cpp")
-LOOKUP_TOKENS = 10
+LOOKUP_TOKENS = 10  # of transformers' prompt lookup
+DYNAMIC_NODES = 16  # of medusa-dynamic's trees, for a run without a tree
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Answer]]
@@ -55,30 +57,35 @@ def choose_files(
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:
-    """Returns the files that the methods share, and those of each method that names a drafter.
+    """Returns the files that the methods share, and those that each method drafts with.
 
-    Such a method stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
+    A drafter's name stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
     stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.
     """
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
-    competitors = {}
+    files = {}
     for name in named if named != ["medusa"] else ():
         if outer is None or (name not in inner and _kind(outer.path) != name):
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
                 f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
             )
-        home = str(outer.path / name) if name in inner else run
-        competitors[name] = choose(model, home, None, tree, lookup=lookup)
-    # Each competitor takes @lookup, and "medusa-dynamic" is over that of "medusa".
-    shared = "medusa" not in competitors and any(name.startswith("medusa") for name in names)
-    if drafter is not None and not shared:
+        files[name] = choose(model, str(outer.path / name) if name in inner else run, None, tree, lookup=lookup)
+    own = "medusa" not in files and any(name.startswith("medusa") for name in names)
+    if drafter is not None and not own:
         text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
         raise UsageError(text, "leave one of them out")
-    choice = choose(model, run, drafter, tree, need_drafter=shared, lookup=lookup if shared else False)
-    return choice, competitors
+    shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else False)
+    medusa = files.get("medusa", shared)
+    nodes = medusa.dynamic if medusa.dynamic is not None else 0 if medusa.tree else DYNAMIC_NODES
+    files |= {
+        "medusa": medusa,
+        "medusa-alone": replace(medusa, lookup=False),
+        "medusa-dynamic": replace(medusa, auto=False, dynamic=nodes),
+    }
+    return shared, {name: files[name] for name in names if name in files and files[name].drafter}
 
 
 def _kind(folder: Path) -> str | None:

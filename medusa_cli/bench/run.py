@@ -1,6 +1,5 @@
 """A bench: loads the model twice in turn (transformers' own, ours), all methods answer, one document results."""
 
-import copy
 import gc
 import importlib.metadata
 import logging
@@ -10,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli.api import LoadedModel, add_ngrams, dynamic_tree, load_drafting, ngrams_alone, static_tree
+from medusa_cli.api import load_drafting, ngrams_alone, static_tree
 from medusa_cli.assets import gguf_path
 from medusa_cli.bench.methods import (
     METHODS,
@@ -33,11 +32,10 @@ from medusa_cli.bench.methods import (
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Answer, Result, reference_of, summarise
 from medusa_cli.decode import DraftPolicy, Sampling
-from medusa_cli.decode.decoder import policy_of
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import Drafter
-from medusa_cli.engine import Plan
+from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.autotune import processor
 from medusa_cli.engine.kernels import BITS
 from medusa_cli.engine.load import choose_kernel
@@ -52,7 +50,6 @@ from medusa_cli.runs.run import provenance
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
 WARM_UP_TOKENS = 24
-Drafting = tuple[Choice, Drafter, DraftPolicy]  # a method's files, its drafter and its draft policy
 log = logging.getLogger(__name__)
 
 
@@ -70,11 +67,12 @@ def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens
 class Bench:
     """Settings of a measurement: methods by name, questions, and at most `max_new_tokens` a turn.
 
-    competitors: the files of methods that name a drafter. gguf: llama.cpp's file. draft_model: drafts for hf-assisted.
+    drafts: the files of methods that draft with a drafter. gguf: llama.cpp's file. draft_model: drafts for hf-assisted.
     Raises UsageError for a method that is unknown or cannot run.
     """
 
     choice: Choice
+    drafts: Mapping[str, Choice]
     methods: list[str]
     questions: list[Question]
     max_new_tokens: int
@@ -82,13 +80,12 @@ class Bench:
     title: str
     options: LoadOptions
     batch_size: int = 1
-    competitors: Mapping[str, Choice] = field(default_factory=dict)
     gguf: Path | None = None
     draft_model: str | None = None
 
     def __post_init__(self) -> None:
         names, text = self.methods, ",".join(self.methods)
-        unknown = [name for name in names if name not in METHODS and name not in self.competitors]
+        unknown = [name for name in names if name not in METHODS and name not in self.drafts]
         if unknown or not names:
             raise UsageError(f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown", f"use {','.join(METHODS)}")
         if self.batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
@@ -105,13 +102,18 @@ class Bench:
             if value is not None and method not in names:
                 raise UsageError(f"{flag} {value} has no effect with @methods {text}", f"leave it out, or add {method}")
 
-    def run(self, load: Callable[[Choice], LoadedModel], watch: Watch = unwatched) -> dict[str, Any]:
+    def run(self, watch: Watch = unwatched) -> dict[str, Any]:
         """Returns the bench's document; only one copy of the model is loaded at a time."""
+        trees = {name: static_tree(choice) for name, choice in self.drafts.items()}
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
-        loaded = load(self.choice)
-        backbone, drafting = loaded.backbone, self._drafting(loaded)
-        answer_all(self, backbone, self._our_methods(backbone, drafting), results, watch)
+        run, adapter = self.choice.run, self.choice.adapter
+        template = run.chat_template if run else None
+        backbone = load_backbone(self.choice.model, self.options, adapter=adapter, chat_template=template)
+        if run is not None:
+            run.bind(backbone.identity)
+        loaded = {name: load_drafting(choice, backbone, trees[name]) for name, choice in self.drafts.items()}
+        answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
         kernel, reference, differences = backbone.engine.kernel.name, reference_of(self.methods), None
@@ -126,8 +128,8 @@ class Bench:
         facts = f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
         facts += f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
         drafts = [
-            f"{name}: {drafter.name} drafter {choice.drafter}, {policy.description}."
-            for name, (choice, drafter, policy) in drafting.items()
+            f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
+            for name, (drafter, policy) in loaded.items()
         ]
         summary = summarise(results, differences)
         for name, figures in summary["methods"].items():
@@ -137,7 +139,7 @@ class Bench:
             "title": self.title,
             "facts": [facts, *drafts],
             **provenance(backbone.identity),
-            "drafting": {name: _describe(*parts) for name, parts in drafting.items()},
+            "drafting": {name: _describe(self.drafts[name], *parts) for name, parts in loaded.items()},
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
             "dtype": _dtype(backbone.dtype),
@@ -197,27 +199,7 @@ class Bench:
             )
         return network.eval()
 
-    def _drafting(self, loaded: LoadedModel) -> dict[str, Drafting]:
-        """Returns what each method with a drafter drafts with."""
-        backbone = loaded.backbone
-        drafting = {
-            name: (choice, *load_drafting(choice, backbone, static_tree(choice)))
-            for name, choice in self.competitors.items()
-        }
-        if loaded.drafter is not None and loaded.policy is not None:
-            drafting["medusa"] = (self.choice, loaded.drafter, loaded.policy)
-        if "medusa" in drafting:
-            choice, drafter, policy = drafting["medusa"]
-            # A copy, which learns nothing from the steps of another method.
-            alone = copy.deepcopy(policy.without_ngrams())
-            drafting["medusa-alone"], drafting["medusa-dynamic"] = (choice, drafter, alone), (choice, drafter, policy)
-            if "medusa-dynamic" in self.methods and choice.dynamic is None:
-                tree = dynamic_tree(choice, getattr(alone, "max_size", alone.size), drafter)
-                policy = add_ngrams(choice, policy_of(tree), backbone, drafter)
-                drafting["medusa-dynamic"] = (choice, drafter, policy)
-        return {name: drafting[name] for name in self.methods if name in drafting}
-
-    def _our_methods(self, backbone: Backbone, drafting: Mapping[str, Drafting]) -> dict[str, Method]:
+    def _our_methods(self, backbone: Backbone, loaded: Mapping[str, tuple[Drafter, DraftPolicy]]) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
             if name == "llama.cpp":
@@ -225,8 +207,7 @@ class Bench:
                 assert file is not None  # check_llama has seen to it
                 methods[name] = llama_method(file, backbone)
             elif name not in TRANSFORMERS:
-                _, drafter, policy = drafting.get(name, (None, None, None))
-                policy = ngrams_alone(backbone) if name == "lookup" else policy
+                drafter, policy = loaded.get(name, (None, ngrams_alone(backbone) if name == "lookup" else None))
                 methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
         return methods
 

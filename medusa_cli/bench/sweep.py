@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ from medusa_cli import __version__
 from medusa_cli.api import static_tree
 from medusa_cli.assets import model_dir
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.run import Bench, environment
+from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.identity import weights_of
 from medusa_cli.runs.accuracies import read_calibration
 from medusa_cli.runs.io import read_object, write_json
+from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest, search
 from medusa_cli.tree.tree import save_tree
@@ -67,11 +68,9 @@ def parse_values(name: str, text: str | None) -> list[float]:
     return values
 
 
-def sweep(
-    base: Bench, axis: str, values: Sequence[float], folder: Path, measure: Callable[[Bench], dict[str, Any]]
-) -> dict[str, Any]:
+def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: Watch = unwatched) -> dict[str, Any]:
     """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns it."""
-    if "medusa" not in base.methods or not METHODS.issuperset(base.methods):
+    if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
     points = list(_points(base, axis, values, folder / "sweep"))
@@ -82,7 +81,7 @@ def sweep(
             known += 1
         else:
             log.info("point %d of %d: %s %g %s", number, len(points), axis, x, series)
-            write_json(path, {"bench": measure(bench)})
+            write_json(path, {"bench": bench.run(watch)})
         result = read_object(path, "the point")["bench"]
         for name, figures in result["methods"].items():
             drafts = name in result["drafting"]
@@ -99,21 +98,21 @@ def sweep(
 
 def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> Iterator[Point]:
     """Yields the points of a sweep; raises UsageError for values that do not fit the drafter."""
-    sampling = base.sampling
+    sampling, drafted = base.sampling, base.drafts["medusa"]
 
     def over(**tree: Any) -> Bench:
         """Returns the bench over another tree; n-gram drafts are added on request only."""
-        settings = {"static": None, "dynamic": None, "tree": None, "auto": False, "lookup": base.choice.lookup_named}
-        return replace(base, choice=replace(base.choice, **(settings | tree)))
+        settings = {"static": None, "dynamic": None, "tree": None, "auto": False, "lookup": drafted.lookup_named}
+        return replace(base, drafts={"medusa": replace(drafted, **(settings | tree))})
 
     if axis == "nodes":
-        limit = largest(_accuracies(base))
+        limit = largest(_accuracies(drafted))
         if max(values) > limit:
             raise UsageError(f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more")
         for kind in ("static", "dynamic"):
             yield from ((kind, size, over(**{kind: int(size)})) for size in values)
     elif axis == "heads":
-        accuracies, own = _accuracies(base), static_tree(base.choice)
+        accuracies, own = _accuracies(drafted), static_tree(drafted)
         nodes = own.size if own is not None else DEFAULT_NODES
         if values and max(values) > len(accuracies):
             raise UsageError(f"@values {max(values):g}: the drafter has {len(accuracies)} heads", "use no more")
@@ -136,16 +135,16 @@ def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> It
         yield from (("", value, replace(base, questions=_long_questions(base, int(value)))) for value in values)
 
 
-def _accuracies(bench: Bench) -> Accuracies:
-    path = bench.choice.calibration
+def _accuracies(choice: Choice) -> Accuracies:
+    path = choice.calibration
     if path is None or not path.is_file():
-        raise UserError(f"the drafter {bench.choice.drafter} is not calibrated", "run `medusa calibrate` first")
+        raise UserError(f"the drafter {choice.drafter} is not calibrated", "run `medusa calibrate` first")
     return read_calibration(path).accuracies
 
 
 def _digest(bench: Bench) -> str:
     """Returns a digest of everything that a point's figures depend on."""
-    choice = bench.choice
+    choice = bench.drafts["medusa"]
     files = [choice.tree, choice.calibration, choice.drafter and choice.drafter / "config.json"]
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()]
     model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]

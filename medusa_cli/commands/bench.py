@@ -12,7 +12,7 @@ from rich.table import Table
 from medusa_cli import assets, console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag, load
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag
 from medusa_cli.runs.io import Document
 from medusa_cli.runs.resolve import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
@@ -81,29 +81,26 @@ def bench(
     for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
     names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
-    choice, competitors = choose_files(
-        names, drafting.model, drafting.run, drafting.drafter, drafting.tree, drafting.lookup
-    )
+    choice, drafts = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, drafting.lookup)
     questions, count = which.chosen()
     place = as_trained(place, choice.trained)
     tokens = rules.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
-        choice, names, questions, tokens, rules.sampled, which.title, place, batch_size, competitors, gguf, draft_model
+        choice, drafts, names, questions, tokens, rules.sampled, which.title, place, batch_size, gguf, draft_model
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
     )
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
-    loader = partial(load, place=place)
     if sweep is not None:
-        document = sweeps.sweep(what, sweep, points, folder, lambda point: point.run(loader, answer_bar))
+        document = sweeps.sweep(what, sweep, points, folder, answer_bar)
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
         if shown.json:
             console.emit_json(document)
         return
-    document = what.run(loader, answer_bar)
+    document = what.run(answer_bar)
     show(document)
     try:
         path = save(document, folder)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from rich.columns import Columns
@@ -11,7 +10,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from medusa_cli import console, options
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag, load
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag
 from medusa_cli.runs.resolve import as_trained
 
 if TYPE_CHECKING:
@@ -52,9 +51,9 @@ def demo(
     )
     place = as_trained(place, choice.trained)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
-    bench = Bench(choice, methods, questions, tokens, Sampling(), title, place)
+    bench = Bench(choice, {"medusa": choice}, methods, questions, tokens, Sampling(), title, place)
     with console.terminated():
-        document = bench.run(partial(load, place=place), unwatched if shown.json or shown.quiet else panes)
+        document = bench.run(unwatched if shown.json or shown.quiet else panes)
     if shown.json:
         console.emit_json(document)
         return
