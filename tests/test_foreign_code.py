@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import Result
 
-from medusa_cli.cli import COMMANDS, app
+from medusa_cli.cli import COMMANDS, load_command
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
 from medusa_cli.model import lora
@@ -75,12 +72,13 @@ def chat(model: str, *words: str) -> Result:
     return medusa("chat", *common, *words, input="y\ny\ny\n")
 
 
-@pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
-def test_code_is_not_run_and_nobody_is_asked(tmp_path: Path, ran: Path, tokenizer: bool) -> None:
-    model = save_with_code(tmp_path / "model", tokenizer=tokenizer)
-    done = chat(model)
+@pytest.mark.parametrize("place", ["model", "tokenizer", "model, asked line by line"])
+def test_code_is_not_run_and_no_line_of_a_chat_is_consent(tmp_path: Path, ran: Path, place: str) -> None:
+    model = save_with_code(tmp_path / "model", tokenizer=place == "tokenizer")
+    words = ["chat", "--model", model, "--dtype", "fp32", "--baseline"]
+    done = medusa(*words, input="y\ny\ny\n") if "line" in place else chat(model)
     assert not ran.exists() and "y/N" not in done.output
-    if not tokenizer:  # a tokenizer's class may be known without the file
+    if place != "tokenizer":  # a tokenizer's class may be known without the file
         assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
         assert FLAG in done.stderr and model in done.stderr
 
@@ -88,14 +86,6 @@ def test_code_is_not_run_and_nobody_is_asked(tmp_path: Path, ran: Path, tokenize
 def test_known_model_type_runs_without_the_code_beside_it(tmp_path: Path, ran: Path) -> None:
     done = chat(save_with_code(tmp_path / "model", "llama"))
     assert done.exit_code == 0 and done.stdout.strip() and not ran.exists()
-
-
-def test_first_line_of_a_chat_is_no_consent(tmp_path: Path, ran: Path) -> None:
-    model = save_with_code(tmp_path / "model")
-    words = [sys.executable, "-m", "medusa_cli", "chat", "--model", model, "--baseline", "--dtype", "fp32"]
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(words, input="y\ny\ny\n", capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and done.stdout == "" and FLAG in done.stderr and not ran.exists()
 
 
 def test_flag_runs_the_code_and_the_greeting_names_it(tmp_path: Path, ran: Path) -> None:
@@ -141,8 +131,7 @@ def test_commands_run_code_with_the_flag_alone(
 def test_every_command_that_takes_a_model_has_the_flag() -> None:
     flags = {}
     for name in COMMANDS:
-        command = get_command(app).commands[name]  # type: ignore[attr-defined]
-        flags[name] = {flag for option in command.params for flag in option.opts}
+        flags[name] = {flag for option in load_command(name).params for flag in option.opts}
     loading = {name for name, words in flags.items() if words & {"--model", "--drafter"}}
     assert loading >= {"chat", "bench", "serve", "machine", "export", "import", "train", "distill", "calibrate"}
     assert all(FLAG in flags[name] for name in loading), loading

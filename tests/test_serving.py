@@ -203,7 +203,7 @@ def test_malformed_body_is_refused(server: Served, body: str) -> None:
     assert status == 400 and answer["error"]["message"]
 
 
-def test_a_body_without_the_json_header_is_refused_with_the_remedy(server: Served) -> None:
+def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(server: Served) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     status, _, text = server.request("POST", "/v1/completions", {"model": MODEL, "prompt": IDS}, form)
     assert status == 400 and "Content-Type: application/json" in text
