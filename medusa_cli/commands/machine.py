@@ -32,7 +32,8 @@ def machine(
     name = model or DEFAULT_MODEL
     own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
     config = read_config(name, trust_remote_code)
-    timings = {} if own else kernel_timings(tuple(KERNELS), config, again=measure)
+    seconds = {} if own else kernel_timings(tuple(KERNELS), config, again=measure).seconds
+    timings = {kernel: curve for kernel, curve in seconds.items() if curve}  # others cannot be had
     facts: dict[str, Any] = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

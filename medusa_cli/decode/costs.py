@@ -9,7 +9,7 @@ from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.stats import Step
 from medusa_cli.drafters.base import Draft, Drafter
-from medusa_cli.engine.autotune import keep_timings, machine_key, read_timings
+from medusa_cli.engine.autotune import Timings, keep_timings, machine_key, read_timings
 from medusa_cli.model import Backbone
 from medusa_cli.tree.search import Costs
 from medusa_cli.tree.tree import Tree
@@ -103,7 +103,7 @@ def costs_for(
             stamp or "",
         )
     )
-    kept = {} if again or stamp is None else read_timings(key)
+    kept = (None if again or stamp is None else read_timings(key, Timings)) or {}
     if 1 in kept.get("verify", {}) and (drafter is None or 1 in kept.get("draft", {})):
         return Costs(kept["verify"], kept.get("draft", {}))
     log.info("timing decoding steps on this machine, once for this drafter")

@@ -4,27 +4,35 @@ import copy
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
+from msgspec import Meta
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from medusa_cli.assets import home
+from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.plan import Plan
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.checks import FAULTS
 from medusa_cli.model.load import limited
 from medusa_cli.runs.io import read_object, write_json
 
-# Seconds by size (rows, nodes, levels), by name of what was timed.
-Timings = Mapping[str, Mapping[int, float]]
+# Seconds by size (rows, nodes, levels), and those by name of what was timed.
+Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
+Timings = dict[str, Curve]
+T = TypeVar("T")
 # Expected tokens a step by rows of the tree, with a fair drafter: the weight of a row's cost.
 EXPECTED = {1: 1.0, 4: 1.65, 6: 1.8, 8: 1.9, 12: 2.05, 16: 2.15, 32: 2.35, 64: 2.5}
 # The fields of a config that a step's time depends on; some families lack some.
@@ -37,17 +45,32 @@ SHAPE = (
     "vocab_size",
 )
 # Laps of few rows, of which two run before the pass is traced; many rows gain nothing by that.
-LAPS, FEW, LONG_LAPS = 4, 16, 2
+LAPS, FEW, LONG_LAPS = 6, 16, 3
 # Tokens in the cache of the steps that are timed.
 CONTEXT = 192
 # Bytes of weights that a lap reads at least: more than a processor's cache holds.
 LAP_BYTES = 64 * 2**20
-MAX_SIZE = 1024  # of kept timings: rows, nodes or levels
 # A timing thread computes or spins all the while. If it ran for a smaller share of the time (of more than so many
-# seconds), the machine was busy: the times are not kept, unless they were asked for.
+# seconds), the machine was busy: kernels are timed again after RETRY_AFTER seconds, until RETRIES were busy, too.
 UNDISTURBED, SHORT = 0.8, 0.2
-_disturbed: dict[tuple[Path, str], Timings] = {}
+RETRY_AFTER, RETRIES = 3600, 3
+# A kernel takes the place of the one chosen before if its cost is below this share of the other's.
+GAIN = 0.95
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KernelTimings:
+    """The least seconds of a step by kernel and rows; {} for a kernel that cannot be had.
+
+    choices: the kernel taken, by the question that it answers. busy: measurements in a row on a busy machine. measured:
+    the time of the last one, in seconds since 1970.
+    """
+
+    seconds: Timings = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    busy: int = 0
+    measured: float = 0.0
 
 
 def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
@@ -72,26 +95,23 @@ def timings_file() -> Path:
     return home() / "timings.json"
 
 
-def read_timings(key: str) -> dict[str, dict[int, float]]:
-    """Returns the kept timings of a key; none if there are none, or the file is damaged."""
+def read_timings(key: str, kind: type[T]) -> T | None:
+    """Returns the kept timings of a key; None if there are none, or the file is damaged."""
     try:
-        kept = _read_file().get(key, {})
-        timings = {name: {int(size): float(s) for size, s in curve.items()} for name, curve in kept.items()}
-        if not all(0 < size <= MAX_SIZE and 0 < s < 1e4 for curve in timings.values() for size, s in curve.items()):
-            raise ValueError("a size or time is out of range")
-        return timings
-    except (UserError, AttributeError, TypeError, ValueError) as reason:
+        kept = _read_file().get(key)
+        return None if kept is None else msgspec.convert(kept, kind, str_keys=True)
+    except (UserError, ValueError, OverflowError) as reason:
         log.warning("%s cannot be used; timings are measured anew (%s)", timings_file(), str(reason).split(";")[0])
-        return {}
+        return None
 
 
-def keep_timings(key: str, timings: Timings) -> None:
+def keep_timings(key: str, timings: Timings | KernelTimings) -> None:
     """Keeps timings beside those of other keys; without a writable file they are measured again next time."""
     kept: dict[str, Any] = {}
     with suppress(UserError):  # a damaged file is replaced
         kept = _read_file()
     try:
-        write_json(timings_file(), {**kept, key: {name: dict(curve) for name, curve in timings.items()}})
+        write_json(timings_file(), {**kept, key: msgspec.to_builtins(timings, str_keys=True)})
     except OSError as reason:
         log.warning("timings cannot be kept in %s: %s", timings_file(), reason.strerror)
 
@@ -118,10 +138,22 @@ def processor() -> str:
 
 
 def fastest(kernels: Sequence[Kernel], config: Any, rows: int | None = None) -> Kernel:
-    """Returns the kernel with the least cost a token for a model of this config; the first one if none can be timed."""
-    timings = kernel_timings([kernel.name for kernel in kernels], config)
-    timed = [kernel for kernel in kernels if kernel.name in timings]
-    return min(timed, key=lambda kernel: cost(timings[kernel.name], rows)) if timed else kernels[0]
+    """Returns the kernel with the least cost a token for a model of this config; the first one if none can be timed.
+
+    It stays the same from then on, unless a later measurement shows one that is clearly faster.
+    """
+    kept = kernel_timings([kernel.name for kernel in kernels], config)
+    costs = {kernel: cost(curve, rows) for kernel in kernels if (curve := kept.seconds.get(kernel.name))}
+    if not costs:
+        return kernels[0]
+    best = min(costs, key=lambda kernel: costs[kernel])
+    question = f"{rows or 'a few'} rows: {', '.join(kernel.name for kernel in kernels)}"
+    chosen = next((kernel for kernel in costs if kernel.name == kept.choices.get(question)), None)
+    if chosen is not None and costs[best] > GAIN * costs[chosen]:
+        return chosen
+    if best is not chosen:
+        keep_timings(_kernel_key(config), replace(kept, choices={**kept.choices, question: best.name}))
+    return best
 
 
 def cost(curve: Mapping[int, float], rows: int | None) -> float:
@@ -132,45 +164,91 @@ def cost(curve: Mapping[int, float], rows: int | None) -> float:
     return min(seconds / EXPECTED[count] for count, seconds in curve.items() if count in EXPECTED)
 
 
-def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> Timings:
-    """Returns the timings of kernels on a model's shapes, kept or new; kernels that cannot be had are left out."""
-    key, path = machine_key(config), timings_file()
-    kept = {} if again else {**read_timings(key), **_disturbed.get((path, key), {})}
-    missing = [name for name in names if not kept.get(name)]
-    if missing:
-        log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(missing))
-        wall, own = time.perf_counter(), time.thread_time()
-        kept = {**kept, **time_kernels(missing, config)}
-        wall, own = time.perf_counter() - wall, time.thread_time() - own
-        busy = wall > SHORT and own < UNDISTURBED * wall
-        if busy:
-            then = "time it once more without them" if again else "the next start times it anew"
-            log.warning("other programs took much of the processor while it was timed; %s", then)
-        if busy and not again:
-            _disturbed[path, key] = kept
-        else:
-            keep_timings(key, kept)
-    return {name: kept[name] for name in names if kept.get(name)}
+def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> KernelTimings:
+    """Returns what is kept for models of a shape, after a measurement if kernels are missing or the last was busy.
+
+    again: measures in any case and forgets what was kept.
+    """
+    key = _kernel_key(config)
+    kept = (None if again else read_timings(key, KernelTimings)) or KernelTimings()
+    missing = [name for name in names if name not in kept.seconds]
+    doubtful = 0 < kept.busy <= RETRIES and not 0 <= time.time() - kept.measured < RETRY_AFTER
+    if not (missing or doubtful):
+        return kept
+    log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(names))
+    wall, own = time.perf_counter(), time.thread_time()
+    seconds = time_kernels(names, config)
+    wall, own = time.perf_counter() - wall, time.thread_time() - own
+    busy = wall > SHORT and own < UNDISTURBED * wall
+    if busy:
+        log.warning(
+            "other programs took much of the processor while it was timed; it is timed again in an hour or later"
+        )
+    # Disturbances only add.
+    merged = {name: _least(kept.seconds.get(name, {}), curve) for name, curve in seconds.items()}
+    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, kept.busy + 1 if busy else 0, time.time())
+    keep_timings(key, kept)
+    return kept
 
 
-def time_kernels(names: Sequence[str], config: Any) -> dict[str, dict[int, float]]:
+def _least(*curves: Curve) -> dict[int, float]:
+    """Returns the least seconds by size over all curves."""
+    return {size: min(curve[size] for curve in curves if size in curve) for size in sorted(set().union(*curves))}
+
+
+def _kernel_key(config: Any) -> str:
+    return f"kernels|{machine_key(config)}"
+
+
+def time_kernels(names: Iterable[str], config: Any) -> Mapping[str, Curve]:
     """Returns seconds of a step of a model of this shape by kernel and rows; {} for a kernel that cannot be had.
 
-    A few layers with random weights, run by the fast engine, stand for all of them.
+    A few layers with random weights, run by the fast engine, stand for all of them. Kernels take turns, so that a
+    disturbance meets all of them.
     """
-    small, layers, vocabularies = _part_of(config)
-    timings: dict[str, dict[int, float]] = {}
-    with torch.random.fork_rng(devices=[]):
-        network = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
-    for name in names:
+    timings: dict[str, dict[int, float]] = {name: {} for name in names}
+    engines: list[tuple[FastEngine, Cache]] = []
+    try:
+        small, layers, vocabularies = _part_of(config)
+        with torch.random.fork_rng(devices=[]):
+            network = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
+    except FAULTS as reason:
+        log.debug("the model cannot be timed: %s", reason)
+        return timings
+    for name in timings:
         try:
             engine = FastEngine(Backbone(copy.deepcopy(network)), Kernel(name))
-        except (Unsupported, UserError, RuntimeError, KeyError) as reason:
+        except (Unsupported, UserError, *FAULTS) as reason:
             log.debug("%s cannot be timed: %s", name, reason)
-            timings[name] = {}
             continue
-        timings[name] = _time_steps(engine, layers, vocabularies)
+        engines.append((engine, engine.new_cache()))
+        engine.forward(Plan.chain(_ids(engine, CONTEXT), logits="none"), engines[-1][1])
+    for lap in range(LAPS):
+        for rows in EXPECTED:
+            for engine, cache in engines if rows <= FEW or lap < LONG_LAPS else ():
+                body, head = time_step(engine, cache, rows)
+                curve = timings[engine.kernel.name]
+                curve[rows] = min(body * layers + head * vocabularies, curve.get(rows, float("inf")))
     return timings
+
+
+def _ids(engine: FastEngine, count: int) -> Tensor:
+    return torch.arange(count) % engine.backbone.vocab_size
+
+
+@torch.inference_mode()
+def time_step(engine: FastEngine, cache: Cache, rows: int) -> tuple[float, float]:
+    """Returns the seconds of the layers and of the lm_head for a tree of `rows` rows behind the cache's tokens.
+
+    All steps follow the same tokens: a tree's rows stay in the cache only if they are kept.
+    """
+    depth, sees = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
+    plan = Plan(_ids(engine, rows)[None], depth, sees, logits="none")
+    states, device = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype), engine.backbone.device
+    # In turns, so that neither finds its weights in a processor's cache.
+    return best_time(device, partial(engine.forward, plan, cache), 1), best_time(
+        device, partial(engine.logits, states), 1
+    )
 
 
 def _part_of(config: Any) -> tuple[Any, float, float]:
@@ -187,26 +265,3 @@ def _part_of(config: Any) -> tuple[Any, float, float]:
     small.tie_word_embeddings = True
     small.pad_token_id = None
     return small, config.num_hidden_layers / layers, config.vocab_size / small.vocab_size
-
-
-@torch.inference_mode()
-def _time_steps(engine: FastEngine, layers: float, vocabularies: float) -> dict[int, float]:
-    """Returns seconds of a step by rows, for so many times the engine's layers and vocabulary.
-
-    All steps follow the same few tokens: a tree's rows stay in the cache only if they are kept.
-    """
-    cache, device = engine.new_cache(), engine.backbone.device
-    ids = torch.arange(CONTEXT) % engine.backbone.vocab_size
-    engine.forward(Plan.chain(ids, logits="none"), cache)
-    seconds = {}
-    for rows in EXPECTED:
-        depth, sees = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
-        plan = Plan(ids[None, :rows], depth, sees, logits="none")
-        states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
-        # In turns, so that neither finds its weights in a processor's cache.
-        body, head = [], []
-        for _ in range(LAPS if rows <= FEW else LONG_LAPS):
-            body.append(best_time(device, partial(engine.forward, plan, cache), 1))
-            head.append(best_time(device, partial(engine.logits, states), 1))
-        seconds[rows] = min(body) * layers + min(head) * vocabularies
-    return seconds
