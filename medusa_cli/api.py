@@ -20,8 +20,17 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
-from medusa_cli.runs.accuracies import UNKNOWN, Heads, outdated, read_calibration, stamp_of
-from medusa_cli.runs.resolve import DEFAULT_LOADING, Choice, LoadOptions, as_trained, choose, find_drafter
+from medusa_cli.runs.resolve import (
+    DEFAULT_LOADING,
+    Calibration,
+    Choice,
+    LoadOptions,
+    as_trained,
+    choose,
+    find_drafter,
+    read_calibration,
+)
+from medusa_cli.runs.run import outdated, stamp_of
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import budgets, largest, search
 from medusa_cli.tree.tree import load_tree, tree_provenance
@@ -97,17 +106,17 @@ def static_tree(choice: Choice) -> Tree | None:
     return load_tree(choice.tree)
 
 
-def _calibration(choice: Choice) -> Heads:
+def _calibration(choice: Choice) -> Calibration:
     """Returns the heads' measured accuracies, if any; warns if they were measured on another drafter."""
     if choice.calibration is None or choice.drafter is None or not choice.calibration.is_file():
-        return UNKNOWN
-    heads = read_calibration(choice.calibration)
-    if outdated(heads.drafter, choice.drafter):
+        return Calibration()
+    calibration = read_calibration(choice.calibration, choice.drafter)
+    if calibration.stale:
         log.warning(
             f"{choice.calibration} was measured on another drafter than {choice.drafter}, perhaps an earlier one; "
             "`medusa calibrate` measures this one"
         )
-    return heads
+    return calibration
 
 
 def load_drafting(
@@ -176,7 +185,7 @@ def dynamic_tree(choice: Choice, nodes: int, drafter: Drafter) -> DynamicTree:
     """
     min_chance = tree_provenance(choice.tree).break_even if choice.tree else 0.0
     budget = choice.dynamic or (max(MAX_PAYING_NODES, nodes) if min_chance else nodes)
-    return DynamicTree(budget, drafter.num_heads, _calibration(choice).temperatures, min_chance)
+    return DynamicTree(budget, drafter.num_heads, tuple(_calibration(choice).temperatures), min_chance)
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:

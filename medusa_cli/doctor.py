@@ -26,11 +26,9 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.model import Backbone
-from medusa_cli.runs.accuracies import Heads, outdated, read_calibration
-from medusa_cli.runs.provenance import Provenance, describe_drafter
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.run import Run, check_backbone
+from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
+from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
@@ -111,7 +109,7 @@ class Case:
         return load_drafter(folder, self.backbone)
 
     @cached_property
-    def heads(self) -> Heads:
+    def heads(self) -> Calibration:
         """Measured accuracies of the heads."""
         return read_calibration(self.need(self.run.calibration_path, "calibrate"))
 
@@ -187,7 +185,7 @@ def backbone(case: Case) -> Finding:
 
 def calibration(case: Case) -> Finding:
     """Checks that the calibration was measured on the current drafter."""
-    return _stamped(case, "calibration", case.heads.drafter, case.command("calibrate"))
+    return _stamped(case, "calibration", case.heads.drafter_stamp, case.command("calibrate"))
 
 
 def tree(case: Case) -> Finding:

@@ -205,9 +205,10 @@ class QuestionFlags:
 def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a command as typer takes it: a parameter that is a dataclass becomes the dataclass's fields."""
     hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
-        if not is_dataclass(hints[name]):
+        if name not in groups:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
@@ -217,9 +218,8 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
         ]
 
     def run(**values: Any) -> None:
-        for name, kind in hints.items():
-            if is_dataclass(kind):
-                values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__

@@ -17,9 +17,8 @@ from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import Backbone
-from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, write
 from tests.helpers import medusa, save_model, save_run
 

@@ -22,7 +22,7 @@ import pathlib, sys
 from medusa_cli.runs.io import replacing
 from medusa_cli.runs.run import sole_writer
 folder = pathlib.Path(sys.argv[1])
-with sole_writer(folder, "medusa distill", print), replacing(folder / "train.png") as part:
+with sole_writer(folder, "medusa distill"), replacing(folder / "train.png") as part:
     print("writing", flush=True)
     sys.stdin.read()
 """
@@ -180,18 +180,20 @@ def test_a_run_can_be_written_after_a_command_that_failed(run: Run) -> None:
 
 
 def test_a_holder_without_a_name_yet_is_another_process(tmp_path: Path) -> None:
-    with sole_writer(tmp_path, "medusa train", print):
+    with sole_writer(tmp_path, "medusa train"):
         (tmp_path / LOCK).write_text("")
-        with pytest.raises(UserError, match="another process"), sole_writer(tmp_path, "x", print):
+        with pytest.raises(UserError, match="another process"), sole_writer(tmp_path, "x"):
             raise AssertionError("two writers")
 
 
-def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", none)
-    warnings: list[str] = []
-    with sole_writer(tmp_path, "medusa train", warnings.append):
+    with sole_writer(tmp_path, "medusa train"):
         pass
-    assert len(warnings) == 1 and str(tmp_path) in warnings[0]
+    shown = capsys.readouterr().err
+    assert shown.startswith("warning: ") and str(tmp_path) in shown and shown.count("\n") == 1

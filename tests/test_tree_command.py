@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import write_json
-from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.tree import Tree
 from medusa_cli.tree.tree import load_tree, save_tree
 from tests.helpers import TREE, medusa, save_model, save_run

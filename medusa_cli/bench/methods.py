@@ -15,9 +15,8 @@ from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.resolve import Choice, choose
-from medusa_cli.runs.run import Run
+from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "medusa-dynamic", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))

@@ -43,10 +43,9 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
-from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import Choice, LoadOptions
-from medusa_cli.runs.run import provenance
+from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
 WARM_UP_TOKENS = 24

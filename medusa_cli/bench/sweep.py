@@ -20,9 +20,8 @@ from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.identity import weights_of
-from medusa_cli.runs.accuracies import read_calibration
 from medusa_cli.runs.io import read_object, write_json
-from medusa_cli.runs.resolve import Choice
+from medusa_cli.runs.resolve import Choice, read_calibration
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest, search
 from medusa_cli.tree.tree import save_tree

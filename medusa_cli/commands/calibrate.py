@@ -49,7 +49,7 @@ def calibrate(
     aside = folder.resolve() != target.drafter_dir.resolve() or (data is not None and target.data_path.is_file())
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
-        context.with_resource(sole_writer(target.path, "medusa calibrate", console.warn))
+        context.with_resource(sole_writer(target.path, "medusa calibrate"))
     name = model or target.model or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
     console.info(f"loading {place.of(name)}")
 

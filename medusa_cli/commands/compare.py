@@ -67,8 +67,8 @@ def compare(
 
 def last_validation(run: Run) -> Document:
     """Returns a run's last validation and the training that led to it; raises UserError if there is none."""
-    from medusa_cli.runs.provenance import describe_drafter
     from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.run import describe_drafter
     from medusa_cli.train.log import NAME, read_log
 
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]

@@ -91,7 +91,7 @@ def distill(
         check_settings(settings)
         seeds, report = read_seeds(settings.seed)
         if first:  # the others write parts of their own
-            asked.with_resource(sole_writer(target.path, "medusa distill", console.warn))
+            asked.with_resource(sole_writer(target.path, "medusa distill"))
     count = min(len(seeds), settings.max_samples or len(seeds))
     console.info(
         f"{place.of(plan.model)} answers {count:,} of {len(seeds):,} conversations of {settings.seed} into "

@@ -9,9 +9,8 @@ from medusa_cli import assets, console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError, UserError, in_flags
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.accuracies import STAMP, check_current, find_heads, stamp_of
-from medusa_cli.runs.resolve import as_trained
-from medusa_cli.runs.run import Run, provenance, sole_writer
+from medusa_cli.runs.resolve import as_trained, find_calibration
+from medusa_cli.runs.run import STAMP, Run, provenance, sole_writer, stamp_of
 
 if TYPE_CHECKING:
     from medusa_cli.tree.search import Costs
@@ -55,9 +54,9 @@ def tree(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
     widths = search.parse_shape(shape) if shape is not None else None
-    target, known, source = find_heads(run, calibration)
+    target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:
-        asked.with_resource(sole_writer(target.path, "medusa tree", console.warn))
+        asked.with_resource(sole_writer(target.path, "medusa tree"))
     used, sizes = known.first(heads), list[dict[str, Any]]()
     if budget == "auto":
         timed = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
@@ -65,7 +64,7 @@ def tree(
             raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
         if not used.accuracies:
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
-        check_current(used)
+        used.check_current()
         costs = time_run(timed, as_trained(place, timed.drafter_dir), measure)
         budgets = search.budgets(used.accuracies, costs)
         best = max(budgets, key=lambda size: size.tokens_per_s)
@@ -84,12 +83,12 @@ def tree(
         console.warn(note)
 
     expected = search.expected_length(chosen, used.accuracies) if used.accuracies else None
-    calibrated = str(known.source) if known.source else None
+    calibrated = known.path
     output = output or (target.tree_path if target else None)
     picture = output.with_suffix(".png") if output and assets.has_package("matplotlib") else None
     if output is not None:
         facts = {"calibration": calibrated, "expected_acceptance_length": expected, **recipe}
-        stamp = {STAMP: known.drafter} if widths is None and choices is None else {}  # a shape is no drafter's
+        stamp = {STAMP: known.drafter_stamp} if widths is None and choices is None else {}  # a shape is no drafter's
         save_tree(output, chosen, provenance(known.backbone, **facts, **stamp))
     if picture is not None:
         draw_picture(chosen, picture, used.accuracies or None)
@@ -99,7 +98,7 @@ def tree(
             "nodes": chosen.size,
             "nodes_per_depth": per_depth,
             "expected_acceptance_length": expected,
-            "heads": used.count,
+            "heads": used.heads,
             "calibration": calibrated,
             "output": str(output) if output else None,
             "picture": str(picture) if picture else None,
@@ -131,7 +130,7 @@ def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":
     from medusa_cli.decode.costs import costs_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engine import load_backbone
-    from medusa_cli.runs.provenance import describe_drafter
+    from medusa_cli.runs.run import describe_drafter
 
     model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
     with console.progress("timing", unit="steps") as bar:

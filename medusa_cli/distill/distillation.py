@@ -121,11 +121,11 @@ def _source(
     """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
     settings, template = recipe.distill, recipe.chat_template
     if settings.endpoint is not None:
-        settings = replace(settings, taps=())  # servers send no states
         tokenizer = Tokenizer(recipe.model, template, trust_remote_code=loading.trust_remote_code)
         servers, silent = connect(settings.endpoint, settings.endpoint_model, tokenizer)
         for line in silent:
             log.warning(f"@endpoint {line}; the others take its work until it answers")
+        settings = replace(settings, taps=())  # servers send no states
         return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
     rows = settings.batch_size or MAX_BATCH
     backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows)

@@ -16,8 +16,7 @@ from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights
-from medusa_cli.runs.provenance import WHAT, describe_drafter
-from medusa_cli.runs.run import check_backbone
+from medusa_cli.runs.run import WHAT, check_backbone, describe_drafter
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
 REMEDY = "train it again, or give another @drafter"

@@ -56,7 +56,7 @@ def import_drafter(
     identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
     identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     target = Run.open(run or _run_name(place), create=True)
-    with sole_writer(target.path, "medusa import", log.warning):
+    with sole_writer(target.path, "medusa import"):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
         target.bind(identity)

@@ -3,13 +3,14 @@
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from medusa_cli.assets import DEFAULT_MODEL, check_hub
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.run import RUNS, Run, rounding_in
+from medusa_cli.runs.io import read_as
+from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated, rounding_in
 
 log = logging.getLogger(__name__)
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
@@ -186,3 +187,71 @@ def _parse_tree(tree: str) -> tuple[Path | None, int | None, int | None]:
             raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MAX_NODES}")
         nodes = int(number)
     return (None, nodes, None) if word == "static" else (None, None, nodes)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Accuracies [K][top] (empty: not measured) and temperatures of heads, their model, and the drafter's stamp.
+
+    The reader adds the path, the number of heads (None: unknown), and if the run has another drafter by now.
+    """
+
+    accuracies: list[list[float]] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    backbone: Identity | str = ""
+    drafter_stamp: str | None = None
+    path: str | None = None
+    heads: int | None = None
+    stale: bool = False
+
+    def first(self, number: int | None) -> "Calibration":
+        """Returns the first `number` heads (None: all); raises UsageError if there are fewer."""
+        if number is None:
+            return self
+        if number < 1 or (self.heads is not None and number > self.heads):
+            known = f"1 to {self.heads}" if self.heads is not None else "1 or more"
+            raise UsageError(f"@heads {number} is not valid", f"use {known}")
+        return replace(self, accuracies=self.accuracies[:number], heads=number)
+
+    def check_current(self) -> None:
+        """Raises UserError if the run's drafter was trained again after the calibration."""
+        if self.stale and self.path is not None:
+            remedy = f"run `medusa calibrate --run {Path(self.path).parent}` again"
+            raise UserError(f"{self.path} was measured on an earlier drafter of this run", remedy)
+
+
+def read_calibration(path: Path, drafter: Path | None = None) -> Calibration:
+    """Reads a calibration of the drafter in a folder; raises UserError without shares for every head and rank."""
+    remedy = "write it with `medusa calibrate`"
+    file = read_as(path, Calibration, "the calibration", remedy)
+    rows = file.accuracies
+    if not rows or not all(row and all(0 <= share <= 1 for share in row) for row in rows):
+        raise UserError(f"the calibration {path} has no table of accuracies between 0 and 1", remedy)
+    if not all(value > 0 for value in file.temperatures):
+        raise UserError(f"the calibration {path} has temperatures that are not above 0", remedy)
+    stale = drafter is not None and outdated(file.drafter_stamp, drafter)
+    return replace(file, path=str(path), heads=len(rows), stale=stale)
+
+
+def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Calibration, str]:
+    """Returns the run whose tree is made, its calibration, and the source of that in words.
+
+    A named file comes first, then the named run, the default run once it is calibrated, and what ships.
+    """
+    if file is not None:
+        return Run.open(run) if run else None, read_calibration(file), str(file)
+    default = RUNS / DEFAULT_RUN
+    if run is not None or (default / "calibration.json").is_file():
+        target = Run.open(run or DEFAULT_RUN)
+        folder, source = target.drafter_dir, f"the run {target.path}"
+        if target.calibration_path.is_file():
+            return target, read_calibration(target.calibration_path, folder), source
+        if not (folder / "config.json").is_file():
+            return target, Calibration(), source
+        config = describe_drafter(folder)
+        return target, Calibration(backbone=config.provenance.backbone or "", heads=config.heads), source
+    shipped = Run.pretrained(DEFAULT_MODEL)
+    if shipped is not None and shipped.calibration_path.is_file():
+        source = f"the drafter that ships for {DEFAULT_MODEL}, as {default} is not calibrated"
+        return None, read_calibration(shipped.calibration_path), source
+    return None, Calibration(), f"the run {default}"

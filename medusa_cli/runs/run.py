@@ -1,8 +1,11 @@
-"""The run directory: its files, its lock, and the model that it belongs to."""
+"""The run directory: its files, its lock, and the records of which model, data and drafter made each file."""
 
+import hashlib
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,146 @@ from typing import Any
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.runs.io import read_as, read_text, restore, sweep, write_atomic, write_json
-from medusa_cli.runs.provenance import Provenance, describe_drafter
 
+log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
+WHAT = "the drafter's config"
+STAMP = "drafter_stamp"  # the key under which a file that was made for a drafter keeps its stamp
+# A model's id, architecture, sizes, and the digest of its weights.
+Identity = dict[str, str | int | None]
+
+
+def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """Returns the record of how a file was made: version, time, model and more."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"version": __version__, "created": now, "backbone": backbone, **extra}
+
+
+@dataclass(frozen=True)
+class Data:
+    """The conversations that something was made of."""
+
+    path: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The part of a recipe's section `train` that is read again."""
+
+    validation_fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of a drafter's recipe that is read again."""
+
+    train: TrainSection = TrainSection()
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The part of a file's provenance that is read again."""
+
+    created: str | None = None
+    backbone: Identity | str | None = None
+    data: Data | None = None
+    recipe: Settings = Settings()
+
+    @property
+    def identity(self) -> Identity:
+        """Returns the model's identity; empty if only its name was written."""
+        return self.backbone if isinstance(self.backbone, dict) else {}
+
+    def held_out(self, otherwise: float) -> float:
+        """Returns the share of the conversations that training held out, `otherwise` if unknown."""
+        fraction = self.recipe.train.validation_fraction
+        return otherwise if fraction is None else fraction
+
+
+@dataclass(frozen=True)
+class Described:
+    """A drafter's config.json, of whatever kind; that of another tool names no kind."""
+
+    drafter: str | None = None
+    num_heads: int | None = None
+    medusa_num_heads: int | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+    @property
+    def heads(self) -> int | None:
+        return self.medusa_num_heads if self.num_heads is None else self.num_heads
+
+
+def describe_drafter(folder: Path) -> Described:
+    """Returns a drafter's config; raises UserError if it is missing or invalid."""
+    return read_as(Path(folder) / "config.json", Described, WHAT)
+
+
+def rounding_in(folder: Path) -> str | None:
+    """Returns the quantization of the weights that the drafter in a folder was trained on; None: none, or unknown."""
+    if not (folder / "config.json").is_file():
+        return None
+    rounding = describe_drafter(folder).provenance.identity.get("rounding")
+    return None if rounding is None else str(rounding)
+
+
+def stamp_of(folder: Path) -> str | None:
+    """Returns a digest of a drafter's config, which differs for each training; None without a drafter."""
+    config = folder / "config.json"
+    return hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None
+
+
+def outdated(stamp: str | None, folder: Path) -> bool:
+    """Returns True if a stamp is known and that of another drafter than the folder's."""
+    now = stamp_of(folder)
+    return stamp is not None and now is not None and stamp != now
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A run's distill.json: the settings that all its conversations share."""
+
+    settings: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Returns the layers whose states were kept before the final ones in each row."""
+        taps = self.settings.get("taps")
+        return tuple(taps) if isinstance(taps, list) else ()
+
+
+def describe_distillation(folder: Path) -> Distillation:
+    """Returns how a run's conversations were distilled; empty if unknown."""
+    path = folder / "distill.json"
+    return read_as(path, Distillation, "the distillation's header") if path.is_file() else Distillation()
+
+
+def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
+    """Raises UserError unless both identities name the same weights; the id may differ, as a folder may move.
+
+    Only what both know is compared: a server does not tell its weights.
+    """
+    keys = ("architecture", "hidden_size", "vocab_size", "layers", "weights")
+    known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
+    if any(expected[key] != actual[key] for key in known):
+        names = [
+            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')})"
+            for model in (expected, actual)
+        ]
+        raise UserError(
+            f"{what} was made for the model {names[0]}, not for {names[1]}",
+            f"give @model {expected.get('id')} or another @run",
+        )
 
 
 @contextmanager
-def sole_writer(folder: Path, command: str, warn: Callable[[str], None]) -> Iterator[None]:
+def sole_writer(folder: Path, command: str) -> Iterator[None]:
     """Holds the run's lock for a command; raises UserError that names the other holder.
 
-    The system frees the lock of a killed process. `warn` is called where a file system has no locks.
+    The system frees the lock of a killed process. Warns if a file system has no locks.
     """
     from filelock import FileLock, Timeout
 
@@ -39,7 +170,7 @@ def sole_writer(folder: Path, command: str, warn: Callable[[str], None]) -> Iter
     except PermissionError:
         raise
     except OSError as reason:
-        warn(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
+        log.warning(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
         yield
         return
     try:
@@ -48,12 +179,6 @@ def sole_writer(folder: Path, command: str, warn: Callable[[str], None]) -> Iter
         yield
     finally:
         lock.release()
-
-
-def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
-    """Returns the record of how a file was made: version, time, model and more."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"version": __version__, "created": now, "backbone": backbone, **extra}
 
 
 class Run:
@@ -173,29 +298,3 @@ class Run:
 def called(model: str) -> str:
     """Returns a model's name from its id or folder; a link keeps its own name, "." gets that of the folder."""
     return Path(os.path.abspath(model)).name
-
-
-def rounding_in(folder: Path) -> str | None:
-    """Returns the quantization of the weights that the drafter in a folder was trained on; None: none, or unknown."""
-    if not (folder / "config.json").is_file():
-        return None
-    rounding = describe_drafter(folder).provenance.identity.get("rounding")
-    return None if rounding is None else str(rounding)
-
-
-def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
-    """Raises UserError unless both identities name the same weights; the id may differ, as a folder may move.
-
-    Only what both know is compared: a server does not tell its weights.
-    """
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", "weights")
-    known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
-    if any(expected[key] != actual[key] for key in known):
-        names = [
-            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')})"
-            for model in (expected, actual)
-        ]
-        raise UserError(
-            f"{what} was made for the model {names[0]}, not for {names[1]}",
-            f"give @model {expected.get('id')} or another @run",
-        )

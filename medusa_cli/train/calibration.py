@@ -14,12 +14,10 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.accuracies import STAMP, stamp_of
 from medusa_cli.runs.io import Document
-from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.run import Run, provenance
+from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
 from medusa_cli.train.prefill import with_states
 from medusa_cli.train.setup import ROWS, engine_for, longest, runs_model
 

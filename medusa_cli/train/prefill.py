@@ -25,8 +25,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.identity import rounding_of
-from medusa_cli.runs.provenance import describe_distillation
-from medusa_cli.runs.run import Run, check_backbone
+from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.provenance import describe_drafter
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.runs.run import Run, check_backbone, rounding_in
+from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
 log = logging.getLogger(__name__)
 # Conversations run through the backbone whole, not as the few rows of a tree: kernels are chosen for so many rows.

@@ -84,7 +84,7 @@ def train(
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
     source = data or run.data_path
-    with sole_writer(run.path, "medusa train", log.warning) if world.first else nullcontext():
+    with sole_writer(run.path, "medusa train") if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:

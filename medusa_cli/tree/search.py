@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.accuracies import Heads, check_current
+from medusa_cli.runs.resolve import Calibration
 from medusa_cli.runs.run import DEFAULT_RUN
 from medusa_cli.tree.tree import MAX_NODES, Tree, load_tree
 
@@ -170,7 +170,7 @@ def parse_shape(text: str) -> list[int]:
 
 
 def make_tree(
-    used: Heads, budget: int | None, widths: list[int] | None, choices: Path | None, source: str, run: str | None
+    used: Calibration, budget: int | None, widths: list[int] | None, choices: Path | None, source: str, run: str | None
 ) -> tuple[Tree, dict[str, Any]]:
     """Returns the tree that was asked for, and the setting and value that made it; source: the origin of the heads."""
     if widths is not None:
@@ -182,7 +182,7 @@ def make_tree(
             f"{source} has no calibration.json",
             f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give @shape 4,3,2",
         )
-    check_current(used)
+    used.check_current()
     possible = largest(used.accuracies)
     nodes = min(BUDGET, possible) if budget is None else budget
     if MAX_NODES < nodes <= possible:
@@ -190,14 +190,14 @@ def make_tree(
     return search(used.accuracies, nodes), {"budget": nodes}
 
 
-def missing_accuracies(widths: tuple[int, ...], known: Heads) -> list[str]:
+def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
     """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
-    notes, deep = [], known.count is not None and len(widths) > known.count
+    notes, deep = [], known.heads is not None and len(widths) > known.heads
     if known.stale:
-        notes.append(f"{known.source} was measured on an earlier drafter of this run: so is the expected length")
+        notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
     if deep:
         notes.append(
-            f"the tree is {len(widths)} deep, there are {known.count} heads; @heads {known.count} truncates it"
+            f"the tree is {len(widths)} deep, there are {known.heads} heads; @heads {known.heads} truncates it"
         )
     for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
         if width > len(row):
