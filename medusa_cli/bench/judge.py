@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,13 +105,11 @@ def tally(
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
 
 
-def judge_bench(
-    bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]
-) -> dict[str, Any]:
-    """Asks a model behind an OpenAI-compatible server, adds the outcome to the saved bench, and returns its document.
+def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[], object]) -> None:
+    """Asks a model behind an OpenAI-compatible server and adds the outcome to a saved bench and its document.
 
-    Replies are kept beside the bench and not asked for again. on_reply: receives the number of new replies. Raises
-    UserError if the server does not answer or refuses.
+    Replies are kept beside the bench and not asked for again. Raises UserError if the server does not answer or
+    refuses.
     """
     path, reference = bench.with_suffix(".judgement.jsonl"), document["reference"]
     try:
@@ -123,30 +120,28 @@ def judge_bench(
         }
     except (LookupError, TypeError) as reason:
         raise UserError(f"{bench} holds no answers", "run `medusa bench` again: it keeps them") from reason
-    if path.is_file():
-        repair_jsonl(path)
-    known = [line for line in read_jsonl(path) if line["judge"] == model] if path.is_file() else []
+    path.touch()
+    repair_jsonl(path)
+    known = [line for line in read_jsonl(path) if line["judge"] == model]
     outcomes: dict[tuple[Any, ...], Outcome] = {tuple(line["key"]): line["outcome"] for line in known}
     missing = [task for task in tasks(questions, texts, reference) if task[:4] not in outcomes]
-    log.info("%s judges: %d replies to ask for, %d known", model, len(missing), len(known))
-    servers, lock = ChatServers([url], model, flag="@judge"), threading.Lock()
+    servers = ChatServers([url], model, flag="@judge")
     if missing:
         servers.check()
-    with path.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(CONCURRENCY) as pool:
 
-        def ask(task: Task) -> None:
-            messages = [{"role": "system", "content": PAIR if task.order else GRADE}]
-            messages.append({"role": "user", "content": task.text})
-            reply, _ = servers.complete(messages, temperature=0, max_tokens=MAX_TOKENS)
-            line = {"judge": model, "key": task[:4], "outcome": task.read(reply), "reply": reply}
-            with lock:
+    def ask(task: Task) -> str:
+        messages = [{"role": "system", "content": PAIR if task.order else GRADE}]
+        messages.append({"role": "user", "content": task.text})
+        return servers.complete(messages, temperature=0, max_tokens=MAX_TOKENS)[0]
+
+    with path.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(CONCURRENCY) as pool:
+        try:
+            for task, reply in zip(missing, pool.map(ask, missing), strict=True):
+                outcomes[task[:4]] = task.read(reply)
+                line = {"judge": model, "key": task[:4], "outcome": task.read(reply), "reply": reply}
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 stream.flush()
-                outcomes[task[:4]] = task.read(reply)
-                on_reply(1)
-
-        try:
-            list(pool.map(ask, missing))
+                on_reply()
         except BaseException:
             servers.stop()
             pool.shutdown(cancel_futures=True)
@@ -155,4 +150,3 @@ def judge_bench(
     if unread := document["judge"]["unread"]:
         log.warning("%d replies of %s hold no grade and count for nothing", unread, model)
     write_json(bench, document)
-    return document

@@ -182,26 +182,29 @@ def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str
             yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench.document, method, figures
 
 
-def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
+def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of a bench's closing table."""
     rows = []
-    for name, document, method, figures in _methods(benches):
-        identical = "-" if figures["identical"] is None else f"{figures['identical']}/{figures['questions']}"
-        if figures["identical"] is not None and method == document["reference"]:
-            identical = "reference"
-        row = [name, _with_interval(figures, "tokens_per_s", ".1f"), _with_interval(figures, "speedup")]
-        row += [_with_interval(figures, "acceptance_length") if figures["step_ms"] is not None else "-"]
-        row += [_cell(figures["overhead"], ".2f"), _cell(figures["step_ms"], ".1f")]
-        rows.append([*row, _cell(figures["draft_share"], ".1%"), identical, f"{figures['tokens']:,}"])
-    head = ["method", "tokens/s", "speedup", "acceptance length", "overhead", "step, ms", "drafting"]
-    base = ", ".join(dict.fromkeys(str(bench.document["baseline"]) for bench in benches))
+    for name, figures in document["methods"].items():
+        interval, same = figures["speedup_95"], figures["identical"]
+        identical = "-" if same is None else f"{same}/{figures['questions']}"
+        cells = [name, f"{figures['tokens_per_s']:.1f}", f"{figures['speedup']:.2f}"]
+        cells += ["-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"]
+        cells += [f"{figures['acceptance_length']:.2f}", _cell(figures["overhead"], ".2f")]
+        rows.append([*cells, "reference" if name == document["reference"] and same is not None else identical])
+    base = f"speedup over {document['baseline']}"
+    return ["method", "tokens/s", base, "95 %", "acceptance length", "overhead", "identical"], rows
+
+
+def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
-        f"Speedup is tokens/s over those of {base} in the same run. The acceptance length is the tokens a verified "
-        "step gives, the model's own included. Overhead is the time of such a step over a plain step. In brackets and "
-        "as whiskers: 95 % bootstrap intervals over questions."
+        "Speedup is tokens/s over those of the baseline in the same run, with its 95 % bootstrap interval over "
+        "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
+        "the time of such a step over a plain step."
     )
+    tables = [Table(*gains_table(bench.document), bench.name if len(benches) > 1 else "") for bench in benches]
     groups = {bench.name: bench.document["methods"] for bench in benches}
-    charts = bars(f"Speedup over {base}", groups, "speedup", "x")
-    yield Section("What it gains", words, [Table([*head, "identical answers", "tokens"], rows)], charts)
+    yield Section("What it gains", words, tables, bars("Speedup", groups, "speedup", "x"))
 
 
 def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:

@@ -104,7 +104,7 @@ def bench(
     show(document)
     try:
         path = save(document, folder)
-        document = judging.grade(path, document)
+        judging.grade(path, document)
         written = write_report({folder.parent.name: path}, path.with_suffix(".html")) if report else [path]
         console.result("\n".join(f"saved: {file}" for file in written))
     finally:
@@ -121,28 +121,19 @@ def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
 
 
 def show(document: Document) -> None:
-    """Prints the closing table, the categories, and where answers differ."""
-    methods = document["methods"]
-    head = ["method", "tokens/s", f"speedup over {document['baseline']}", "95 %", "acceptance length", "overhead"]
+    """Prints the closing table, and where answers differ."""
+    from medusa_cli.bench.report import gains_table
+
     # 80 columns hold the table where padding is small and only the names of methods give way.
     table = Table(title=document["title"], caption=" ".join(document["facts"]), collapse_padding=True, pad_edge=False)
-    for column in (*head, "identical"):
+    head, rows = gains_table(document)
+    for column in head:
         width = max(map(len, column.split()))
         table.add_column(column, justify="left" if column == "method" else "right", min_width=width, overflow="fold")
-    for name, figures in methods.items():
-        interval, same = figures["speedup_95"], figures["identical"]
-        identical = "-" if same is None else f"{same}/{figures['questions']}"
-        table.add_row(
-            name,
-            f"{figures['tokens_per_s']:.1f}",
-            f"{figures['speedup']:.2f}",
-            "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
-            f"{figures['acceptance_length']:.2f}",
-            "-" if figures["overhead"] is None else f"{figures['overhead']:.2f}",
-            "reference" if name == document["reference"] and same is not None else identical,
-        )
+    for row in rows:
+        table.add_row(*row)
     console.result(table)
-    for name, figures in methods.items():
+    for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
             where = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"
             console.result(f"{name}: {where} differs, logit margin {part['margin']:.4f}")

@@ -29,14 +29,14 @@ class JudgeFlags:
         if self.judge_model is not None and self.judge is None:
             raise UsageError(f"--judge-model {self.judge_model} has no effect without --judge", "give --judge URL")
 
-    def grade(self, path: Path, document: Document) -> Document:
-        """Lets the judge, if there is one, grade a saved bench, prints the outcome, and returns the bench with it."""
+    def grade(self, path: Path, document: Document) -> None:
+        """Lets the judge, if there is one, grade a saved bench, and prints the outcome, which the document gets too."""
         if self.judge is None or self.judge_model is None:
-            return document
+            return
         from medusa_cli.bench.judge import judge_bench
 
         with console.progress("judging", unit="replies") as bar:
-            document = judge_bench(path, document, self.judge, self.judge_model, bar.advance)
+            judge_bench(path, document, self.judge, self.judge_model, bar.advance)
         outcome, counts = document["judge"], ("wins", "ties", "losses")
         rows = []
         for method, grade in outcome["single"].items():
@@ -44,7 +44,6 @@ class JudgeFlags:
             rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
         title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
         console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
-        return document
 
 
 def report(
