@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-endpoint bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -69,11 +69,8 @@ REQUESTS ?= 10000
 soak: $(READY) ## 10,000 small requests to a server by 32 clients, a tenth cancelled, a tenth malformed
 	$(BIN)/python -m tests.soak --requests $(REQUESTS)
 
-bench-endpoint: $(READY) ## distilling through a server against asking it and nothing else, 8 at a time
-	$(BIN)/python -m tests.bench.load endpoint $(if $(ENDPOINT),--endpoint $(ENDPOINT))
-
 bench-serve: $(READY) ## the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
-	$(BIN)/python -m tests.bench.load serve
+	$(BIN)/python -m tests.bench.load
 
 # A run with distilled conversations.
 RUN ?= runs/smollm2

@@ -1,24 +1,20 @@
-"""Load tests of servers: `make bench-serve` (Python API and servers) and `make bench-endpoint` (distilling)."""
+"""`make bench-serve`: tokens/s of the Python API and of servers on the same questions."""
 
 import argparse
 import contextlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from medusa_cli.api import Medusa
 from medusa_cli.assets import model_dir, mt_bench_path
 from medusa_cli.bench.questions import read_questions
-from tests.bench import medusa_json
 
 STARTS_WITHIN = 300
 TRANSFORMERS = ("transformers.cli.transformers", "serve")
@@ -102,46 +98,14 @@ def serve(asked: argparse.Namespace) -> None:
         print(f"{name:20} {count:2} at a time: {value:6.1f} tokens/s, {value / first:.2f} x Medusa.generate")
 
 
-def endpoint(asked: argparse.Namespace) -> None:
-    """Prints the share of a server's own throughput that `medusa distill --endpoint` reaches."""
-    with contextlib.ExitStack() as stack:
-        url = asked.endpoint or stack.enter_context(server(*TRANSFORMERS, model_dir(asked.model)))
-        name = asked.endpoint_model or model_dir(asked.model)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        shares = []
-        for number in range(asked.rounds):
-            run = folder / str(number)
-            words = f"--endpoint {url} --endpoint-model {name} --model {asked.model} --concurrency {asked.at_once} "
-            words += f"--max-samples {asked.questions} --max-new-tokens {asked.tokens} --max-turns 1"
-            distilled = medusa_json("distill", "--run", run, *words.split(), "--random-seed", number)["tokens_per_s"]
-            records = [json.loads(line) for line in (run / "distill.jsonl").read_text().splitlines()]
-            turns = [[turn for turn in record["messages"] if turn["role"] == "user"] for record in records]
-            questions = [turn[0]["content"] for turn in turns]
-            bare = rate(asks(url, name, asked.tokens), questions, asked.at_once)
-            shares.append(distilled / bare)
-            print(f"round {number + 1}: bare {bare:.1f} tokens/s, distill {distilled:.1f} tokens/s")
-    print(f"distilling reaches {statistics.median(shares):.1%} of the bare rate ({asked.at_once} at a time)")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    for job in (serve, endpoint):
-        command = commands.add_parser(job.__name__, help=job.__doc__)
-        command.set_defaults(job=job)
-        command.add_argument("--model", default="smollm2-135m")
-        command.add_argument("--tokens", type=int, default=128, help="tokens an answer")
-        command.add_argument("--questions", type=int, default=16)
-        if job is serve:
-            command.add_argument("--dtype", default="fp32")
-            command.add_argument("--clients", default="1,8", help="clients at a time, a list")
-        else:
-            command.add_argument("--endpoint", help="default: `transformers serve`, started here")
-            command.add_argument("--endpoint-model")
-            command.add_argument("--at-once", type=int, default=8, help="questions at a time")
-            command.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    asked.job(asked)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens an answer")
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--clients", default="1,8", help="clients at a time, a list")
+    serve(parser.parse_args())
 
 
 if __name__ == "__main__":

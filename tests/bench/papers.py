@@ -6,15 +6,25 @@ Every command's output stays in the run, by its name: a run that was stopped goe
 import argparse
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.bench import medusa, medusa_json
-
 CONVERSATIONS = 600
 TRAININGS = {"medusa": ("medusa1", 400_000), "amphista": ("amphista", 400_000)}
 TRAININGS |= {"hydra++": ("hydra++", 400_000), "firp": ("firp", 80_000)}
+
+
+def medusa(*words: object) -> str:
+    """Runs a medusa command in a process of its own and returns its stdout; exits with its code where it fails."""
+    print("medusa", *words, file=sys.stderr)
+    command = [sys.executable, "-m", "medusa_cli", *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
 
 
 class Evidence:
@@ -50,10 +60,6 @@ class Evidence:
         lengths = self.swept("epsilon", "acceptance_length")
         return lengths[0] / lengths[-1]
 
-    def best_layer(self, figure: str) -> float:
-        *others, last = self.documents["layers"][figure]
-        return max(others) / last
-
 
 # The claim's place, its text, the paper's ratio of its smallest models (None: a figure without numbers), and ours.
 CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
@@ -73,9 +79,6 @@ CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
     ("Amphista, Table 7", "Amphista, 22 nodes", 2.29 / 1.71, lambda e: e.over_medusa("22 nodes", "amphista")),
     ("FIRP, Table 3", "FIRP, 16 nodes", 2.762 / 2.334, lambda e: e.over_medusa("16 nodes", "firp")),
     ("FIRP, Table 3", "FIRP, 64 nodes", 3.148 / 2.647, lambda e: e.over_medusa("64 nodes", "firp")),
-    ("FIRP, Figure 5", "the first head enters best before the last layers", None, lambda e: e.best_layer("5")),
-    ("FIRP, Figure 6", "so does the second", None, lambda e: e.best_layer("6")),
-    ("FIRP, Figure 7", "the second head must see the first", None, lambda e: e.best_layer("7")),
 ]
 
 
@@ -121,29 +124,6 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
     yield "epsilon", [*heads, "medusa", *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25"]
 
 
-def firp_layers(run: Path, model: str, depth: int = 30) -> dict[str, list[float]]:
-    """Returns the last head's held-out accuracy for the entry layers and masks of FIRP's Figures 5 to 7."""
-    half, first = depth // 2, [depth * sixths // 6 for sixths in range(1, 6)] + [depth - 1]
-    figures: dict[str, list[tuple[list[int], bool]]] = {
-        "5": [([layer], False) for layer in first],
-        "6": [([half, layer], False) for layer in first if layer > half],
-        "7": [([half, 2 * depth // 3], masked) for masked in (False, True)],
-    }
-    accuracies: dict[str, list[float]] = {}
-    for figure, choices in figures.items():
-        for layers, masked in choices:
-            target = run / "firp-layers" / ("-".join(map(str, layers)) + ("-masked" if masked else ""))
-            settings = {"drafter": "firp", "drafter.num_heads": len(layers), "drafter.layers": layers}
-            settings |= {"drafter.masked": masked, "train.max_tokens": 8000}
-            if not (target / "drafter" / "config.json").is_file():
-                words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-                medusa("train", *words, "--run", target, "--data", run / "distill.jsonl", "--model", model)
-            events = [json.loads(line) for line in (target / "train.jsonl").read_text().splitlines()]
-            last = [event for event in events if event["event"] == "validated"][-1]
-            accuracies.setdefault(figure, []).append(last["accuracies"][-1])
-    return accuracies
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/papers"))
@@ -154,11 +134,11 @@ def main() -> None:
     for file, words in trainings(asked.run, asked.model):
         if not file.is_file():
             medusa(*words)
-    documents: dict[str, Any] = {"layers": firp_layers(asked.run, asked.model)}
+    documents: dict[str, Any] = {}
     for name, words in benches(asked.run, asked.questions, asked.tokens):
         file = asked.run / f"{name}.json"
         if not file.is_file():
-            file.write_text(json.dumps(medusa_json(*words), indent=1))
+            file.write_text(medusa(*words, "--json"))
         documents[name] = json.loads(file.read_text())
     evidence = Evidence(documents)
     print(f"{asked.model}, {asked.questions} MT-Bench questions, {asked.tokens} tokens a turn\n")
