@@ -146,9 +146,12 @@ def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> t
     return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)
 
 
-def load_dataset(run: Run, backbone: Backbone, *, fraction: float = 0.05, **more: Any) -> Dataset:
-    """Returns a run's conversations with their states."""
-    return with_states(read_dataset(run.data_path, backbone, fraction), run, backbone, run.data_path, **more)
+def load_dataset(
+    run: Run, backbone: Backbone, *, data: Path | None = None, fraction: float = 0.05, **more: Any
+) -> Dataset:
+    """Returns a run's conversations, or those of the file `data`, with their states."""
+    path = data or run.data_path
+    return with_states(read_dataset(path, backbone, fraction), run, backbone, path, **more)
 
 
 def answers_of(*answers: Tensor | Sequence[int], at: int = 0) -> list[Conversation]:

@@ -163,13 +163,14 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
         "[]",
         '{"id": "x", "tokens": [1, 99999], "spans": [[1, 2]]}',
         '{"id": "y", "tokens": [1, 2, 3], "spans": [[2, 9]]}',
+        '{"id": "z", "tokens": [1, 2, 3], "spans": [[1, 3]], "state_rows": [0, 3]}',
         '{"messages": [{"role": "wizard", "content": "w1"}]}',
         '{"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}',
         good[:-9],
     ]
     run.distill_path.write_text("\n".join(lines))
     report = load_dataset(run, backbone).report
-    assert report.read == 2 and sum(report.skipped.values()) == len(report.skipped) == 7
+    assert report.read == 2 and sum(report.skipped.values()) == len(report.skipped) == 8
     run.distill_path.write_text("[" + good + ", " + json.dumps(conversation(2)) + ", " + good[:20])
     report = load_dataset(run, backbone).report
     assert (report.read, report.skipped) == (2, {"cut off": 1})

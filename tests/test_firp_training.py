@@ -9,21 +9,17 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import batch_of, read_dataset
+from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.engine.extra_rows import ahead, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer
-from medusa_cli.train.checkpoint import checkpoint_path
-from medusa_cli.train.log import Stepped, Validated
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import build_drafter, longest
 from tests.helpers import FAMILIES, conversation, medusa, save_network, write_lines
 from tests.test_firp import DEPTH, backbone_of, firp, reference
 
@@ -132,36 +128,8 @@ def model(tmp_path: Path) -> str:
     return save_network(backbone.model, tmp_path / "model")
 
 
-def trainer(run: Run, *words: str, resume: bool = False) -> Trainer:
-    recipe, backbone = load_recipe(None, [*SETTINGS, *words]), backbone_of()
-    dataset = read_dataset(run.data_path, backbone, recipe.train.validation_fraction, longest(recipe.train))
-    torch.manual_seed(0)
-    drafter = build_drafter(backbone, recipe.drafter, dataset)
-    return Trainer(backbone, drafter, dataset, recipe, run, resume=resume)
-
-
 def words_of(run: Run, model: str, *more: str) -> list[str]:
     return ["train", *SETTINGS, *more, "--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
-
-
-def test_loss_falls_and_the_backbone_stays(run: Run) -> None:
-    work = trainer(run, "train.epochs=8")
-    before = {name: weight.clone() for name, weight in work.backbone.model.named_parameters()}
-    start = work.validate()
-    last = [event for event in work.events() if isinstance(event, Validated)][-1]
-    assert last.loss < 0.85 * start.loss
-    assert all(after < first for after, first in zip(last.head_losses, start.head_losses, strict=True))
-    assert all(torch.equal(weight, before[name]) for name, weight in work.backbone.model.named_parameters())
-
-
-def test_killed_training_resumes_with_equal_losses(run: Run) -> None:
-    whole = [event.loss for event in trainer(run).events() if isinstance(event, Stepped)]
-    checkpoint_path(run).unlink()
-    for event in trainer(run).events():
-        if isinstance(event, Stepped) and event.step == 6:
-            break
-    again = [event.loss for event in trainer(run, resume=True).events() if isinstance(event, Stepped)]
-    assert again == pytest.approx(whole[4:], rel=1e-5)
 
 
 def test_commands_from_train_to_chat(run: Run, model: str, tmp_path: Path) -> None:

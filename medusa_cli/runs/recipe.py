@@ -35,7 +35,7 @@ WORDS |= {"array": "a list of whole numbers such as [1,2]"}
 class DrafterRecipe:
     """The drafter to train. docs/training.md explains every key of a recipe."""
 
-    name: str = "medusa"
+    name: Literal["amphista", "eagle", "firp", "hydra", "medusa"] = "medusa"
     num_heads: Annotated[int, Meta(ge=1, le=64)] = 5
     num_layers: Annotated[int, Meta(ge=1, le=16)] = 1
     vocabulary: Literal["auto", "draft", "own", "shared"] = "auto"

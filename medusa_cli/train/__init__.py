@@ -2,6 +2,6 @@
 
 from medusa_cli.train.calibration import calibrate
 from medusa_cli.train.loop import Trainer
-from medusa_cli.train.training import Trained, evaluate, train
+from medusa_cli.train.training import evaluate, train
 
-__all__ = ["Trained", "Trainer", "calibrate", "evaluate", "train"]
+__all__ = ["Trainer", "calibrate", "evaluate", "train"]

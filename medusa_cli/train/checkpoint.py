@@ -23,16 +23,15 @@ MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validat
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training between two steps: weights and buffers, optimizer, steps done, and what it belongs to."""
+    """A training after some steps, and what it belongs to; data: the data set's digest; arithmetic: of the states."""
 
-    drafter: dict[str, Any]
-    optimizer: dict[str, Any]
     step: int
+    tensors: dict[str, Any]
+    optimizer: dict[str, Any]
     recipe: dict[str, Any]
     backbone: dict[str, Any]
-    data: str  # digest of the data set
-    backbone_weights: dict[str, Any]  # of stage 2
-    arithmetic: dict[str, str | None]  # of the states
+    data: str
+    arithmetic: dict[str, str | None]
 
 
 def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:

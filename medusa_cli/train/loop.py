@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of
@@ -50,8 +50,7 @@ class Trainer:
         world: Distributed | None = None,
     ) -> None:
         self.backbone, self.dataset, self.recipe, self.run = backbone, dataset, recipe, run
-        self.should_stop = should_stop
-        self.world = world or Distributed()
+        self.should_stop, self.world = should_stop, world or Distributed()
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
@@ -174,36 +173,35 @@ class Trainer:
             module.train()
         return Validated(self.step, total_positions=self.positions_done, **mean.over(self.world))
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """Returns all that a checkpoint keeps of the drafter, and the weights of the backbone that learn."""
+        # Buffers too: the ids of a draft vocabulary may come with heads that other data gave.
+        own = [*self.drafter.named_parameters(), *self.drafter.named_buffers()]
+        return {**dict(own), **{f"backbone.{name}": weight for name, weight in self.weights.items()}}
+
     def save(self) -> None:
         """Writes the checkpoint that a resumed training begins with; the first process does."""
         if not self.world.first:
             return
-        checkpoints.save(
-            self.run,
-            checkpoints.Checkpoint(
-                # Buffers too: the ids of a draft vocabulary may come with heads that other data gave.
-                drafter={**self.drafter.state_dict(), **dict(self.drafter.named_buffers())},
-                optimizer=self.optimizer.state_dict(),
-                step=self.step,
-                recipe=self.recipe.to_dict(),
-                backbone=self.backbone.identity,
-                data=self.dataset.digest,
-                backbone_weights={name: weight.detach() for name, weight in self.weights.items()},
-                arithmetic=checkpoints.arithmetic_of(self.backbone, self.dataset.kept),
-            ),
+        checkpoint = checkpoints.Checkpoint(
+            step=self.step,
+            tensors={name: tensor.detach() for name, tensor in self._tensors().items()},
+            optimizer=self.optimizer.state_dict(),
+            recipe=self.recipe.to_dict(),
+            backbone=self.backbone.identity,
+            data=self.dataset.digest,
+            arithmetic=checkpoints.arithmetic_of(self.backbone, self.dataset.kept),
         )
+        checkpoints.save(self.run, checkpoint)
 
     def _restore(self) -> None:
         path = checkpoints.checkpoint_path(self.run)
         checkpoint = checkpoints.load(path)
         checkpoints.check(checkpoint, self.backbone, self.dataset, self.recipe)
         try:
-            self.drafter.load_state_dict({name: checkpoint.drafter[name] for name in self.drafter.state_dict()})
             with torch.no_grad():
-                for name, buffer in self.drafter.named_buffers():
-                    buffer.copy_(checkpoint.drafter[name])
-                for name, weight in self.weights.items():
-                    weight.copy_(checkpoint.backbone_weights[name])
+                for name, tensor in self._tensors().items():
+                    tensor.copy_(checkpoint.tensors[name])
             self.optimizer.load_state_dict(checkpoint.optimizer)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
             raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason

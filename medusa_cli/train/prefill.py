@@ -137,12 +137,6 @@ def _prefill(
         count, total = 0, sum(len(conversation.tokens) for conversation in own[done:])
         if total:
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
-            others = sum(file.stat().st_size for file in path.parent.glob("states-*.bin"))
-            if others:
-                log.info(
-                    f"{path.parent} holds {others / 1e9:.2f} GB of states of other layers or other conversations; "
-                    "delete those that nothing learns from any more"
-                )
         for conversation in own[done:]:
             cache = backbone.engine.new_cache(capacity=len(conversation.tokens))
             plan = Plan.chain(conversation.tokens, taps=taps, logits="none")

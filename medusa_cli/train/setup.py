@@ -1,6 +1,5 @@
 """Model, data and drafter of a training, as the recipe describes them."""
 
-import difflib
 import logging
 from dataclasses import replace
 from typing import Any
@@ -30,15 +29,6 @@ log = logging.getLogger(__name__)
 ROWS = 64
 
 
-def drafter_class(name: str) -> type[HeadDrafter]:
-    """Returns the class of a drafter's name; raises UsageError, with the nearest name, for an unknown one."""
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(DRAFTERS))}"
-        raise UsageError(f"drafter.name={name!r} is unknown", hint)
-    return DRAFTERS[name]
-
-
 def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
     """Returns True if stage 1 runs the model over whole conversations in every step."""
     return kind.uses_verify_pass or train.states == "fresh"
@@ -51,7 +41,7 @@ def longest(train: TrainRecipe) -> int:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises UsageError for settings that have no effect together or cannot be."""
-    kind, train, drafter = drafter_class(recipe.drafter.name), recipe.train, recipe.drafter
+    kind, train, drafter = DRAFTERS[recipe.drafter.name], recipe.train, recipe.drafter
     if train.regress and not kind.autoregressive:
         raise UsageError(
             f"train.regress={train.regress:g} has no effect on {kind.name}: its heads do not read the draft tokens",
@@ -113,7 +103,7 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
     """Returns the layers whose states a drafter reads; raises UsageError for layers that the model lacks."""
-    kind = drafter_class(recipe.name)
+    kind = DRAFTERS[recipe.name]
     if "taps" not in kind.settings:
         return kind.taps
     taps = recipe.taps or default_taps(backbone.num_layers)
@@ -123,7 +113,7 @@ def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
     """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's answers."""
-    kind, size = drafter_class(recipe.name), recipe.draft_vocab_size
+    kind, size = DRAFTERS[recipe.name], recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
     if vocabulary == "auto":
         whole = "own" if "own" in kind.vocabularies else "shared"
@@ -159,7 +149,7 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model as it decodes."""
-    kind, train = drafter_class(recipe.drafter.name), recipe.train
+    kind, train = DRAFTERS[recipe.drafter.name], recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
     template, gradients = recipe.chat_template, runs_model(kind, train)
     return load_backbone(

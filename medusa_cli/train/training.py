@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
+from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -35,29 +36,6 @@ from medusa_cli.train.prefill import with_states
 
 log = logging.getLogger(__name__)
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
-# `evaluate` cuts and batches conversations alike for every run.
-MAX_LENGTH, BATCH_TOKENS = 1024, 2048
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The end of a training: the run that holds the drafter, steps done, last loss, speed, and held-out figures.
-
-    validation: the last one, as the log has it; None where nothing was held out. expected_acceptance: tokens a step
-    over a chain of the heads' first choices, now and, in stage 2, before the first step.
-    """
-
-    run: Run
-    step: int
-    steps: int
-    positions: int
-    heads: int
-    draft_coverage: float
-    validation: Document | None
-    expected_acceptance: float | None
-    expected_acceptance_at_start: float | None
-    loss: float | None
-    tokens_per_s: float
 
 
 def train(
@@ -70,8 +48,8 @@ def train(
     resume: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
     show: Callable[..., None] = lambda *progress, **note: None,
-) -> Trained | None:
-    """Trains the recipe's drafter in a run and saves it there.
+) -> Document | None:
+    """Trains the recipe's drafter in a run and saves it there; returns the figures, and the run that the drafter is in.
 
     data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
     should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. show: called with a
@@ -103,15 +81,16 @@ def train(
         world.destroy()
         if not world.first:
             return None
-        trained = _end(trainer)
-        return trained if trained.step < trained.steps else replace(trained, run=_save(trainer, source, trained))
+        figures = _figures(trainer)
+        ended = trainer.step == trainer.steps
+        return {"run": _save(trainer, source, figures) if ended else run, "stopped": not ended, **figures}
 
 
 def _load(
     run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
-    train, kind = recipe.train, setup.drafter_class(recipe.drafter.name)
+    train, kind = recipe.train, DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.first_ahead():
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     with world.first_ahead():
@@ -127,11 +106,10 @@ def _load(
 
 def _describe(trainer: Trainer) -> None:
     """Logs the size of the training, and the processes that have nothing to do in it."""
-    dataset, train, size, covered = trainer.dataset, trainer.recipe.train, trainer.world.size, _coverage(trainer)
+    dataset, train, size = trainer.dataset, trainer.recipe.train, trainer.world.size
     log.info(
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
-        + (f"; the draft vocabulary covers {covered:.2%} of the answers" if covered < 1 else "")
     )
     if size > train.accumulation:
         log.warning(
@@ -139,11 +117,6 @@ def _describe(trainer: Trainer) -> None:
             f"train.accumulation={train.accumulation} micro-batches; train.accumulation={train.accumulation * size} "
             f"with train.batch_tokens={max(2, train.batch_tokens // size)} gives all a part of the same steps"
         )
-
-
-def _coverage(trainer: Trainer) -> float:
-    """Returns the share of answer tokens in the draft vocabulary, which may be another data set's."""
-    return coverage(trainer.drafter.draft_ids, trainer.dataset.answers())
 
 
 def _run(trainer: Trainer, show: Callable[..., None]) -> None:
@@ -179,24 +152,24 @@ def _report(event: Validated) -> None:
         log.warning(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
 
 
-def _end(trainer: Trainer) -> Trained:
+def _figures(trainer: Trainer) -> Document:
+    """Returns the figures of a training for its result and the drafter's provenance."""
     lines = read_log(trainer.run.path / NAME)
     steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
     keys = ("loss", "head_losses", "accuracies", "positions", "parts")
     seconds = sum(line["seconds"] for line in steps)
-    return Trained(
-        trainer.run,
-        step=trainer.step,
-        steps=trainer.steps,
-        positions=trainer.positions,
-        heads=trainer.drafter.num_heads,
-        draft_coverage=_coverage(trainer),
-        validation={key: checks[-1][key] for key in keys} if checks else None,
-        expected_acceptance=_expected_acceptance(checks[-1:]),
-        expected_acceptance_at_start=_expected_acceptance([line for line in checks if line["step"] == 0]),
-        loss=steps[-1]["loss"] if steps else None,
-        tokens_per_s=round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
-    )
+    return {
+        "heads": trainer.drafter.num_heads,
+        "steps": trainer.steps,
+        "positions": trainer.positions,
+        # The vocabulary may be another data set's.
+        "draft_coverage": coverage(trainer.drafter.draft_ids, trainer.dataset.answers()),
+        "validation": {key: checks[-1][key] for key in keys} if checks else None,
+        "expected_acceptance": _expected_acceptance(checks[-1:]),
+        "expected_acceptance_at_start": _expected_acceptance([line for line in checks if line["step"] == 0]),
+        "loss": steps[-1]["loss"] if steps else None,
+        "tokens_per_s": round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
+    }
 
 
 def _expected_acceptance(checks: Sequence[Document]) -> float | None:
@@ -204,7 +177,7 @@ def _expected_acceptance(checks: Sequence[Document]) -> float | None:
     return 1 + sum(accumulate(checks[0]["accuracies"], mul)) if checks else None
 
 
-def _save(trainer: Trainer, source: Path, trained: Trained) -> Run:
+def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
     run, backbone, train = trainer.run, trainer.backbone, trainer.recipe.train
     identity = dict(backbone.identity)
@@ -221,10 +194,7 @@ def _save(trainer: Trainer, source: Path, trained: Trained) -> Run:
         identity,
         data={"path": str(source), "digest": dataset.digest, "conversations": dataset.report.read},
         recipe=trainer.recipe.to_dict(),
-        steps=trainer.steps,
-        positions=trainer.positions,
-        draft_coverage=trained.draft_coverage,
-        validation=trained.validation,
+        **{key: figures[key] for key in ("steps", "positions", "draft_coverage", "validation")},
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)
@@ -261,19 +231,12 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     train, joint = recipe.train, recipe.train.stage == 2
     if joint and train.tuning == "full":
         raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
-    frozen = setup.drafter_class(recipe.drafter.name).uses_verify_pass
+    frozen = DRAFTERS[recipe.drafter.name].uses_verify_pass
     dtype = train.dtype if options.dtype == "auto" else options.dtype
-    changed: dict[str, Any] = {
-        "stage": 1 if frozen else 2,
-        "tuning": train.tuning if joint else "lora",
-        "objective": "kl",
-        "dtype": dtype,
-        "max_length": MAX_LENGTH,
-        "batch_tokens": BATCH_TOKENS,
-        "accumulation": 1,
-        "shard": False,
-        "validation_tokens": 10_000_000,
-    }
+    changed: dict[str, Any] = {"stage": 1 if frozen else 2, "tuning": train.tuning if joint else "lora"}
+    changed |= {"objective": "kl", "dtype": dtype, "shard": False}
+    # Conversations are cut and batched alike for every run, and all of them are measured.
+    changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
