@@ -14,8 +14,7 @@ from torch import Tensor
 
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.export.incoming import INDEX, import_drafter
-from medusa_cli.export.tensors import read_tensors
+from medusa_cli.export.incoming import INDEX, import_drafter, read_tensors
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, hydra_heads, medusa_heads, vllm_names, write

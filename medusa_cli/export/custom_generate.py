@@ -10,11 +10,12 @@ the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
 
 import json
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import load_file
@@ -62,7 +63,7 @@ def generate(
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError("a tree needs its own mask: load the model with attn_implementation='sdpa'")
-    own = load_drafter(drafter or model.name_or_path, model)
+    loaded = load_drafter(drafter or model.name_or_path, model)
     add_stop_strings(model, tokenizer, kwargs)
 
     def decode(
@@ -82,7 +83,7 @@ def generate(
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
         answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, own, prompt.to(model.device), answer, None if drafts == "always" else own.policy)
+        cache = run(model, loaded, prompt.to(model.device), answer, None if drafts == "always" else loaded.policy)
         if streamer is not None:
             streamer.end()
         if not as_dict:
@@ -163,10 +164,10 @@ class Answer:
             path.append(child)
 
 
-def run(model: Any, own: "Loaded", prompt: Tensor, answer: Answer, policy: AdaptivePolicy | None) -> DynamicCache:
+def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, policy: AdaptivePolicy | None) -> DynamicCache:
     """Drafts (policy None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
-    backbone, drafter, index = backbone_of(model), own.drafter.fork(), NgramIndex(NgramTrust())
+    backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(NgramTrust())
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))
@@ -174,7 +175,7 @@ def run(model: Any, own: "Loaded", prompt: Tensor, answer: Answer, policy: Adapt
         began, start, drafts = time.perf_counter(), len(text), policy is None or policy.drafts
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
-            (draft,) = drafter.draft(backbone, [drafter], [new], own.tree)
+            (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
             matches = index.find(text, new.root)
             draft = add_paths(draft, [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches])
         positions = start + draft.tree.depth.to(prompt.device)
@@ -187,11 +188,9 @@ def run(model: Any, own: "Loaded", prompt: Tensor, answer: Answer, policy: Adapt
             output_hidden_states=True,
         )
         path, root = answer.accept(out.logits[0], draft)
-        rows = torch.tensor(path, device=prompt.device)
+        rows, states = torch.tensor(path, device=prompt.device), tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
-        accepted = NewTokens(
-            draft.tokens[rows], tapped(out.hidden_states, drafter.taps, model.device)[rows], root, start
-        )
+        accepted = NewTokens(draft.tokens[rows], states[rows], root, start)
         # Tokens of steps without drafts wait until the drafter is used again.
         new = accepted if drafts else concat([new, accepted])
         text += accepted.tokens.tolist()
@@ -240,14 +239,13 @@ def backbone_of(model: Any) -> Any:
 class Plain:
     """torch's own product."""
 
-    exact = True
-
     @staticmethod
     def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
         return lambda x: F.linear(x, weight, bias)
 
 
-class Loaded(SimpleNamespace):
+@dataclass
+class Loaded:
     """A model's drafter with its tree and policy; key: what it was loaded from."""
 
     key: tuple[Any, ...]
@@ -256,12 +254,14 @@ class Loaded(SimpleNamespace):
     policy: AdaptivePolicy
 
 
+_loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # of each model in use
+
+
 def load_drafter(source: str, model: Any) -> Loaded:
     """Returns the drafter of a folder or hub id in the model's type on its device; read once for a model."""
     key = (source, model.dtype, model.device)
-    known: Loaded | None = getattr(model, "_medusa_drafter", None)
-    if known is not None and known.key == key:
-        return known
+    if model in _loaded and _loaded[model].key == key:
+        return _loaded[model]
     try:
         files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
     except OSError as reason:
@@ -281,5 +281,5 @@ def load_drafter(source: str, model: Any) -> Loaded:
     # Its modules multiply as they are, and nothing is traced.
     own = {"packed": drafter.get_submodule, "repeated": lambda what, compute, *inputs: compute(*inputs)}
     vars(drafter).update(own, _kernel=Plain)
-    model._medusa_drafter = Loaded(key=key, drafter=drafter, tree=Tree.from_json(tree), policy=AdaptivePolicy())
-    return model._medusa_drafter
+    _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), AdaptivePolicy())
+    return _loaded[model]

@@ -2,28 +2,36 @@
 
 import logging
 import os
+import pickle
 import re
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor, contiguous_format
+from torch import Tensor
 
 from medusa_cli import assets
 from medusa_cli.drafters.io import DRAFTERS, weight_shapes
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.export import eagle3_format as eagle3
 from medusa_cli.export import medusa_format as medusa
-from medusa_cli.export.tensors import check_tensors, count_notes, read_tensors
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.io import convert, read_object, replacing_folder, write_json
+from medusa_cli.runs.io import FLOATS, INTEGERS, convert, read_object, read_weights, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance, sole_writer
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
 # Names of weight files, the safe form of each first.
 FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model") for end in SUFFIXES]
 INDEX = "model.safetensors.index.json"
+# Keys of configs that count the heads.
+COUNTS = ("medusa_num_heads", "hydra_num_heads", "num_heads")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
+# Faults that an error lists, and types that a torch file may hold.
+LISTED = 4
+TYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool}
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +41,6 @@ def import_drafter(
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
 
     Returns the run, its drafter's kind and heads with the layout they came in, and notes on changes.
-
     trust_remote_code: run the Python files that the model's config may need. Raises UserError, naming the fault, for a
     checkpoint that does not fit the model, and for a run that has a drafter.
     """
@@ -52,6 +59,7 @@ def import_drafter(
     settings, tensors, notes = read(stored, config, base)
     ours = {"drafter": kind.name, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size, **settings}
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
+    notes += _count_notes(config, parsed.num_heads)
     check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
     identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
     identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
@@ -64,11 +72,19 @@ def import_drafter(
         with replacing_folder(target.drafter_dir) as part:
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
-            own = {name: tensor.detach().clone(memory_format=contiguous_format) for name, tensor in tensors.items()}
-            save_file(own, path)
+            form = torch.contiguous_format
+            save_file({name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}, path)
             path.chmod(0o644)
             write_json(part / "config.json", {"base_model_name_or_path": owner, **ours, "provenance": source})
     return target, {"drafter": kind.name, "format": format, "heads": parsed.num_heads}, notes
+
+
+def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
+    """Returns a note if a config counts fewer heads than the file holds; raises UserError if it counts more."""
+    stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
+    if stated > heads:
+        raise UserError(f"config.json counts {stated} heads, the file holds {heads}", "fetch the checkpoint again")
+    return [f"config.json counts {stated} heads, the file holds {heads}: all are imported"] if stated < heads else []
 
 
 def _run_name(place: str) -> str:
@@ -125,6 +141,67 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
     raise UserError(f"{place} is in no known layout (its tensors are {some}, ...)", f"known are {', '.join(FORMATS)}")
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a .safetensors file, or of a torch file (.pt, .bin) without executing its pickle.
+
+    Raises UserError for a file that is neither, or that holds more than tensors.
+    """
+    if path.suffix == ".safetensors":
+        return read_weights(path, "the checkpoint", types=(*FLOATS, *INTEGERS, "I8", "BOOL"))
+    try:
+        _check_unpacked(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as reason:
+        raise UserError(
+            f"{path} holds more than tensors, which reading would execute; it was not read",
+            "save its tensors as .safetensors where you trust it",
+        ) from reason
+    except UserError:
+        raise
+    except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
+        raise UserError(f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again") from reason
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise UserError(f"{path} is not a state dict of named tensors", "give the file with the heads' state dict")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in TYPES:
+            raise UserError(f"{path}: the tensor {shown(name)} is sparse or quantised", "save it as plain floats")
+    return dict(tensors)
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raises UserError for a compressed torch file: torch compresses nothing, and such a file may unpack endlessly."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise UserError(f"{path} is compressed, which torch files are not", "save it again with torch.save")
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats."""
+    faults = [f"{name} is missing" for name in shapes if name not in tensors]
+    faults += [f"{name} is unknown" for name in tensors if name not in shapes]
+    faults += [
+        f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if not faults:  # only now: a tensor of another shape may be too large to look at
+        faults = [f"{name} holds integers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
+        faults = faults or [f"{name} is not finite" for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if faults:
+        more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        text = f"the checkpoint does not fit the model: {'; '.join(faults[:LISTED])}{more}"
+        raise UserError(text, "give the drafter's own @model, or fetch the checkpoint again")
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
+
+
 def import_hydra(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
@@ -143,7 +220,7 @@ def import_hydra(
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
         raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
     heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
-    notes = count_notes(config.get("hydra_num_heads"), heads)
+    notes = []
     names = {}  # theirs -> ours
     for k in range(heads):
         names[f"hydra_lm_head.{k}.weight"] = f"matrices.{k}"

@@ -11,7 +11,6 @@ from torch import Tensor
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.export.tensors import count_notes
 from medusa_cli.runs.io import write_json
 
 # Two digits at most: a hostile name must not make us count to a billion.
@@ -76,7 +75,7 @@ def import_medusa(
         raise UserError("the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads")
     heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
     tensors = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor for name, tensor in tensors.items()}
-    notes = count_notes(config.get("medusa_num_heads", config.get("num_heads")), heads)
+    notes = []
     if not config.get("medusa_fc_bias") and not any(name.endswith(".linear.bias") for name in tensors):
         notes.append("its layers have no biases")  # vLLM's form; zeros stand for them
         for key in keys:
