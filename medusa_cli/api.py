@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.decode import Decoder, DraftPolicy, Likelihood, Piece, Reply, Request, Stats
+from medusa_cli.decode import AdaptivePolicy, Answer, Decoder, DraftPolicy, Piece, Request, Stats, policy_of
 from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.cuda_graph import captures
-from medusa_cli.decode.decoder import allows_ngrams, policy_of, uses_cuda_graphs
-from medusa_cli.decode.policy import UNCALIBRATED, AdaptivePolicy, NgramPolicy, SizedTree, StaticTreePolicy
+from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
@@ -32,8 +31,8 @@ from medusa_cli.runs.resolve import (
 )
 from medusa_cli.runs.run import outdated, stamp_of
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import budgets, largest, search
-from medusa_cli.tree.tree import load_tree, tree_provenance
+from medusa_cli.tree.io import load_tree, tree_provenance
+from medusa_cli.tree.search import Costs, SizedTree, budgets, largest, search
 
 # Most nodes of a dynamic tree whose nodes pay by a measured chance.
 MAX_PAYING_NODES = 32
@@ -68,19 +67,15 @@ def load_model(
 
     on_progress receives the number of steps timed, if `--tree auto` meets a drafter for the first time on this machine.
     """
-    tree = static_tree(choice)
-    backbone = load_backbone(
-        choice.model,
-        as_trained(options, choice.trained),
-        adapter=choice.adapter,
-        chat_template=choice.run.chat_template if choice.run else None,
-    )
+    tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
+    template = choice.run.chat_template if choice.run else None
+    options = as_trained(options, choice.trained)
+    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=template)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None:
         return LoadedModel(backbone, policy=ngrams_alone(backbone, on_progress) if choice.lookup else None)
-    drafter, policy = load_drafting(choice, backbone, tree, on_progress)
-    return LoadedModel(backbone, drafter, policy)
+    return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
 
 
 def static_tree(choice: Choice) -> Tree | None:
@@ -90,7 +85,7 @@ def static_tree(choice: Choice) -> Tree | None:
     """
     if choice.drafter is None or (choice.auto and choice.calibration is not None and choice.calibration.is_file()):
         return None
-    if choice.static is not None and choice.calibration is not None:
+    if choice.static is not None:
         accuracies = _calibration(choice).accuracies
         if choice.static > largest(accuracies):
             limit = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
@@ -129,63 +124,58 @@ def load_drafting(
         check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
     policy: DraftPolicy
     if choice.auto:
-        policy = adaptive_policy(choice, backbone, drafter, tree, on_progress)
+        costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+        policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, costs), costs)
+    elif choice.dynamic is not None:
+        assert tree is not None
+        policy = dynamic_policy(choice, tree.size, drafter)
     else:
         assert tree is not None
-        policy = policy_of(tree if choice.dynamic is None else dynamic_tree(choice, tree.size, drafter))
-    return drafter, add_ngrams(choice, policy, backbone, drafter)
+        policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
+    add_ngrams(choice, policy, backbone, drafter)
+    return drafter, policy
 
 
-def add_ngrams(choice: Choice, policy: DraftPolicy, backbone: Backbone, drafter: Drafter) -> DraftPolicy:
-    """Adds n-gram matches to a policy if they were chosen; warns if they were named and cannot be added."""
-    if not choice.lookup:
-        return policy
-    if not allows_ngrams(drafter, uses_cuda_graphs(backbone.engine, policy)):
-        if choice.lookup_named:
-            log.warning("@lookup has no effect with this %s drafter on %s", drafter.name, backbone.device)
-        return policy
-    if isinstance(policy, StaticTreePolicy) and choice.calibration is not None and choice.calibration.is_file():
-        policy = StaticTreePolicy(policy.tree, read_calibration(choice.calibration).accuracies)
-    return NgramPolicy(policy)
-
-
-def ngrams_alone(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> NgramPolicy:
-    """Returns the policy that drafts n-gram matches without a drafter; raises UsageError with CUDA graphs."""
-    if not allows_ngrams(None, captures(backbone.engine)):
-        raise UsageError(
-            f"n-gram drafts cannot be used with CUDA graphs, as on {backbone.device}",
-            "leave out @lookup and the method lookup",
-        )
-    return NgramPolicy(AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress)))
-
-
-def adaptive_policy(
-    choice: Choice,
-    backbone: Backbone,
-    drafter: Drafter,
-    tree: Tree | None,
-    on_progress: Callable[[int], None] = lambda steps: None,
-) -> AdaptivePolicy:
-    """Returns the policy over trees of all sizes by calibration; without one, over the given tree or none."""
-    assert choice.drafter is not None
-    costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: Costs) -> list[SizedTree]:
+    """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
-    if accuracies:
-        known = len(getattr(drafter, "draft_ids", ())) or None
-        trees = budgets([row[:known] for row in accuracies], costs)
-        return AdaptivePolicy([SizedTree(budget.tree, budget.expected) for budget in trees], costs)
-    assert tree is not None
-    return AdaptivePolicy([SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)], costs)
+    if not accuracies:
+        assert tree is not None
+        return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
+    known = len(getattr(drafter, "draft_ids", ())) or None
+    return list(budgets([row[:known] for row in accuracies], costs))
 
 
-def dynamic_tree(choice: Choice, nodes: int, drafter: Drafter) -> DynamicTree:
+def dynamic_policy(choice: Choice, nodes: int, drafter: Drafter) -> DraftPolicy:
     """Returns dynamic trees of the chosen size, else of `nodes`, at the calibrated temperatures.
 
     If `tree --budget auto` measured from which chance a node pays, that chance decides, up to MAX_PAYING_NODES nodes.
     """
     min_chance = tree_provenance(choice.tree).break_even if choice.tree else 0.0
     budget = choice.dynamic or (max(MAX_PAYING_NODES, nodes) if min_chance else nodes)
-    return DynamicTree(budget, drafter.num_heads, tuple(_calibration(choice).temperatures), min_chance)
+    return policy_of(DynamicTree(budget, drafter.num_heads, tuple(_calibration(choice).temperatures), min_chance))
+
+
+def add_ngrams(choice: Choice, policy: DraftPolicy, backbone: Backbone, drafter: Drafter) -> None:
+    """Lets a policy draft n-gram matches if they were chosen; warns if they were named and cannot be.
+
+    They cannot with CUDA graphs, which replay fixed trees, and do not pay with FIRP, whose nodes cost extra rows each.
+    """
+    policy.ngrams = choice.lookup and not (
+        drafter.uses_verify_pass or (policy.fixed_trees and captures(backbone.engine))
+    )
+    if choice.lookup_named and not policy.ngrams:
+        log.warning("@lookup has no effect with this %s drafter on %s", drafter.name, backbone.device)
+
+
+def ngrams_alone(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> DraftPolicy:
+    """Returns the policy that drafts n-gram matches without a drafter; raises UsageError with CUDA graphs."""
+    if captures(backbone.engine):
+        raise UsageError(
+            f"n-gram drafts cannot be used with CUDA graphs, as on {backbone.device}",
+            "leave out @lookup and the method lookup",
+        )
+    return AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress), ngrams=True)
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:
@@ -206,29 +196,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 MAX_NEW_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer's text and token ids, its finish reason ("stop", "length" or "cancelled"), and its statistics.
-
-    A stop string is not part of the text; its tokens, and an end token, are among the tokens.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
-    prompt_tokens: int
-    likelihoods: list[Likelihood]
-
-
 class Medusa:
     """A model with its drafter and draft policy, ready to answer. Several threads may use it in turn."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.backbone = loaded.backbone
-        self._idle: list[Decoder] = []
-        self._lock = threading.RLock()  # passes share buffers: one at a time
+        self.idle: list[Decoder] = []  # of one slot each
+        self.lock = threading.RLock()  # passes share buffers: one at a time
 
     @classmethod
     def from_pretrained(
@@ -300,7 +275,7 @@ class Medusa:
 
     def stream(self, prompt: Prompt | Request, **rules: Any) -> "Stream":
         """Returns the answer's text as it comes; rules are those of `request`. The prompt runs before this returns."""
-        return Stream(self, self._request(prompt, rules))
+        return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, **rules))
 
     def generate(self, prompt: Prompt | Request, **rules: Any) -> Answer:
         """Returns the whole answer; rules are those of `request`."""
@@ -317,16 +292,15 @@ class Medusa:
         """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
-        requests = [self._request(prompt, rules) for prompt in prompts]
-        replies = [Reply(self.backbone, request.stop_strings) for request in requests]
-        with self._lock:
+        requests = [self.request(prompt, **rules) for prompt in prompts]
+        answers = [Answer(self.backbone, request.stop_strings, len(request.prompt)) for request in requests]
+        with self.lock:
             decoder = self.decoder(max(1, min(batch_size, len(requests))))
             for sequence, step in decoder.run(requests):
-                reply = replies[sequence.number]
-                reply.add(step, sequence.finish_reason)
-                if reply.reason and not sequence.done:  # a stop string ended the text before its last token
+                answers[sequence.number].add(step, sequence.finish_reason)
+                if answers[sequence.number].finish_reason:  # a stop string may end the text before its last token
                     decoder.cancel(sequence)
-        return [_answer(reply, request) for reply, request in zip(replies, requests, strict=True)]
+        return answers
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Returns the token ids of a prompt as `request` reads it; raises UsageError for anything else."""
@@ -342,38 +316,28 @@ class Medusa:
             raise UsageError("the prompt has an invalid type", f"give a text, messages, or token ids from 0 to {last}")
         return ids
 
-    def _request(self, prompt: Prompt | Request, rules: Mapping[str, Any]) -> Request:
-        return prompt if isinstance(prompt, Request) else self.request(prompt, **rules)
-
     def decoder(self, slots: int = 1) -> Decoder:
         """Returns a decoder of its own for so many sequences."""
         policy = self.loaded.policy
         return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
-
-    @contextmanager
-    def _locked(self) -> Iterator[list[Decoder]]:
-        """Lets one thread decode; yields the idle decoders of one slot."""
-        with self._lock:
-            yield self._idle
 
 
 class Stream:
     """An answer as it comes: yields its text step by step. Closing it, or dropping it, cancels the rest."""
 
     def __init__(self, medusa: Medusa, request: Request) -> None:
-        self._medusa, self._request = medusa, request
-        self._reply = Reply(medusa.backbone, request.stop_strings)
-        self._decoder: Decoder | None = None
-        with medusa._locked() as idle:
+        self.answer = Answer(medusa.backbone, request.stop_strings, len(request.prompt))
+        self._medusa = medusa
+        with medusa.lock:
             # The decoder used last most likely holds the beginning of this conversation.
-            decoder = idle.pop() if idle else medusa.decoder()
+            decoder = medusa.idle.pop() if medusa.idle else medusa.decoder()
             try:
                 self._sequence, first = decoder.admit(request)
             except UserError:
-                idle.append(decoder)
+                medusa.idle.append(decoder)
                 raise
-            self._decoder = decoder
-        self._first: list[Piece] | None = self._reply.add(first, self._sequence.finish_reason)
+        self._decoder: Decoder | None = decoder
+        self._first: list[Piece] | None = self.answer.add(first, self._sequence.finish_reason)
         self.reused = self._sequence.reused
 
     def __iter__(self) -> "Stream":
@@ -390,26 +354,21 @@ class Stream:
         if self._first is not None:
             pieces, self._first = self._first, None
             return pieces
-        if self._reply.reason or self._decoder is None:
+        if self.answer.finish_reason or self._decoder is None:
             self.close()
             return None
-        with self._medusa._locked():
+        with self._medusa.lock:
             [(_, step)] = self._decoder.step()
-        return self._reply.add(step, self._sequence.finish_reason)
+        return self.answer.add(step, self._sequence.finish_reason)
 
     def close(self) -> None:
         """Ends the answer where it is, unless it has ended."""
-        self._reply.cancel()
+        self.answer.cancel()
         if self._decoder is not None:
-            with self._medusa._locked() as idle:
+            with self._medusa.lock:
                 self._decoder.cancel(self._sequence)
-                idle.append(self._decoder)
+                self._medusa.idle.append(self._decoder)
             self._decoder = None
-
-    @property
-    def answer(self) -> Answer:
-        """Returns the answer so far."""
-        return _answer(self._reply, self._request)
 
     def __enter__(self) -> "Stream":
         return self
@@ -459,11 +418,6 @@ class Chat:
         self.last = stream.answer
         self.messages += [question, {"role": "assistant", "content": self.last.text}]
         self.total += self.last.stats
-
-
-def _answer(reply: Reply, request: Request) -> Answer:
-    reason = reply.reason or "cancelled"
-    return Answer(reply.text, reply.tokens, reason, reply.stats, len(request.prompt), reply.likelihoods)
 
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:

@@ -19,8 +19,7 @@ from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
-from medusa_cli.decode import Stats
-from medusa_cli.decode.decoder import policy_of
+from medusa_cli.decode import Stats, policy_of
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
@@ -32,8 +31,8 @@ from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafte
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
+from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
-from medusa_cli.tree.tree import load_tree, tree_provenance
 
 # From good to bad; a part that cannot be examined is no fault.
 STATUSES = ("pass", "unknown", "warn", "fail")

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from medusa_cli.cli import app
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, read_dataset
-from medusa_cli.decode import Decoder, DraftPolicy, Request, Step
-from medusa_cli.drafters import Draft, Drafter, MedusaHeads, NewTokens
+from medusa_cli.decode import Decoder, DraftPolicy, Request, Step, policy_of
+from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
@@ -27,8 +27,8 @@ from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.prefill import with_states
-from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.tree import save_tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.io import save_tree
 
 FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
 CHAT_TEMPLATE = (
@@ -348,6 +348,12 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 Drafting = DraftPolicy | Tree | DynamicTree | None
 
 
+def decoder_of(backbone: Backbone, drafter: Drafter | None = None, policy: Drafting = None, **options: Any) -> Decoder:
+    """Returns a decoder over a policy, or over one tree."""
+    tree = isinstance(policy, Tree | DynamicTree)
+    return Decoder(backbone, drafter, policy_of(policy) if tree else policy, **options)
+
+
 def answer(decoder: Decoder, prompt: Sequence[int], **rules: Any) -> Iterator[Step]:
     """Yields the steps of one request, whose fields the rules are. Closing the iterator frees the slot."""
     sequence, first = decoder.admit(Request(prompt, **rules))
@@ -363,7 +369,7 @@ def generate(
     backbone: Backbone, drafter: Drafter | None, policy: Drafting, prompt: Sequence[int], **rules: Any
 ) -> Iterator[Step]:
     """Yields the steps of one prompt; without a drafter decoding is plain."""
-    yield from answer(Decoder(backbone, drafter, policy), prompt, **rules)
+    yield from answer(decoder_of(backbone, drafter, policy), prompt, **rules)
 
 
 def generate_plain(backbone: Backbone, prompt: Sequence[int], **rules: Any) -> Iterator[Step]:
@@ -381,7 +387,7 @@ def generate_batch(
     **rules: Any,
 ) -> Iterator[tuple[int, Step]]:
     """Yields the steps of many prompts with their numbers, `batch_size` prompts at a time."""
-    decoder = Decoder(backbone, drafter, policy, slots=max(1, min(batch_size, len(prompts))))
+    decoder = decoder_of(backbone, drafter, policy, slots=max(1, min(batch_size, len(prompts))))
     if rules.get("stop_ids") is not None:
         rules["stop_ids"] = frozenset(rules["stop_ids"])  # read by every prompt
     for sequence, step in decoder.run(Request(prompt, **rules) for prompt in prompts):

@@ -9,9 +9,8 @@ import torch
 from medusa_cli.decode import Sampling
 from medusa_cli.decode import accept as accept_many
 from medusa_cli.decode.sampling import NUCLEUS, Sampler, candidates, draw
-from medusa_cli.drafters.base import Draft
 from medusa_cli.errors import UsageError
-from medusa_cli.tree import Tree
+from medusa_cli.tree import Draft, Tree
 
 VOCAB = 7
 

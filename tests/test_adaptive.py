@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
-from medusa_cli.decode.estimates import AcceptancePriors, SequenceAcceptance, sampling_kind
-from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, SizedTree
+from medusa_cli.decode.accept import AcceptanceEstimate
+from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftPlan, DraftState, sampling_kind
 from medusa_cli.tree import Tree
-from medusa_cli.tree.search import Costs, budgets
+from medusa_cli.tree.search import Costs, SizedTree, budgets
 from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone, tokens_of
 from tests.test_drafters import hydra
 
@@ -19,10 +19,10 @@ SECONDS = {ROOT.size: 0.010, SMALL.size: 0.012, LARGE.size: 0.0135}
 GREEDY, HOT = Sampling(), Sampling("exact", 1.5)
 
 
-def adaptive(*trees: SizedTree, priors: AcceptancePriors | None = None) -> AdaptivePolicy:
+def adaptive(*trees: SizedTree) -> AdaptivePolicy:
     """Returns a policy on a machine where rows cost little, by default for a fair drafter."""
     trees = trees or (SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7))
-    return AdaptivePolicy(trees, Costs(SECONDS, {1: 0.0, 3: 0.0}), priors)
+    return AdaptivePolicy(trees, Costs(SECONDS, {1: 0.0, 3: 0.0}))
 
 
 def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
@@ -31,13 +31,12 @@ def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespac
 
 
 def choose(policy: AdaptivePolicy, *sequences: SimpleNamespace) -> Tree:
-    return policy.choose([sequence.draft.acceptance for sequence in sequences])
+    return policy.next(sequences or [begin(policy)])[0][0]
 
 
 def record(policy: AdaptivePolicy, sequence: SimpleNamespace, tree: Tree, accepted: int, seconds: float) -> None:
     path = tuple(range(accepted + 1))
-    new = Step([1] * len(path), tree.size - 1, accepted, 0.0, seconds, path=path, nodes=tree.size)
-    policy.record([sequence], [new])
+    policy.record([sequence], [Step([1] * len(path), tree.size, path, verify_s=seconds)])
 
 
 def steps(
@@ -163,10 +162,9 @@ def test_sequence_begins_with_the_estimate_of_its_kind_of_sampling() -> None:
 
 
 def test_mean_acceptance_of_a_batch_decides() -> None:
-    priors = AcceptancePriors()
+    policy = adaptive()
     for sampling, ratio in ((GREEDY, 0.4), (HOT, 0.0)):
-        priors.update(priors.begin(sampling), 1e6, 1e6 * ratio)
-    policy = adaptive(priors=priors)
+        policy.begin(sampling).acceptance.update(1e6, 1e6 * ratio)
     assert choose(policy, begin(policy, HOT)) == ROOT
     choose(policy, begin(policy, HOT), begin(policy))
     assert policy.acceptance == pytest.approx(0.2, abs=1e-3)
@@ -183,7 +181,7 @@ def test_slow_trees_are_left() -> None:
 def test_quicker_trees_make_plain_steps_quicker_too() -> None:
     policy = adaptive(SizedTree(SMALL, 1.7))
     text = begin(policy)
-    text.draft = DraftState(SequenceAcceptance(50.0, 14.0, "greedy"))
+    text.draft = DraftState(AcceptanceEstimate(50.0, 14.0, 0.98))
     steps(policy, 0.0, 3, text, lambda tree: 0.9 * SECONDS[tree.size])
     assert choose(policy, text) == ROOT
 
@@ -210,7 +208,7 @@ def test_single_outlier_changes_nothing() -> None:
 def test_tree_truncated_by_the_context_teaches_nothing() -> None:
     policy = adaptive()
     before, text = policy.acceptance, begin(policy)
-    policy.record([text], [Step([1], 1, 0, 0.0, 9.0, path=(0,), nodes=2)])
+    policy.record([text], [Step([1], 2, (0,), verify_s=9.0)])
     assert policy.acceptance == before and choose(policy, text) is SMALL
 
 
@@ -227,15 +225,15 @@ def test_adaptive_decoding_is_lossless(family: str, right: float) -> None:
 class Alternating(AdaptivePolicy):
     """Drafts trees of every size in turn."""
 
-    trees = (ROOT, SMALL, ROOT, ROOT, LARGE)
+    sizes = (ROOT, SMALL, SMALL, ROOT, ROOT, LARGE, LARGE)
     turn = 0
 
     def __init__(self) -> None:
         super().__init__([SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], Costs(SECONDS, {1: 0.0, 3: 0.0}))
 
-    def choose(self, acceptances) -> Tree:
+    def plan(self, sequences, matches) -> list[DraftPlan]:
         self.turn += 1
-        return self.trees[self.turn % len(self.trees)]
+        return [(self.sizes[self.turn % len(self.sizes)], []) for _ in sequences]
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
@@ -267,7 +265,7 @@ def test_drafter_gets_all_tokens_since_its_last_draft(prefix: int, monkeypatch) 
 
 
 def test_extra_rows_fit_the_next_tree() -> None:
-    """FIRP's rows join the pass before the draft: their depth must be that of the next tree."""
+    """FIRP's rows join the pass before the draft: it follows a policy one step later."""
     from tests.test_firp import backbone_of, firp
 
     backbone = backbone_of()

@@ -23,7 +23,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16, load_network
 from medusa_cli.tree import Tree
-from medusa_cli.tree.tree import save_tree
+from medusa_cli.tree.io import save_tree
 from tests import helpers
 from tests.helpers import TREE, bench, medusa, save_bench, save_model, save_run, tiny_backbone
 
@@ -71,7 +71,7 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     answers = {"hf": Answer([[1] * 20], 2.0), "ar": Answer([[1] * 20], 1.0), "medusa": Answer([[1] * 20], 0.5)}
     for name, steps, accepted, seconds in (("ar", 20, 0, 0.05), ("medusa", 10, 1, 0.06)):
         for _ in range(steps):
-            answers[name].stats.add(Step([1] * 2, 5, accepted, 0.0, seconds))
+            answers[name].stats.add(Step([1] * (1 + accepted), 6, (0,), verify_s=seconds))
     document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
     methods = document["methods"]
     assert (document["baseline"], document["reference"]) == ("hf", "ar")
@@ -95,7 +95,7 @@ def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
 
 def test_positions_are_counted_from_paths() -> None:
     answer = Answer([[]])
-    answer.add(Step([1], verify_s=0.1, prefill=True))
+    answer.add(Step([1], verify_s=0.1))
     for path in ((0, 1, 3), (0, 1), (0, 2), (0, 1), (0,)):
         answer.add(Step([1], path=path))
     first, second = by_position([answer.depths])

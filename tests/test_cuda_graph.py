@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, cuda_graph
+from medusa_cli.decode import Request, Sampling, cuda_graph
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, answer, plain, tiny_backbone, tokens_of
+from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, answer, decoder_of, plain, tiny_backbone, tokens_of
 from tests.test_accept import target_probs
 
 SAMPLINGS = {
@@ -39,7 +39,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sampling, kinds: list[str]) -> None:
     backbone = tiny_backbone(family, engine="fast")
     expected = plain(backbone, 40, sampling=sampling)
-    decoder = Decoder(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
+    decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = list(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling))
     assert tokens_of(steps) == expected
     assert len(kinds) == len(steps) - 1 and sum(step.accepted for step in steps) > 5
@@ -47,7 +47,7 @@ def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sam
 
 def test_sequences_of_every_sampling_step_side_by_side(kinds: list[str]) -> None:
     backbone = tiny_backbone("qwen3", engine="fast")
-    decoder = Decoder(backbone, slots=4, cuda_graphs=True)
+    decoder = decoder_of(backbone, slots=4, cuda_graphs=True)
     requests = [Request(PROMPT, max_new_tokens=20, stop_ids=(), sampling=sampling) for sampling in SAMPLINGS.values()]
     admitted = [decoder.admit(request) for request in requests]
     tokens = {id(sequence): list(first.tokens) for sequence, first in admitted}
@@ -61,11 +61,11 @@ def test_sequences_of_every_sampling_step_side_by_side(kinds: list[str]) -> None
 
 def test_dynamic_trees_and_typical_acceptance_run_without_graphs(kinds: list[str]) -> None:
     backbone = tiny_backbone(engine="fast")
-    decoder, sampling = Decoder(backbone, cuda_graphs=True), Sampling("typical", 0.7)
+    decoder, sampling = decoder_of(backbone, cuda_graphs=True), Sampling("typical", 0.7)
     assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5 and not kinds
     backbone.engine.captures = True
-    assert Decoder(backbone, Oracle([1], 0.6), DynamicTree(8, 3)).cuda_graphs is None
-    assert Decoder(backbone, Oracle([1], 0.6), SPARSE).cuda_graphs is not None
+    assert decoder_of(backbone, Oracle([1], 0.6), DynamicTree(8, 3)).cuda_graphs is None
+    assert decoder_of(backbone, Oracle([1], 0.6), SPARSE).cuda_graphs is not None
 
 
 @pytest.mark.parametrize("sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy])
@@ -122,9 +122,9 @@ def test_trial_decides_once_on_cuda_graphs(
     monkeypatch.setattr(cuda_graph.CudaGraphs, "verify", graph_step)
     monkeypatch.setattr(cuda_graph, "_ordinary_step", plain_step)
     with caplog.at_level(logging.WARNING):
-        assert (Decoder(backbone).cuda_graphs is not None) == captured
+        assert (decoder_of(backbone).cuda_graphs is not None) == captured
         before = len(trials)
-        Decoder(backbone)
+        decoder_of(backbone)
     assert len(trials) == before > 0
     assert [logged in record.message for record in caplog.records] == [True] * bool(logged)
     assert "\n" not in caplog.text.strip()
@@ -132,4 +132,4 @@ def test_trial_decides_once_on_cuda_graphs(
 
 def test_no_trial_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_trial", lambda engine: pytest.fail("a trial ran"))
-    assert Decoder(tiny_backbone(engine="fast")).cuda_graphs is None
+    assert decoder_of(tiny_backbone(engine="fast")).cuda_graphs is None

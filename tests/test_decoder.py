@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, Stats, Step
+from medusa_cli.decode import Request, Sampling, Stats, Step
 from medusa_cli.decode.sequence import StopCriteria
-from medusa_cli.drafters import Amphista, Draft, Drafter, HydraHeads, MedusaHeads, NewTokens
+from medusa_cli.drafters import Amphista, Drafter, HydraHeads, MedusaHeads, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 from tests.helpers import (
     END_ID,
     FAMILIES,
@@ -22,6 +22,7 @@ from tests.helpers import (
     SPARSE,
     Oracle,
     answer,
+    decoder_of,
     generate,
     generate_batch,
     generate_plain,
@@ -347,7 +348,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
     backbone = tiny_backbone("qwen3", engine=engine)
     drafter = random_drafter(HydraHeads, backbone, prefix_layers=1)
     limits: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ()}
-    decoder, answers = Decoder(backbone, drafter, tree, slots=3), {}
+    decoder, answers = decoder_of(backbone, drafter, tree, slots=3), {}
 
     def admit(number: int) -> Any:
         request = Request(PROMPTS[number], sampling=Sampling("exact", 1.0, seed=3), **limits)
@@ -380,7 +381,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
 
 def test_closed_iterator_frees_the_slot() -> None:
     backbone = tiny_backbone()
-    decoder = Decoder(backbone, random_drafter(MedusaHeads, backbone), SPARSE)
+    decoder = decoder_of(backbone, random_drafter(MedusaHeads, backbone), SPARSE)
     rules = {"max_new_tokens": 30, "stop_ids": ()}
     steps = answer(decoder, PROMPTS[0], **rules)
     next(steps)

@@ -7,8 +7,8 @@ import pytest
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.runs.io import read_json
 from medusa_cli.runs.run import Run
+from medusa_cli.tree.io import load_tree
 from medusa_cli.tree.search import expected_length
-from medusa_cli.tree.tree import load_tree
 from tests.helpers import medusa_json
 
 

@@ -18,7 +18,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.train.log import Stepped, TrainLog, Validated
-from medusa_cli.tree.tree import save_tree
+from medusa_cli.tree.io import save_tree
 from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run, tiny_backbone
 
 

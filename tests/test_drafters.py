@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from medusa_cli.decode import Decoder, Request
+from medusa_cli.decode import Request
 from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, heads, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
@@ -26,6 +26,7 @@ from tests.helpers import (
     FAMILIES,
     PROMPT,
     Recording,
+    decoder_of,
     drafted,
     generate,
     generate_plain,
@@ -291,7 +292,7 @@ def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family
 def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     """Returns the steps of two sequences, of which one begins later."""
     backbone = tiny_backbone(layers=4)
-    decoder = Decoder(backbone, drafter_of(backbone, kind).requires_grad_(False), shape, slots=2)
+    decoder = decoder_of(backbone, drafter_of(backbone, kind).requires_grad_(False), shape, slots=2)
     decoder.admit(Request([5, 9, 23, 17, 8], max_new_tokens=40, stop_ids=()))
     steps = []
     for number in range(14):

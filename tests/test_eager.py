@@ -5,18 +5,19 @@ import itertools
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request
+from medusa_cli.decode import Request
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import Plan
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Tree
-from medusa_cli.tree.tree import batch_trees
+from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree.tree import batch_drafts
 from tests.helpers import (
     FAMILIES,
     PROMPT,
     SPARSE,
     Oracle,
+    decoder_of,
     forward,
     generate,
     generate_plain,
@@ -155,7 +156,7 @@ def test_different_trees_side_by_side_equal_each_alone(engine: str) -> None:
     for slot, prompt in enumerate(prompts):
         forward(backbone, prompt, cache, slot=slot)
     nodes = [ids_of(tree.size, seed=30 + i) for i, tree in enumerate(trees)]
-    out = backbone.engine.forward(Plan(*batch_trees(nodes, trees)), cache)
+    out = backbone.engine.forward(Plan(*batch_drafts([Draft(*pair) for pair in zip(nodes, trees, strict=True)])), cache)
     for i, tree in enumerate(trees):
         expected = forward(alone, nodes[i], prefilled(alone, prompts[i]), tree)
         assert torch.allclose(out.logits[i, : tree.size], expected.logits, atol=1e-4)
@@ -165,17 +166,17 @@ def test_different_trees_side_by_side_equal_each_alone(engine: str) -> None:
 @ENGINES
 def test_accepted_states_equal_those_of_a_plain_pass(engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
-    cache, decoder = prefilled(backbone, PROMPT), Decoder(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE)
+    cache, decoder = prefilled(backbone, PROMPT), decoder_of(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE)
     sequence, _ = decoder.admit(Request(PROMPT, max_new_tokens=40, stop_ids=()))
     accepted = 0
     while decoder.sequences:
-        root, before = sequence.pending.root, len(sequence.tokens)
+        root, before = sequence.root, len(sequence.tokens)
         [(_, step)] = decoder.step()
         path = [root, *step.tokens[:-1]]
         out = forward(backbone, path, cache)
         assert out.logits.argmax(-1).tolist() == step.tokens
         if decoder.sequences:
-            pending = sequence.pending
+            [pending] = sequence.unread[-1:]
             assert sequence.tokens[before:] == pending.tokens.tolist() == path and pending.start == before
             assert torch.allclose(pending.hidden, out.hidden, atol=1e-4) and pending.root == step.tokens[-1]
         accepted += step.accepted

@@ -28,7 +28,7 @@ from medusa_cli.model import lora
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
-from medusa_cli.tree.tree import load_tree, save_tree
+from medusa_cli.tree.io import load_tree, save_tree
 from tests.helpers import generate as decode
 from tests.helpers import medusa, medusa_json, save_model, save_run, tiny_tokenizer
 

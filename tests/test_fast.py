@@ -8,20 +8,20 @@ import pytest
 import torch
 import transformers as hf
 
-from medusa_cli.decode import Decoder
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import Plan, attach, fast, jit, load_backbone
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.tree import Tree
-from medusa_cli.tree.tree import batch_trees
+from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree.tree import batch_drafts
 from tests.helpers import (
     FAMILIES,
     PROMPT,
     SPARSE,
     answer,
+    decoder_of,
     forward,
     generate,
     medusa_drafter,
@@ -93,8 +93,8 @@ def test_slots_of_different_lengths_equal_the_eager_engine(family: str, plain: b
         for slot, count in enumerate((3, 21, 7)):
             forward(backbone, torch.arange(5, 5 + count), cache, slot=slot)
         outputs = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]
-        nodes = [torch.arange(30 + i, 30 + i + tree.size) for i, tree in enumerate(trees)]
-        outputs.append(backbone.engine.forward(Plan(*batch_trees(nodes, trees), taps=taps), cache))
+        drafts = [Draft(torch.arange(30 + i, 30 + i + tree.size), tree) for i, tree in enumerate(trees)]
+        outputs.append(backbone.engine.forward(Plan(*batch_drafts(drafts), taps=taps), cache))
         for slot, path in enumerate((TREE.path(7), [0, 1, 2], [0])):
             cache.keep(slot, path)
         outputs.append(backbone.engine.forward(Plan(torch.tensor([[8], [7], [6]]), taps=taps), cache))
@@ -211,7 +211,7 @@ def test_fast_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
     attach(ours, "fast")
     expected = plain(theirs, 60)
     assert plain(ours, 60) == expected
-    decoder = Decoder(ours, stateful(ours).cuda(), SPARSE)
+    decoder = decoder_of(ours, stateful(ours).cuda(), SPARSE)
     for _ in range(2):  # the second prompt is in the prefix cache
         assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.api import ngrams_alone
-from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, NgramPolicy, Request, Sampling, Step
+from medusa_cli.api import add_ngrams, ngrams_alone
+from medusa_cli.decode import AdaptivePolicy, DraftPolicy, Request, Sampling, Step
 from medusa_cli.decode.ngram import (
     MAX_BRANCHES,
     MAX_LENGTH,
@@ -19,22 +19,22 @@ from medusa_cli.decode.ngram import (
     OTHER,
     PRIOR_BY_LENGTH,
     NgramIndex,
-    NgramTrust,
     add_paths,
+    ngram_trust,
 )
-from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
-from medusa_cli.drafters.base import Draft
+from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import provenance
-from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import Costs, node_values, search
+from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.search import Costs, SizedTree, node_values, search
 from tests.helpers import (
     FAMILIES,
     PROMPT,
     SPARSE,
     Oracle,
+    decoder_of,
     generate,
     generate_batch,
     generate_plain,
@@ -59,7 +59,7 @@ FIFTH = Costs({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})  # a row 
 
 
 def index() -> NgramIndex:
-    return NgramIndex(NgramTrust())
+    return NgramIndex(ngram_trust())
 
 
 def begin(policy: DraftPolicy, tokens: list[int], root: int, sampling: Sampling | None = None) -> SimpleNamespace:
@@ -67,10 +67,10 @@ def begin(policy: DraftPolicy, tokens: list[int], root: int, sampling: Sampling 
     return SimpleNamespace(draft=policy.begin(sampling or Sampling()), tokens=tokens, root=root)
 
 
-def record(policy: NgramPolicy, text: SimpleNamespace, accepted: list[int]) -> None:
+def record(policy: DraftPolicy, text: SimpleNamespace, accepted: list[int]) -> None:
     """Lets a policy learn from a step that gave these tokens, the bonus token last."""
     after = SimpleNamespace(draft=text.draft, tokens=[*text.tokens, text.root, *accepted[:-1]], root=accepted[-1])
-    policy.record([after], [Step(accepted, path=tuple(range(len(accepted))), nodes=1, looked_up=1)])
+    policy.record([after], [Step(accepted, path=tuple(range(len(accepted))), looked_up=1)])
 
 
 def brute_force(text: list[int]) -> list[tuple[int, list[int]]]:
@@ -112,7 +112,7 @@ def test_no_match_without_repetition_and_a_period_goes_on() -> None:
 
 
 def test_trust_follows_acceptance() -> None:
-    policy = NgramPolicy(StaticTreePolicy(TREE, ACCURACIES))
+    policy = StaticTreePolicy(TREE, ACCURACIES, ngrams=True)
     text = begin(policy, [1, 2, 3, 4, 5, 6, 1], 2)
     for accepted, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
         [(_, [path])] = policy.next([text])
@@ -125,7 +125,7 @@ def test_trust_follows_acceptance() -> None:
 
 
 def test_failed_matches_are_drafted_again_once_they_are_right() -> None:
-    policy = NgramPolicy(AdaptivePolicy([], CHEAP))
+    policy = AdaptivePolicy([], CHEAP, ngrams=True)
     text = begin(policy, ROUND, ROUND[0])
 
     def drafted(right: bool) -> int:
@@ -139,7 +139,7 @@ def test_failed_matches_are_drafted_again_once_they_are_right() -> None:
 
 def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     tree = search(ACCURACIES, 10)
-    policy, values = NgramPolicy(StaticTreePolicy(tree, ACCURACIES)), node_values(tree, ACCURACIES)
+    policy, values = StaticTreePolicy(tree, ACCURACIES, ngrams=True), node_values(tree, ACCURACIES)
     text = begin(policy, [5, 9, 20, 11, 7, 9, 33, 5], 9)  # matches of 5 9, and of 9 alone
     [(fewer, paths)] = policy.next([text])
     count = sum(map(len, paths))
@@ -156,7 +156,7 @@ def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
 
 def test_dynamic_tree_shares_its_budget() -> None:
     tree = DynamicTree(12, 3)
-    policy = NgramPolicy(DynamicTreePolicy(tree))
+    policy = DynamicTreePolicy(tree, ngrams=True)
     [(fewer, [path])] = policy.next([begin(policy, ROUND, ROUND[0])])
     assert path and fewer == replace(tree, budget=12 - len(path)) and len(path) <= 6
 
@@ -178,10 +178,10 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
     sized = SizedTree(search(ACCURACIES, 4), 1.7)
     for costs, fewest, limit in ((CHEAP, 8, MAX_TOKENS), (DEAR, 0, 0)):
         policy = AdaptivePolicy([sized], costs)
-        policy.choose([policy.begin(Sampling()).acceptance])
+        policy.next([begin(policy, [], 0)])
         [(_, count)] = policy.weigh_matches([0.95], MAX_TOKENS)
         assert fewest <= count <= limit
-        assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.choose([]), 0)]
+        assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
     # A nearly sure match saves the drafter's own time.
     slow = Costs({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
     assert AdaptivePolicy([sized], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()
@@ -193,7 +193,7 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
 def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: Costs, chances: list[float]) -> None:
     """Compares with every width of the pass, in which each sequence drafts what gives it most."""
     policy = AdaptivePolicy(trees, costs)
-    now = policy.choose([policy.begin(Sampling()).acceptance for _ in chances])
+    now = policy.next([begin(policy, [], 0) for _ in chances])[0][0]
 
     def tokens(chance: float, nodes: int, count: int) -> float:
         matched = sum(chance**level for level in range(1, count + 1))
@@ -222,35 +222,35 @@ def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None
     texts = [begin(policy, [], 0), begin(policy, [], 0)]
     for _ in range(60):
         nodes = policy.next(texts)[0][0].size
-        repeats = Step([1] * 9, 8, 8, 0.001, 0.005, path=tuple(range(9)), nodes=9, looked_up=8)
-        policy.record(texts, [repeats, Step([1], nodes - 1, 0, 0.001, 0.005, path=(0,), nodes=nodes)])
+        repeats = Step([1] * 9, 9, tuple(range(9)), 0.001, 0.005, looked_up=8)
+        policy.record(texts, [repeats, Step([1], nodes, (0,), 0.001, 0.005)])
     assert texts[1].draft.acceptance.ratio < 0.1 and texts[0].draft.acceptance.ratio == 1.0
 
 
 def test_forks_share_priors_and_not_sequences() -> None:
-    policy = NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.2)], CHEAP))
+    policy = AdaptivePolicy([SizedTree(TREE, 2.2)], CHEAP, ngrams=True)
     first, second = policy.fork(), policy.fork()
-    texts = [(fork.over, begin(fork.over, [], 0), share) for fork, share in ((first, 0), (second, 1))]
+    texts = [(fork, begin(fork, [1, 2], 3), share) for fork, share in ((first, 0), (second, 1))]
     for _ in range(300):  # nothing is accepted in the first text, everything in the second
-        for over, text, share in texts:
-            [(tree, _)] = over.next([text])
+        for fork, text, share in texts:
+            [(tree, _)] = fork.next([text])
             accepted = share * tree.max_depth
             path = tuple(range(accepted + 1))
-            over.record([text], [Step([1] * len(path), tree.size - 1, accepted, 0.0, 0.01, path=path, nodes=tree.size)])
-    assert first.over.size == 1 and second.over.size == TREE.size
+            fork.record([text], [Step([1] * len(path), tree.size, path, verify_s=0.01)])
+    assert first.size == 1 and second.size == TREE.size
     for _ in range(40):
-        first._trust_of(Sampling()).update(4, 16, 0)
-    assert NgramIndex(second._trust_of(Sampling()))._trust.ratio(4) < PRIOR_BY_LENGTH[4]
+        first.begin(Sampling()).ngrams.trust[4].update(16, 0)
+    assert second.begin(Sampling()).ngrams.trust[4].ratio < PRIOR_BY_LENGTH[4]
 
 
-def policies() -> dict[str, NgramPolicy]:
+def policies() -> dict[str, DraftPolicy]:
     return {
-        "static": NgramPolicy(StaticTreePolicy(TREE, ACCURACIES)),
-        "uncalibrated": NgramPolicy(StaticTreePolicy(TREE)),
-        "dynamic": NgramPolicy(DynamicTreePolicy(DynamicTree(8, 3))),
-        "adaptive": NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.0)], CHEAP)),
-        "dear": NgramPolicy(AdaptivePolicy([SizedTree(TREE, 2.0)], DEAR)),
-        "alone": NgramPolicy(AdaptivePolicy([], CHEAP)),
+        "static": StaticTreePolicy(TREE, ACCURACIES, ngrams=True),
+        "uncalibrated": StaticTreePolicy(TREE, ngrams=True),
+        "dynamic": DynamicTreePolicy(DynamicTree(8, 3), ngrams=True),
+        "adaptive": AdaptivePolicy([SizedTree(TREE, 2.0)], CHEAP, ngrams=True),
+        "dear": AdaptivePolicy([SizedTree(TREE, 2.0)], DEAR, ngrams=True),
+        "alone": AdaptivePolicy([], CHEAP, ngrams=True),
     }
 
 
@@ -302,7 +302,7 @@ def test_drafter_hears_of_steps_of_matched_tokens_alone() -> None:
     expected = plain(backbone, 120)
     oracle = Oracle(expected, 0.5)
     costs = Costs({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})
-    policy = NgramPolicy(AdaptivePolicy([SizedTree(Tree.chain(2), 1.6)], costs))
+    policy = AdaptivePolicy([SizedTree(Tree.chain(2), 1.6)], costs, ngrams=True)
     steps = list(generate(backbone, oracle, policy, PROMPT, max_new_tokens=120, stop_ids=()))
     assert tokens_of(steps) == expected
     assert oracle.drafts < len(steps) - 1 or not any(step.looked_up for step in steps)
@@ -331,10 +331,10 @@ def test_drafter_that_skipped_steps_drafts_what_it_would_have(name: str) -> None
             return [draft]
 
         drafter.draft = keep
-        decoder = Decoder(backbone, drafter)
+        decoder = decoder_of(backbone, drafter)
         decoder.admit(Request(ROUND, max_new_tokens=60, stop_ids=()))
         for number in range(40):
-            decoder.use_tree(trees[number % len(trees)])
+            decoder.policy = policy_of(trees[number % len(trees)])
             decoder.step()
         return by_length
 
@@ -344,12 +344,12 @@ def test_drafter_that_skipped_steps_drafts_what_it_would_have(name: str) -> None
     assert all(rarely[length] == always[length] for length in common)
 
 
-def test_cuda_graphs_and_extra_rows_exclude_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, policy = tiny_backbone(), policies()["static"]
-    assert Decoder(backbone, hydra(backbone), policy, cuda_graphs=True).policy is policy.over
-    assert Decoder(backbone, hydra(backbone), policy, cuda_graphs=False).policy is policy
-    assert Decoder(backbone, firp(backbone, layers=[1, 1, 1]), policy, cuda_graphs=False).policy is policy.over
+def test_cuda_graphs_exclude_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, choice = tiny_backbone(), Choice("model", Path("drafter"), None, None, lookup=True)
     monkeypatch.setattr("medusa_cli.api.captures", lambda engine: True)
+    for policy, ngrams in ((StaticTreePolicy(TREE), False), (DynamicTreePolicy(DynamicTree(8, 3)), True)):
+        add_ngrams(choice, policy, backbone, hydra(backbone))
+        assert policy.ngrams is ngrams and policy.fixed_trees is not ngrams
     with pytest.raises(UsageError, match="lookup"):
         ngrams_alone(backbone)
 

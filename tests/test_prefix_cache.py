@@ -13,6 +13,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     SPARSE,
     answer,
+    decoder_of,
     forward,
     generate,
     generate_plain,
@@ -71,7 +72,7 @@ def test_later_turn_runs_only_new_tokens(
     backbone = backbone_of(engine)
     drafter = MAKE[name](backbone)
     shape = shape.truncate(3) if isinstance(shape, Tree) else shape
-    decoder, rows = Decoder(backbone, drafter, shape), counting(backbone, monkeypatch)
+    decoder, rows = decoder_of(backbone, drafter, shape), counting(backbone, monkeypatch)
     before = 0
     for prompt, steps, prefilled in turns(decoder, rows):
         plain = generate_plain(backbone, prompt, **RULES)
@@ -88,7 +89,7 @@ def test_later_turn_runs_only_new_tokens(
 def test_sampled_turns_are_those_without_a_prefix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     drafter, rule = MAKE[name](backbone), Sampling("exact", 1.0, seed=5)
-    decoder, rows = Decoder(backbone, drafter, SPARSE.truncate(3)), counting(backbone, monkeypatch)
+    decoder, rows = decoder_of(backbone, drafter, SPARSE.truncate(3)), counting(backbone, monkeypatch)
     for prompt, steps, _ in turns(decoder, rows, sampling=rule):
         whole = generate_plain(backbone, prompt, sampling=rule, **RULES)
         first = next(iter(whole)).tokens
@@ -100,7 +101,7 @@ def test_sampled_turns_are_those_without_a_prefix(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", MAKE)
 def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "gemma3")
-    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3))
+    decoder = decoder_of(backbone, MAKE[name](backbone), SPARSE.truncate(3))
     rows = counting(backbone, monkeypatch)
     list(answer(decoder, OPENING, **RULES))
     for prompt, fresh in (
@@ -117,7 +118,7 @@ def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: py
 
 def test_forgotten_prefix_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
+    decoder, rows = decoder_of(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     first = tokens_of(answer(decoder, OPENING, **RULES))
     decoder.forget()
     rows.clear()
@@ -126,7 +127,7 @@ def test_forgotten_prefix_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reuse_is_limited_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder, rows = Decoder(backbone, slots=2), counting(backbone, monkeypatch)
+    decoder, rows = decoder_of(backbone, slots=2), counting(backbone, monkeypatch)
     for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
         rows.clear()
         sequence, _ = decoder.admit(Request(OPENING, reuse=limit, **RULES))
@@ -136,11 +137,11 @@ def test_reuse_is_limited_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder = Decoder(backbone, slots=3)
+    decoder = decoder_of(backbone, slots=3)
     first, *_ = [decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
     moved: list[tuple[int, int]] = []
-    inner = decoder.slots.swap
-    monkeypatch.setattr(decoder.slots, "swap", lambda a, b: (moved.append((a, b)), inner(a, b)))
+    inner = decoder.cache.swap
+    monkeypatch.setattr(decoder.cache, "swap", lambda a, b: (moved.append((a, b)), inner(a, b)))
     decoder.cancel(first)
     assert decoder.free_slots == 1
     late, step = decoder.admit(Request([12, 13], **RULES))
@@ -153,7 +154,7 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", MAKE)
 def test_slot_with_the_longest_common_prefix_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "qwen3")
-    decoder = Decoder(backbone, MAKE[name](backbone), SPARSE.truncate(3), slots=3)
+    decoder = decoder_of(backbone, MAKE[name](backbone), SPARSE.truncate(3), slots=3)
     rows = counting(backbone, monkeypatch)
     opened = [OPENING, OPENING[::-1], [33, 34, 35, 36]]
 
@@ -182,7 +183,7 @@ def test_slot_with_the_longest_common_prefix_is_taken(name: str, monkeypatch: py
 
 def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
-    decoder, rows = Decoder(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
+    decoder, rows = decoder_of(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     steps = answer(decoder, OPENING, **RULES)
     partial = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
     steps.close()
@@ -200,13 +201,13 @@ def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pyte
     new_cache = backbone.engine.new_cache
     monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how))
     prompts = [OPENING, [8], OPENING[::-1] * 2]
-    decoder = Decoder(backbone, drafter, SPARSE.truncate(3), slots=3)
+    decoder = decoder_of(backbone, drafter, SPARSE.truncate(3), slots=3)
     answers: list[list[int]] = []
-    grew = {decoder.slots.cache.capacity}
+    grew = {decoder.cache.capacity}
     for number, prompt in enumerate(prompts):
         answers.append(decoder.admit(Request(prompt, max_new_tokens=60, stop_ids=()), number)[1].tokens)
     while decoder.sequences:
-        grew.add(decoder.slots.cache.capacity)
+        grew.add(decoder.cache.capacity)
         for sequence, step in decoder.step():
             answers[sequence.number] = answers[sequence.number] + step.tokens
     assert len(grew) > 2  # it grew with texts under way

@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, batch_of, positions_of, read_dataset, split_conversations
-from medusa_cli.decode import Decoder, Request
+from medusa_cli.decode import Decoder, Request, policy_of
 from medusa_cli.drafters import DRAFTERS, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
@@ -20,7 +20,17 @@ from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import build_drafter, longest, runs_model, taps_of
 from medusa_cli.train.stages import stage_1_loss, stage_2_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import answer, answers_of, conversation, generate, guesses, load_dataset, tiny_backbone, write_lines
+from tests.helpers import (
+    answer,
+    answers_of,
+    conversation,
+    decoder_of,
+    generate,
+    guesses,
+    load_dataset,
+    tiny_backbone,
+    write_lines,
+)
 from tests.test_training import SETTINGS
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [0, 0, 2], [1, 1, 0]])
@@ -132,7 +142,7 @@ def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_
             return drafts
 
         drafter.draft = watched
-        return Decoder(backbone, drafter, TREE), drawn
+        return decoder_of(backbone, drafter, TREE), drawn
 
     (decoder, drawn), prompt = begin(), [5, 9, 20, 11]
     answered = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
@@ -147,7 +157,7 @@ def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_
 @pytest.mark.parametrize("name", VIEWS)
 def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -> None:
     backbone, drafter = (online := tiny_backbone(layers=4)), trained(online, name)
-    decoder, prompt = Decoder(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
+    decoder, prompt = decoder_of(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
     for limit, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
         sequence, first = decoder.admit(Request(prompt, max_new_tokens=limit, stop_ids=()))
         answered = list(first.tokens)
@@ -155,7 +165,7 @@ def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -
             answered += decoder.step()[0][1].tokens
         prompt = [*prompt, *answered, *more]
     assert sequence.reused == 4 + 1 + 2 + 9 - 1
-    decoder.use_tree(TREE)
+    decoder.policy = policy_of(TREE)
     ours = answer(decoder, prompt, max_new_tokens=12, stop_ids=())
     theirs = generate(backbone, drafter, TREE, prompt, max_new_tokens=12, stop_ids=())
     assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]

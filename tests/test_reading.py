@@ -16,7 +16,7 @@ from medusa_cli.runs.io import read_as, read_json
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.log import Validated, read_log
-from medusa_cli.tree.tree import TreeFile, load_tree
+from medusa_cli.tree.io import TreeFile, load_tree
 from tests.helpers import medusa, save_model, save_run, tiny_backbone, write_lines
 
 DEEP = "[" * 5000 + "]" * 5000

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
-from medusa_cli.decode import Likelihood, Reply, Request
+from medusa_cli.decode import Answer, Likelihood, Request
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Ticket
 from tests.helpers import tiny_backbone
@@ -88,7 +88,7 @@ def test_chat_logprobs_are_the_backbones(server: Served, medusa: Medusa) -> None
 
 def logprobs_of(backbone, *chunks: list[Likelihood], chat: bool) -> list[dict]:
     """Returns the log probabilities of each chunk of one answer."""
-    ticket = Ticket(Request((1,), 8, top=3), Reply(backbone), lambda event: None)
+    ticket = Ticket(Request((1,), 8, top=3), Answer(backbone), lambda event: None)
     answer = OpenAIFormat(backbone, "m", ticket, chat=chat)
     events = [Event([], tuple(chunk)) for chunk in chunks]
     return [answer.chunk(event)["choices"][0]["logprobs"] for event in events]

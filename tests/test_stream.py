@@ -6,12 +6,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from medusa_cli.decode import Decoder, Reply, Request, Step
+from medusa_cli.decode import Answer, Request, Step
 from medusa_cli.decode.stream import MAX_LINE_TOKENS, TextStream
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import Plan
 from medusa_cli.tree import Tree
-from tests.helpers import tiny_backbone, tokens_of
+from tests.helpers import decoder_of, tiny_backbone, tokens_of
 
 BLANK = "\u2581"
 DECODERS = {
@@ -75,14 +75,14 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def reply_to(text: str, sizes: list[int], stops: list[str], reason: str | None = "length") -> tuple[Reply, list[str]]:
+def reply_to(text: str, sizes: list[int], stops: list[str], reason: str | None = "length") -> tuple[Answer, list[str]]:
     """Returns a reply to a text that came in steps of so many characters, and what it showed after each."""
-    reply, shown, ids = Reply(Letters(), stops), [], [ord(letter) for letter in text]  # type: ignore[arg-type]
+    reply, shown, ids = Answer(Letters(), stops), [], [ord(letter) for letter in text]  # type: ignore[arg-type]
     for size in sizes:
         part, ids = ids[:size], ids[size:]
-        pieces = reply.add(Step(part, size, size - 1, 0.0, 0.0), None if ids else reason)
+        pieces = reply.add(Step(part), None if ids else reason)
         shown.append("".join(piece.text for piece in pieces))
-        if reply.reason:
+        if reply.finish_reason:
             break
     return reply, shown
 
@@ -91,25 +91,25 @@ def reply_to(text: str, sizes: list[int], stops: list[str], reason: str | None =
 def test_text_ends_before_the_first_stop_string(sizes: list[int]) -> None:
     reply, shown = reply_to("one <end> x<", sizes, ["nothing", "<end>"])
     assert reply.text == "".join(shown) == "one "
-    assert reply.reason == "stop"
+    assert reply.finish_reason == "stop"
 
 
 def test_beginning_of_a_stop_string_is_shown_in_the_end() -> None:
     reply, shown = reply_to("a<en b<e", [3, 2, 3], ["<end>"])
     assert shown == ["a", "<en ", "b<e"]
-    assert (reply.text, reply.reason) == ("a<en b<e", "length")
+    assert (reply.text, reply.finish_reason) == ("a<en b<e", "length")
 
 
 def test_cancelled_answer_shows_what_waited() -> None:
     reply, shown = reply_to("ab<e", [4], ["<end>"], reason=None)
-    assert (shown, reply.reason) == (["ab"], None)
+    assert (shown, reply.finish_reason) == (["ab"], None)
     assert [piece.text for piece in reply.cancel()] == ["<", "e"]
-    assert (reply.text, reply.reason, reply.cancel()) == ("ab<e", "cancelled", [])
+    assert (reply.text, reply.finish_reason, reply.cancel()) == ("ab<e", "cancelled", [])
 
 
 def test_pieces_name_accepted_draft_tokens() -> None:
-    reply = Reply(Letters())  # type: ignore[arg-type]
-    pieces = reply.add(Step([97, 98, 99], 5, 2, 0.0, 0.0), None)
+    reply = Answer(Letters())  # type: ignore[arg-type]
+    pieces = reply.add(Step([97, 98, 99]), None)
     assert [(piece.text, piece.accepted) for piece in pieces] == [("a", True), ("b", True), ("c", False)]
 
 
@@ -117,7 +117,7 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
     backbone = tiny_backbone()
     torch.manual_seed(0)
     drafter = MedusaHeads.create(backbone, 3, 1, "own")
-    decoder = Decoder(backbone, drafter, Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]), slots=2)
+    decoder = decoder_of(backbone, drafter, Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]), slots=2)
     prompts = [[5, 9, 20, 11], [8, 30]]
     steps: list[list[Step]] = [[], []]
     for sequence, step in decoder.run(
@@ -138,14 +138,14 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
 
 
 def test_likelihoods_come_on_request_only() -> None:
-    decoder = Decoder(tiny_backbone(), slots=1)
+    decoder = decoder_of(tiny_backbone(), slots=1)
     _, first = decoder.admit(Request([5, 9], max_new_tokens=3, stop_ids=()))
     assert first.likelihoods == () and decoder.step()[0][1].likelihoods == ()
 
 
 @pytest.mark.parametrize(("count", "stops", "reason"), [(4, (), "length"), (40, None, "stop")])
 def test_finish_reason(count: int, stops: tuple[int, ...] | None, reason: str) -> None:
-    decoder = Decoder(tiny_backbone(), slots=1)
+    decoder = decoder_of(tiny_backbone(), slots=1)
     sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=stops))
     tokens = list(first.tokens)
     if stops is None:  # any token can be the one to stop at

@@ -14,6 +14,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
+from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import (
     Budget,
     Costs,
@@ -25,7 +26,6 @@ from medusa_cli.tree.search import (
     node_values,
     search,
 )
-from medusa_cli.tree.tree import load_tree, save_tree
 from tests.helpers import medusa, medusa_drafter, save_model, save_run, tiny_backbone
 from tests.test_drafters import amphista, hydra
 from tests.test_firp import firp

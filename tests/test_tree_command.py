@@ -12,7 +12,7 @@ from typer.testing import Result
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.tree import Tree
-from medusa_cli.tree.tree import load_tree, save_tree
+from medusa_cli.tree.io import load_tree, save_tree
 from tests.helpers import TREE, medusa, save_model, save_run
 
 ACCURACIES = [[0.5 / (rank + 1) ** 2 / (head + 1) for rank in range(4)] for head in range(3)]

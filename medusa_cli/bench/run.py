@@ -214,14 +214,13 @@ class Bench:
 def _describe(choice: Choice, drafter: Drafter, policy: DraftPolicy) -> dict[str, Any]:
     """Returns what a method drafted with. tree: the file it is from, None if it was searched."""
     assert choice.drafter is not None
-    alone = policy.without_ngrams()
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,
         STAMP: stamp_of(choice.drafter),
         "tree": str(choice.tree) if choice.tree else None,
-        "dynamic": isinstance(alone, DynamicTreePolicy),
-        "lookup": alone is not policy,
+        "dynamic": isinstance(policy, DynamicTreePolicy),
+        "lookup": policy.ngrams,
         "nodes": policy.size,
     }
 

@@ -23,8 +23,8 @@ from medusa_cli.model.identity import weights_of
 from medusa_cli.runs.io import read_object, write_json
 from medusa_cli.runs.resolve import Choice, read_calibration
 from medusa_cli.runs.run import provenance
+from medusa_cli.tree.io import save_tree
 from medusa_cli.tree.search import Accuracies, largest, search
-from medusa_cli.tree.tree import save_tree
 
 
 class Axis(NamedTuple):

@@ -47,7 +47,7 @@ def tree(
     shown.configure()
     from medusa_cli.tree import search
     from medusa_cli.tree.draw import draw_picture, draw_terminal
-    from medusa_cli.tree.tree import save_tree
+    from medusa_cli.tree.io import save_tree
 
     ways = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in ways.items() if value is not None]

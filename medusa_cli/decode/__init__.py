@@ -2,25 +2,25 @@
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.decoder import Decoder
-from medusa_cli.decode.policy import AdaptivePolicy, DraftPolicy, NgramPolicy
+from medusa_cli.decode.policy import AdaptivePolicy, DraftPolicy, policy_of
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Stats, Step
-from medusa_cli.decode.stream import Piece, Reply
+from medusa_cli.decode.stream import Answer, Piece
 
 __all__ = [
     "Accepted",
     "AdaptivePolicy",
+    "Answer",
     "Decoder",
     "DraftPolicy",
     "Likelihood",
-    "NgramPolicy",
     "Piece",
-    "Reply",
     "Request",
     "Sampling",
     "Sequence",
     "Stats",
     "Step",
     "accept",
+    "policy_of",
 ]

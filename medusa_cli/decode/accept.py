@@ -1,12 +1,15 @@
-"""Acceptance: greedy and exact sampling follow the model's own choice; typical takes what is plausible."""
+"""Acceptance: greedy and exact sampling follow the model's own choice, typical takes what is plausible; estimates."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medusa_cli.decode.sampling import Sampler, Sampling
-from medusa_cli.drafters.base import Draft
+from medusa_cli.tree import Draft
 
 # The accepted nodes from the root on, and the bonus token that the model adds after them.
 Path = tuple[list[int], int]
@@ -71,3 +74,30 @@ def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Path:
         if total is not None and (tree.depths[node], total) > best_key:
             best, best_key = node, (tree.depths[node], total)
     return tree.path(best), int(logits[best].float().argmax())
+
+
+@dataclass(eq=False)
+class AcceptanceEstimate:
+    """Compares draft tokens that were expected to be accepted with those that were; older ones decay with each update.
+
+    shared: the estimate of all sequences alike, which learns the same.
+    """
+
+    expected: float
+    accepted: float
+    decay: float
+    shared: AcceptanceEstimate | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.accepted / self.expected
+
+    def update(self, expected: float, accepted: float) -> None:
+        self.expected, self.accepted = self.decay * self.expected + expected, self.decay * self.accepted + accepted
+        if self.shared is not None:
+            self.shared.update(expected, accepted)
+
+    def weigh(self, weight: float) -> None:
+        """Reduces the weight of what was observed to so many expected draft tokens at most."""
+        factor = min(1.0, weight / self.expected)
+        self.expected, self.accepted = factor * self.expected, factor * self.accepted

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from medusa_cli.decode.decoder import Decoder
+from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.stats import Step
-from medusa_cli.drafters.base import Draft, Drafter
+from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine.autotune import Timings, keep_timings, machine_key, read_timings
 from medusa_cli.model import Backbone
+from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Costs
-from medusa_cli.tree.tree import Tree
 
 CONTEXT = 256
 ROUNDS = 4
@@ -20,14 +21,25 @@ ROUNDS = 4
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not timed.
 HOPELESS = 6.0
-# The depth of trees that stand for drafts from elsewhere, and the stamp of their costs.
-ELSEWHERE, WITHOUT = 4, "no drafter"
+WITHOUT = "no drafter"  # the stamp of its costs
 log = logging.getLogger(__name__)
+
+
+class Blank(Drafter):
+    """Drafts token 0 on every node, in no time: stands for drafts that no drafter makes, such as n-gram matches."""
+
+    num_heads = 4
+
+    def draft(
+        self, backbone: Backbone, sequences: Sequence[Drafter], new: Sequence[NewTokens], tree: Tree | DynamicTree
+    ) -> list[Draft]:
+        assert isinstance(tree, Tree)
+        return [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree) for _ in new]
 
 
 def measure_costs(
     backbone: Backbone,
-    drafter: Drafter | None,
+    drafter: Drafter,
     *,
     context: int = CONTEXT,
     rounds: int = ROUNDS,
@@ -37,44 +49,39 @@ def measure_costs(
 ) -> Costs:
     """Times steps by nodes of the tree, and drafts by levels, after `context` tokens; returns the least of the rounds.
 
-    Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them. Without a drafter,
-    passes over drafts from elsewhere are timed.
+    Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
     """
-    uses_verify_pass = drafter is not None and drafter.uses_verify_pass
-    heads = drafter.num_heads if drafter is not None else 0
-    steps = (1 + uses_verify_pass) * (len(sizes) + heads)
-    context = max(1, min(context, backbone.max_positions - (max(heads, ELSEWHERE) + 1) * (steps + 1)))
+    heads, late = drafter.num_heads, drafter.uses_verify_pass
+    steps = (1 + late) * (len(sizes) + heads)
+    context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
-    decoder = Decoder(backbone, drafter, Tree.root_only(), cuda_graphs=cuda_graphs)
-    depths = {depth: Tree.chain(depth) for depth in range(1, heads + 1)}
+    decoder = Decoder(backbone, drafter, cuda_graphs=cuda_graphs)
     known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
-    bushy = {nodes: _bushy(nodes, heads or ELSEWHERE) for nodes in sizes if nodes <= known}
+    chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
+    bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
 
-    def step(tree: Tree) -> Step:
-        decoder.use_tree(tree)
-        if uses_verify_pass:
+    def step(policy: DraftPolicy) -> Step:
+        decoder.policy = policy
+        if late:  # its extra rows are in the verify pass before
             decoder.step()
-        blank = [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree)]
-        timed = decoder.step(blank if drafter is None else None)[0][1]
         on_progress(1)
-        return timed
+        return decoder.step()[0][1]
 
     for number in range(rounds + 1):
         # The prompt is still there from the round before: only its last token is run again.
         sequence, _ = decoder.admit(Request(prompt, backbone.max_positions, stop_ids=()))
-        for depth, tree in depths.items():
-            seconds = step(tree).draft_s
+        for depth, policy in chains.items():
+            seconds = step(policy).draft_s
             if number:  # the first round warms up
                 draft[depth] = min(seconds, draft.get(depth, seconds))
-        for nodes, tree in list(bushy.items()):
-            seconds = step(tree).verify_s
+        for nodes, policy in list(bushy.items()):
+            seconds = step(policy).verify_s
             if number:
                 verify[nodes] = min(seconds, verify.get(nodes, seconds))
                 if nodes > 16 and seconds > HOPELESS * verify[1]:
-                    for larger in [size for size in bushy if size > nodes]:
-                        del bushy[larger]
+                    bushy = {size: known for size, known in bushy.items() if size <= nodes}
                     break
         decoder.cancel(sequence)
     return Costs(verify, draft)
@@ -104,10 +111,10 @@ def costs_for(
         )
     )
     kept = (None if again or stamp is None else read_timings(key, Timings)) or {}
-    if 1 in kept.get("verify", {}) and (drafter is None or 1 in kept.get("draft", {})):
-        return Costs(kept["verify"], kept.get("draft", {}))
+    if 1 in kept.get("verify", {}) and 1 in kept.get("draft", {}):
+        return Costs(kept["verify"], kept["draft"])
     log.info("timing decoding steps on this machine, once for this drafter")
-    costs = measure_costs(backbone, drafter, on_progress=on_progress)
+    costs = measure_costs(backbone, drafter or Blank(), on_progress=on_progress)
     if stamp is not None:
         keep_timings(key, {"verify": costs.verify, "draft": costs.draft})
     return costs

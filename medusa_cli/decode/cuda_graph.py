@@ -1,7 +1,8 @@
 """Whole decoding steps captured as CUDA graphs: draft tokens in, accepted paths out, by tensors alone."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
+from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stats import Accepted
-from medusa_cli.drafters.base import Draft
-from medusa_cli.engine import Cache, Engine, ExtraRows, Plan
+from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
 from medusa_cli.engine.fast import TOLERANCE
 from medusa_cli.engine.plan import lay_out_at
 from medusa_cli.errors import first_line
-from medusa_cli.tree.tree import Tree
+from medusa_cli.tree import Draft, Tree
 
 # The sampling that a step's sequences need: all greedy; some sampled; some of those with top-p or top-k.
 GREEDY, SAMPLED, TRUNCATED = "greedy", "sampled", "truncated"
@@ -31,7 +32,7 @@ BEFORE, LEVELS, LAPS = 12, 4, 5
 log = logging.getLogger(__name__)
 
 
-def sampling_kind(samplers: Sequence[Sampler]) -> str:
+def sampling_kind(samplers: Several[Sampler]) -> str:
     """Returns the kind of sampling that serves all sequences."""
     sampled = [sampler.sampling for sampler in samplers if not sampler.greedy]
     if not sampled:
@@ -39,7 +40,7 @@ def sampling_kind(samplers: Sequence[Sampler]) -> str:
     return TRUNCATED if any(sampling.top_p < 1 or sampling.top_k for sampling in sampled) else SAMPLED
 
 
-def sampling_params(samplers: Sequence[Sampler], tree: Tree) -> Tensor:
+def sampling_params(samplers: Several[Sampler], tree: Tree) -> Tensor:
     """Returns each sequence's FIELDS parameters and the random numbers of its next tokens [B, FIELDS + depths]."""
     rows = []
     for sampler in samplers:
@@ -84,14 +85,15 @@ class CudaGraphs:
         on_device = engine.backbone.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_device else None
 
-    def supports(self, drafts: Sequence[Draft], samplers: Sequence[Sampler], pseudo: ExtraRows | None) -> bool:
-        """Returns True for greedy and exact steps over one tree for all, without pseudo rows."""
-        same_tree = all(draft.tree is drafts[0].tree for draft in drafts)
-        return same_tree and pseudo is None and all(s.greedy or s.sampling.mode == "exact" for s in samplers)
+    def supports(self, sequences: Several[Sequence], drafts: Several[Draft]) -> bool:
+        """Returns True for greedy and exact steps over one tree for all, without log probabilities."""
+        rules = [sequence.sampler for sequence in sequences if sequence.request.top is None]
+        simple = len(rules) == len(drafts) and all(s.greedy or s.sampling.mode == "exact" for s in rules)
+        return simple and all(draft.tree is drafts[0].tree for draft in drafts)
 
-    def verify(self, tokens: Tensor, tree: Tree, samplers: Sequence[Sampler]) -> list[Accepted]:
-        """Verifies tokens [B, N] over a tree and keeps each sequence's accepted path."""
-        cache, size, kind = self._cache, len(tokens), sampling_kind(samplers)
+    def verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted]:
+        """Verifies drafts over one tree and keeps each sequence's accepted path."""
+        cache, tree, size, kind = self._cache, drafts[0].tree, len(drafts), sampling_kind(samplers)
         wide = -(-(max(cache.lengths[:size]) + tree.size) // COLUMNS) * COLUMNS
         cache.reserve(wide)
         assert cache.values is not None
@@ -102,7 +104,7 @@ class CudaGraphs:
         if key not in self._steps:
             self._steps[key] = _GraphStep(self._engine, cache, self._lengths[:size], tree, wide, self._taps, kind)
         params = sampling_params(samplers, tree) if kind != GREEDY else None
-        results, hidden = self._steps[key](tokens, params, self._pool)
+        results, hidden = self._steps[key](torch.stack([draft.tokens for draft in drafts]), params, self._pool)
         accepted = []
         for slot, (count, bonus, *path) in enumerate(results.tolist()):
             cache.lengths[slot] += count
@@ -200,7 +202,7 @@ def _trial(engine: Engine) -> bool:
         cache = engine.new_cache()
         draft = _draft(engine, cache)
         graphs, samplers = CudaGraphs(engine, cache, (-1,)), [Sampler(Sampling())]
-        ours, seconds = _timed(engine, cache, lambda: graphs.verify(draft.tokens[None], draft.tree, samplers)[0])
+        ours, seconds = _timed(engine, cache, lambda: graphs.verify(samplers, [draft])[0])
         plain, ordinary = _timed(engine, cache, lambda: _ordinary_step(engine, cache, draft, samplers))
     except RuntimeError as reason:
         log.warning("CUDA graphs are not used: steps cannot be captured on %s: %s", device, first_line(reason))

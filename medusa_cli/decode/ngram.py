@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from medusa_cli.decode.estimates import AcceptanceEstimate
-from medusa_cli.drafters.base import Draft
-from medusa_cli.tree import Tree
+from medusa_cli.decode.accept import AcceptanceEstimate
+from medusa_cli.tree import Draft, Tree
 
 # Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and matches a step.
 MAX_LENGTH, MAX_POSITIONS, MAX_TOKENS, MAX_BRANCHES = 16, 8, 16, 3
@@ -30,27 +29,25 @@ class NgramMatch:
     chance: float
 
 
-class NgramTrust:
-    """Estimates how often matched tokens are accepted, by length of the match."""
+# Estimates of how often matched tokens are accepted, by length of the match.
+NgramTrust = dict[int, AcceptanceEstimate]
 
-    def __init__(self, known: NgramTrust | None = None) -> None:
-        self._by_length = {
-            length: AcceptanceEstimate(PRIOR, PRIOR * (prior if known is None else (known.ratio(length) + prior) / 2))
-            for length, prior in PRIOR_BY_LENGTH.items()
-        }
 
-    def ratio(self, length: int) -> float:
-        return self._by_length[length].ratio
-
-    def update(self, length: int, compared: int, accepted: int) -> None:
-        self._by_length[length].update(compared, accepted, DECAY)
+def ngram_trust(shared: NgramTrust | None = None) -> NgramTrust:
+    """Returns the prior trust, or that of a text among others: half way from the prior to what they taught."""
+    return {
+        length: AcceptanceEstimate(PRIOR, PRIOR * prior, DECAY)
+        if shared is None
+        else AcceptanceEstimate(PRIOR, PRIOR * (shared[length].ratio + prior) / 2, DECAY, shared[length])
+        for length, prior in PRIOR_BY_LENGTH.items()
+    }
 
 
 class NgramIndex:
-    """Indexes the tokens of one text; learns how far its matches can be trusted, beside `shared`, that of its kind."""
+    """Indexes the tokens of one text; learns how far its matches can be trusted, and teaches it to `shared`."""
 
     def __init__(self, shared: NgramTrust) -> None:
-        self._shared, self._trust = shared, NgramTrust(shared)
+        self.trust = ngram_trust(shared)
         self._after: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 0
         self._matches: list[NgramMatch] = []  # of the step under way
@@ -75,7 +72,7 @@ class NgramIndex:
                 period = len(text) - start
                 length = OTHER if matches else max(known for known in PRIOR_BY_LENGTH if known <= lengths[start])
                 following = tuple(text[start + step % period] for step in range(MAX_TOKENS))
-                matches[text[start]] = NgramMatch(following, length, min(self._trust.ratio(length), MAX_CHANCE))
+                matches[text[start]] = NgramMatch(following, length, min(self.trust[length].ratio, MAX_CHANCE))
         self._matches = list(matches.values())
         return self._matches
 
@@ -85,9 +82,7 @@ class NgramIndex:
             right, limit = 0, min(len(match.tokens), len(accepted))
             while right < limit and match.tokens[right] == accepted[right]:
                 right += 1
-            compared = right + (right < limit)
-            self._trust.update(match.length, compared, right)
-            self._shared.update(match.length, compared, right)
+            self.trust[match.length].update(right + (right < limit), right)
         self._matches = []
 
 

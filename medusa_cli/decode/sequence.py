@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import takewhile
 
-from torch import Tensor
+import torch
 
 from medusa_cli.decode.policy import DraftState
 from medusa_cli.decode.sampling import Sampler, Sampling
-from medusa_cli.decode.stats import Likelihood, likelihoods
+from medusa_cli.decode.stats import Accepted
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.tree import Draft
 
 
 @dataclass(frozen=True)
@@ -81,35 +83,25 @@ class StopCriteria:
 
 
 class Sequence:
-    """A prompt and its answer so far, in one slot of the cache.
+    """A prompt and its answer so far, in one slot of the cache. A sequence that is done is its slot's cached prefix.
 
-    tokens: those whose rows are in the slot; the root comes next and has no row yet. drafter: a fork with this
-    sequence's state. draft: what the draft policy knows of it. reused: tokens of the prompt that the slot held before.
-    `number` selects the random stream.
+    tokens: those whose rows are in the slot. root: the next token, decided but not yet in the cache. drafter: a fork
+    with this sequence's state. unread: tokens that the drafter has not read; without a drafter, the last step's. draft:
+    what the draft policy knows of the sequence. reused: tokens of the prompt that the slot held before. `number`
+    selects the random stream.
     """
+
+    root: int
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
         self.request, self.number, self.draft = request, number, draft
         self.stop = StopCriteria(backbone, request)
         self.sampler = Sampler(request.sampling, number)
-        self.tokens = list(request.prompt)
+        self.tokens: list[int] = []
         self.drafter: Drafter | None = None
-        self.drafter_up_to_date = False  # the drafter has read all pending tokens
-        self.pending_tokens: list[NewTokens] = []
+        self.unread: list[NewTokens] = []
         self.reused = 0
         self.cancelled = False
-
-    @property
-    def root(self) -> int:
-        """Returns the next token, decided but not yet in the cache."""
-        return self.pending_tokens[-1].root
-
-    @property
-    def pending(self) -> NewTokens:
-        """Returns the tokens that the drafter has not read, in one piece."""
-        if len(self.pending_tokens) > 1:
-            self.pending_tokens = [concat(self.pending_tokens)]
-        return self.pending_tokens[0]
 
     @property
     def finish_reason(self) -> str | None:
@@ -119,21 +111,39 @@ class Sequence:
     def done(self) -> bool:
         return self.cancelled or self.stop.reason is not None
 
-    def start(self, slot_holds: int, drafter: Drafter | None, pending: Several[NewTokens], new: NewTokens) -> None:
-        """Takes the prefill: `new` follows what the slot held and what its drafter has not read of that."""
-        self.reused, self.drafter = slot_holds, drafter
-        self.pending_tokens = [*pending, new if drafter is None else drafter.first_input(new)]
+    def common_length(self, prompt: Several[int]) -> int:
+        """Returns how many tokens in the slot a prompt begins with."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, prompt, strict=False)))
 
-    def commit(self, new: NewTokens) -> list[int]:
-        """Takes the accepted path of a step; returns the tokens it adds after the old root, the bonus token last."""
-        accepted = new.tokens.tolist()
-        self.tokens += accepted
-        if self.drafter_up_to_date or self.drafter is None:
-            self.pending_tokens, self.drafter_up_to_date = [], False
-        self.pending_tokens.append(new)
-        return [*accepted[1:], new.root]
+    def continue_from(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
+        """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes."""
+        if drafter is not None:
+            own = held if shared else None
+            self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
+            known, waiting = self.drafter.truncate(shared), [] if own is None else own.unread
+            if known < shared and waiting and waiting[0].start <= known and shared <= waiting[-1].end:
+                self.unread = [concat(waiting).part(known, shared)]
+            else:
+                shared = known
+        self.reused, self.tokens = shared, list(self.request.prompt[:shared])
 
-    def likelihoods(self, logits: Tensor | None, tokens: Several[int]) -> tuple[Likelihood, ...]:
-        """Returns those of new tokens, by the logits [n, V] they came from, if the request asks for them."""
-        top = self.request.top
-        return () if top is None or logits is None else likelihoods(logits, tokens, top)
+    def prefill(self, new: NewTokens) -> list[int]:
+        """Takes the rest of the prompt; returns the answer's first token."""
+        self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
+        self.tokens, self.root = list(self.request.prompt), new.root
+        return self.stop.truncate([new.root])
+
+    def read(self) -> NewTokens:
+        """Returns the tokens that the drafter has not read, in one piece, and takes them as read."""
+        new, self.unread = self.unread, []
+        return concat(new) if len(new) > 1 else new[0]
+
+    def commit(self, draft: Draft, accepted: Accepted) -> list[int]:
+        """Takes the accepted path of a draft; returns the tokens it adds to the answer, the bonus token last."""
+        path = draft.tokens[torch.tensor(accepted.path, device=draft.tokens.device)]
+        new = NewTokens(path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden)
+        tokens = path.tolist()
+        self.tokens += tokens
+        self.root = accepted.bonus
+        self.unread = [new] if self.drafter is None else [*self.unread, new]
+        return self.stop.truncate([*tokens[1:], accepted.bonus])

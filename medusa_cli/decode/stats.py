@@ -32,34 +32,44 @@ class Accepted:
     """Holds what a pass gave one sequence.
 
     path [A+1]: the accepted nodes, root first. bonus: the token after them. hidden [A+1, H * layers]: the path's
-    states. extra_hidden [K, H]: the last node's extra rows (FIRP). logits [A+1, V]: for log probabilities.
+    states. extra_hidden [K, H]: the last node's extra rows (FIRP). likelihoods: of the new tokens, on request.
     """
 
     path: list[int]
     bonus: int
     hidden: Tensor
     extra_hidden: Tensor | None = None
-    logits: Tensor | None = None
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
     """One round of draft, verify, accept, keep: the tokens that it adds to the answer, and its seconds.
 
-    accepted: tokens beyond the one that plain decoding gives; what follows the answer's end is not counted. path: the
-    accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft tokens from n-gram matches.
+    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft tokens from n-gram
+    matches.
     """
 
     tokens: list[int]
-    drafted: int = 0
-    accepted: int = 0
+    nodes: int = 1
+    path: tuple[int, ...] = ()
     draft_s: float = 0.0
     verify_s: float = 0.0
-    prefill: bool = False
-    path: tuple[int, ...] = ()
-    nodes: int = 0
     likelihoods: tuple[Likelihood, ...] = ()
     looked_up: int = 0
+
+    @property
+    def prefill(self) -> bool:
+        return not self.path
+
+    @property
+    def drafted(self) -> int:
+        return self.nodes - 1
+
+    @property
+    def accepted(self) -> int:
+        """Returns the tokens beyond the one of plain decoding; what follows the answer's end is not counted."""
+        return len(self.tokens) - 1
 
 
 @dataclass

@@ -52,46 +52,44 @@ class Piece:
     accepted: bool
 
 
-class Reply:
-    """Collects the steps of an answer. Text that may begin a stop string waits until that is decided.
+class Answer:
+    """An answer so far: its text, token ids, statistics and, on request, log probabilities.
 
-    reason is None while the answer goes on, then "stop", "length" or "cancelled".
+    finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop string is not part of
+    the text, and text that may begin one waits until that is decided; its tokens, and an end token, are among `tokens`.
     """
 
-    def __init__(self, backbone: Backbone, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, backbone: Backbone, stop_strings: Sequence[str] = (), prompt_tokens: int = 0) -> None:
         self.text = ""
         self.tokens: list[int] = []
         self.likelihoods: list[Likelihood] = []
-        self.reason: str | None = None
+        self.finish_reason: str | None = None
         self.stats = Stats()
+        self.prompt_tokens = prompt_tokens
         self._stream = TextStream(backbone)
         self._stops = [text for text in stop_strings if text]
         self._waiting: list[Piece] = []
 
-    def add(self, step: Step, reason: str | None) -> list[Piece]:
+    def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
         """Takes a step and the sequence's finish reason, None if it goes on; returns the text that can be shown."""
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
         self._waiting += [Piece(self._stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
-        return self._show(reason)
+        return self._show(finish_reason)
 
     def cancel(self) -> list[Piece]:
         """Ends the answer unless it has ended; returns the text that waited."""
-        return [] if self.reason else self._show("cancelled")
+        return [] if self.finish_reason else self._show("cancelled")
 
-    def _show(self, reason: str | None) -> list[Piece]:
-        if reason:
+    def _show(self, finish_reason: str | None) -> list[Piece]:
+        if finish_reason:
             self._waiting.append(Piece(self._stream.flush(), False))
         text = "".join(piece.text for piece in self._waiting)
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
-        if starts:
-            shown, _ = split(self._waiting, min(starts))
-            self._waiting, self.reason = [], "stop"
-        else:
-            partial = 0 if reason else max((partial_stop(text, stop) for stop in self._stops), default=0)
-            shown, self._waiting = split(self._waiting, len(text) - partial)
-            self.reason = reason
+        partial = 0 if finish_reason else max((partial_stop(text, stop) for stop in self._stops), default=0)
+        shown, rest = split(self._waiting, min(starts, default=len(text) - partial))
+        self._waiting, self.finish_reason = ([], "stop") if starts else (rest, finish_reason)
         self.text += "".join(piece.text for piece in shown)
         return shown
 
@@ -106,10 +104,8 @@ def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece
     first: list[Piece] = []
     rest: list[Piece] = []
     for piece in pieces:
-        inside = max(0, min(length, len(piece.text)))
-        if piece.text[:inside]:
-            first.append(Piece(piece.text[:inside], piece.accepted))
-        if piece.text[inside:]:
-            rest.append(Piece(piece.text[inside:], piece.accepted))
+        before, after = piece.text[: max(0, length)], piece.text[max(0, length) :]
+        first += [Piece(before, piece.accepted)] if before else []
+        rest += [Piece(after, piece.accepted)] if after else []
         length -= len(piece.text)
     return first, rest

@@ -86,11 +86,11 @@ def answer_locally(backbone: Backbone, seeds: Sequence[Conversation], settings: 
         steps = decoder.step()
         if not steps:
             return
-        states = torch.cat([sequence.pending.hidden for sequence, _ in steps]).to("cpu", torch.bfloat16)
+        states = torch.cat([sequence.unread[0].hidden for sequence, _ in steps]).to("cpu", torch.bfloat16)
         running = {current.sequence: current for current in slots if current is not None}
         for (sequence, step), state in zip(steps, states, strict=True):
             running[sequence].tokens += step.tokens
-            running[sequence].states[sequence.pending.start] = state
+            running[sequence].states[sequence.unread[0].start] = state
 
 
 class _Answering:
@@ -133,7 +133,7 @@ class _Answering:
         if not known:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
-        self.states[self.sequence.pending.start : len(prompt)] = self.sequence.pending.hidden
+        self.states[self.sequence.reused : len(prompt)] = self.sequence.unread[0].hidden
         self.messages, self.tokens, self.answer_start = messages, prompt + first.tokens, len(prompt)
         return True
 

@@ -1,7 +1,7 @@
 """Drafters: six ways to guess the next tokens of a backbone."""
 
 from medusa_cli.drafters.amphista import Amphista
-from medusa_cli.drafters.base import Batch, Draft, Drafter, NewTokens
+from medusa_cli.drafters.base import Batch, Drafter, NewTokens
 from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.hydra import HydraHeads
@@ -12,7 +12,6 @@ __all__ = [
     "DRAFTERS",
     "Amphista",
     "Batch",
-    "Draft",
     "Drafter",
     "Eagle",
     "Firp",

@@ -8,7 +8,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.drafters.base import Batch, Draft, NewTokens
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import (
     DecoderLayer,
@@ -20,7 +20,7 @@ from medusa_cli.drafters.layers import (
 )
 from medusa_cli.drafters.levels import roots_of
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medusa_cli.engine.extra_rows import ExtraRows, Trace
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,15 +72,6 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
             f"{setting}={list(layers)} does not fit this model's {depth} layers",
             f"name layers from 1 to {depth - 1} in rising order",
         )
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root. looked_up: nodes from n-gram matches."""
-
-    tokens: Tensor
-    tree: Tree
-    looked_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +137,7 @@ class Drafter(nn.Module, ABC):
         return other
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
-        """Returns the rows to add to the backbone's next pass, from which a tree of this depth is drafted after it."""
+        """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
         return None
 
     @abstractmethod
@@ -156,5 +147,5 @@ class Drafter(nn.Module, ABC):
         """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
 
         sequences: a fork for each. new: its tokens since its last draft, at first the prompt's `first_input`. No tree
-        is deeper than num_heads.
+        is deeper than num_heads. FIRP drafts no deeper than the extra rows of the pass before.
         """

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, Draft, NewTokens, check_layers, with_last_layer
+from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, normed
 from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 
 @dataclass(frozen=True)

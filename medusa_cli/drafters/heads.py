@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, Draft, Drafter, NewTokens
+from medusa_cli.drafters.base import Batch, Drafter, NewTokens
 from medusa_cli.drafters.layers import TokenBias
 from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.engine.jit import Computation, TracedModule
@@ -22,7 +22,7 @@ from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self

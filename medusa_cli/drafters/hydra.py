@@ -10,12 +10,12 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, Draft, NewTokens
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, residual_blocks, truncate_caches
 from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 
 @dataclass(frozen=True)

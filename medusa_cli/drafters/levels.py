@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from medusa_cli.drafters.base import Draft, NewTokens
-from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
+from medusa_cli.drafters.base import NewTokens
+from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
 
 @dataclass(frozen=True)

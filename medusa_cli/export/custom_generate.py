@@ -25,15 +25,15 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import cached_file
 
-from medusa_cli.decode.ngram import NgramIndex, NgramTrust, add_paths
+from medusa_cli.decode.ngram import NgramIndex, add_paths, ngram_trust
 from medusa_cli.drafters.amphista import Amphista
-from medusa_cli.drafters.base import Draft, NewTokens, concat
+from medusa_cli.drafters.base import NewTokens, concat
 from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.model.masks import Masks
-from medusa_cli.tree.tree import Tree
+from medusa_cli.tree.tree import Draft, Tree
 
 # FIRP is not among them: its extra rows go through the model's layers.
 KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
@@ -167,7 +167,7 @@ class Answer:
 def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, policy: AdaptivePolicy | None) -> DynamicCache:
     """Drafts (policy None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
-    backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(NgramTrust())
+    backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))

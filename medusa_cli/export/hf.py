@@ -13,15 +13,16 @@ from medusa_cli.export.folder import Source, exporting
 from medusa_cli.model import lora
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
 from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.tree.io import MAX_NODES, load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
-from medusa_cli.tree.tree import MAX_NODES, Tree, load_tree, save_tree
+from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
 # The project's own files that decoding needs, and what stands for others that they import and do not use in decoding.
 IMPORT = re.compile(r"^from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
 GENERATE = "export.custom_generate"
 SHIPPED = (
-    *("errors", "model.masks", "tree", "tree.tree", "tree.dynamic", "decode.estimates", "decode.ngram"),
+    *("errors", "model.masks", "tree", "tree.tree", "decode.accept", "decode.ngram"),
     *(f"drafters.{name}" for name in ("base", "heads", "layers", "levels", "medusa", "hydra", "amphista", "eagle")),
 )
 UNUSED = '''"""Names for training, files and packed weights, which decoding in transformers does not use."""
@@ -32,8 +33,8 @@ class Meta:
         pass
 
 
-Backbone = Computation = ExtraRows = Kernel = Sampling = Trace = TracedModule = object
-convert = kernels_for = pack_linears = read_json = write_json = None
+Backbone = Computation = ExtraRows = Kernel = Sampler = Sampling = Trace = TracedModule = object
+kernels_for = pack_linears = write_json = None
 '''
 # Nodes of the tree if the run has a calibration and no tree.
 NODES = 16

@@ -29,7 +29,7 @@ class OpenAIFormat:
         reply = self._ticket.reply
         message = {"role": "assistant", "content": reply.text, "refusal": None}
         content: dict[str, Any] = {"message": message} if self._chat else {"text": reply.text}
-        choice = self._choice(content, reply.likelihoods, reply.reason)
+        choice = self._choice(content, reply.likelihoods, reply.finish_reason)
         return {**self._body([choice], "chat.completion"), "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ class OpenAIFormat:
         """Returns the chunk of one step."""
         text = "".join(piece.text for piece in event.pieces)
         content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        choice = self._choice(content, event.likelihoods, self._ticket.reply.reason if event.last else None)
+        choice = self._choice(content, event.likelihoods, self._ticket.reply.finish_reason if event.last else None)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
     def usage_chunk(self) -> dict[str, Any]:

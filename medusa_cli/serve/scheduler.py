@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
-from medusa_cli.decode import Likelihood, Piece, Reply, Request, Step
+from medusa_cli.decode import Answer, Likelihood, Piece, Request, Step
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError
 from medusa_cli.serve.errors import Refusal
@@ -38,7 +38,7 @@ class Ticket:
     """
 
     request: Request
-    reply: Reply
+    reply: Answer
     deliver: Callable[[Event], None]
     submitted: float = field(default_factory=time.perf_counter)
     reused: int = 0
@@ -67,7 +67,7 @@ class Scheduler:
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Ticket:
         """Queues a request; the decoding thread calls `deliver`. Raises Refusal."""
-        ticket = Ticket(request, Reply(self._medusa.backbone, request.stop_strings), deliver)
+        ticket = Ticket(request, Answer(self._medusa.backbone, request.stop_strings), deliver)
         with self._changed:
             if self.closing:
                 raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
@@ -156,7 +156,7 @@ class Scheduler:
         ticket = self._running[sequence]
         pieces = ticket.reply.add(step, sequence.finish_reason)
         self._metrics.count(step)
-        if ticket.reply.reason is None:
+        if ticket.reply.finish_reason is None:
             ticket.deliver(Event(pieces, step.likelihoods))
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
@@ -170,7 +170,7 @@ class Scheduler:
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
         ticket.reply.cancel()
-        self._metrics.requests.labels("error" if event.error else str(ticket.reply.reason)).inc()
+        self._metrics.requests.labels("error" if event.error else str(ticket.reply.finish_reason)).inc()
         self._metrics.request.observe(ticket.seconds)
         ticket.deliver(event)
 

@@ -1,6 +1,5 @@
-"""Draft trees: what they are, the best static tree, dynamic trees, and drawings."""
+"""Draft trees: what they are, the best static tree, files and drawings."""
 
-from medusa_cli.tree.dynamic import DynamicTree, TreeBuilder
-from medusa_cli.tree.tree import Tree
+from medusa_cli.tree.tree import Draft, DynamicTree, Tree, TreeBuilder
 
-__all__ = ["DynamicTree", "Tree", "TreeBuilder"]
+__all__ = ["Draft", "DynamicTree", "Tree", "TreeBuilder"]

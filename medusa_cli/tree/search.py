@@ -12,7 +12,8 @@ from typing import Any
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.resolve import Calibration
 from medusa_cli.runs.run import DEFAULT_RUN
-from medusa_cli.tree.tree import MAX_NODES, Tree, load_tree
+from medusa_cli.tree.io import MAX_NODES, load_tree
+from medusa_cli.tree.tree import Tree
 
 Accuracies = Sequence[Sequence[float]]
 
@@ -101,11 +102,17 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """A tree, its expected tokens a step, and the seconds of such a step, drafting included."""
+class SizedTree:
+    """A tree, and the tokens a step that calibration expects of it."""
 
     tree: Tree
     expected: float
+
+
+@dataclass(frozen=True)
+class Budget(SizedTree):
+    """A tree of a size, and the seconds of a step over it, drafting included."""
+
     seconds: float
 
     @property

@@ -1,20 +1,13 @@
-"""The draft tree: parents and ranks, what is derived from them, and its files."""
+"""Draft trees: static ones by parents and ranks, dynamic ones that each step grows, and the tokens on their nodes."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from medusa_cli.errors import UserError
-from medusa_cli.runs.io import convert, read_json, write_json
-
-# A step verifies all nodes at once under an N x N mask: no machine gains from more.
-MAX_NODES = 1024
-REMEDY = "make one with `medusa tree`, or give a list of rank paths"
 
 
 @dataclass(frozen=True)
@@ -37,15 +30,13 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """Builds a tree from rank paths, one a node (medusa_choices); raises UserError for a missing parent."""
+        """Builds a tree from rank paths, one a node (medusa_choices); raises ValueError for a missing parent."""
         paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [0]
         for path in paths:
             if path[:-1] not in index or path[-1] < 0:
-                raise UserError(
-                    f"the tree's path {list(path)} has a negative rank or no parent", "add the parent's path"
-                )
+                raise ValueError(f"the path {list(path)} has a negative rank or no parent")
             index[path] = len(parents)
             parents.append(index[path[:-1]])
             ranks.append(path[-1])
@@ -71,7 +62,13 @@ class Tree:
         """Returns the tree of plain decoding: no guesses."""
         return cls((-1,), (0,))
 
-    @property
+    @classmethod
+    def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
+        """Returns the tree of some nodes, in rising order and each with its parent, of all with these parents."""
+        index = {node: i for i, node in enumerate(nodes)}
+        return cls(tuple(index[parents[node]] if node else -1 for node in nodes), tuple(ranks[node] for node in nodes))
+
+    @cached_property
     def size(self) -> int:
         return len(self.parents)
 
@@ -136,11 +133,9 @@ class Tree:
 
     def truncate(self, depth: int) -> "Tree":
         """Returns the part of the tree down to a depth."""
-        return Tree.from_choices(path for path in self.choices if len(path) <= depth)
-
-    def truncate_to(self, positions: int) -> "Tree":
-        """Returns the part of the tree that fits into so many positions, the root included."""
-        return self if self.max_depth < positions else self.truncate(max(positions - 1, 0))
+        if self.max_depth <= depth:
+            return self
+        return Tree.select(self.parents, self.ranks, [node for node in range(self.size) if self.depths[node] <= depth])
 
     def to_json(self) -> dict[str, Any]:
         return {"parents": list(self.parents), "ranks": list(self.ranks)}
@@ -154,79 +149,91 @@ class Tree:
         return cls(parents, ranks)
 
 
-def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
-    """Writes a tree and its provenance atomically."""
-    write_json(path, {**tree.to_json(), "choices": tree.choices, "provenance": provenance})
+@dataclass(frozen=True)
+class DynamicTree:
+    """Limits of a tree that grows in a step: `budget` nodes, root included, none with a chance below `min_chance`.
+
+    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate` fits.
+    """
+
+    budget: int
+    max_depth: int
+    temperatures: tuple[float, ...] = ()
+    min_chance: float = 0.0
+    width: int = 10  # guesses considered below one node
+
+    def temperature(self, head: int) -> float:
+        return self.temperatures[head] if head < len(self.temperatures) else 1.0
+
+    def truncate(self, depth: int) -> "DynamicTree":
+        """Returns the limits of trees down to a depth."""
+        return self if self.max_depth <= depth else replace(self, max_depth=depth)
+
+
+class TreeBuilder:
+    """Grows one step's tree level by level; the best `budget - 1` candidates stay.
+
+    A node's value is the product of the confidences along its path, never more than its parent's: the ancestors of a
+    node among the best are among the best, too.
+    """
+
+    def __init__(self, limits: DynamicTree, root: int) -> None:
+        self._limits = limits
+        self.parents, self._ranks, self._values, self.tokens = [-1], [0], [0.0], [root]
+        self._floor = math.log(limits.min_chance) if limits.min_chance > 0 else -math.inf
+
+    def extend(
+        self, nodes: Sequence[int], log_p: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Adds children of `nodes` by their log confidences, best first, and tokens; returns those worth extending."""
+        first = len(self._values)
+        for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
+            above = self._values[node]
+            for rank, (confidence, token) in enumerate(zip(row, guesses, strict=True)):
+                value = above + confidence
+                if value < self._floor:
+                    break
+                self.parents.append(node)
+                self._ranks.append(rank)
+                self._values.append(value)
+                self.tokens.append(token)
+        limit = self._limits.budget - 1
+        if len(self._values) - 1 > limit:
+            # Equal values stay together; `tree` drops what is too much.
+            self._floor = max(self._floor, sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf)
+        return [node for node in range(first, len(self._values)) if self._values[node] >= self._floor]
+
+    def tree(self) -> tuple[Tree, list[int]]:
+        """Returns the tree and the tokens of its nodes."""
+        # The sort is stable: of equal nodes the earlier one, which is never deeper, comes first.
+        best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])[: self._limits.budget - 1]
+        kept = [0, *sorted(node for node in best if self._values[node] >= self._floor)]
+        return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]
 
 
 @dataclass(frozen=True)
-class TreeProvenance:
-    """The drafter that a tree was searched for, and the chance from which a node pays on the machine of the search."""
+class Draft:
+    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root. looked_up: nodes from n-gram matches."""
 
-    drafter_stamp: str | None = None
-    break_even: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.break_even >= 0:
-            raise ValueError("break_even is below 0")
+    tokens: Tensor
+    tree: Tree
+    looked_up: int = 0
 
 
-@dataclass(frozen=True)
-class TreeFile:
-    """The content of a tree file: parents and ranks, or rank paths under one of two names."""
-
-    parents: list[int] | None = None
-    ranks: list[int] | None = None
-    choices: list[list[int]] | None = None
-    medusa_choices: list[list[int]] | None = None
-    provenance: TreeProvenance = TreeProvenance()
-
-    def tree(self) -> Tree:
-        """Returns the tree; raises ValueError where the file holds none."""
-        if self.parents is not None and self.ranks is not None:
-            return Tree(tuple(self.parents), tuple(self.ranks))
-        paths = self.choices if self.choices is not None else self.medusa_choices
-        if paths is None or not all(paths):
-            raise ValueError("neither parents and ranks nor a list of paths")
-        return Tree.from_choices(paths)
-
-
-def load_tree(path: Path) -> Tree:
-    """Reads a tree from {"parents", "ranks"}, {"choices": [[...]]} or a bare list of choices; raises UserError."""
-    try:
-        tree = _read(path).tree()
-    except ValueError as reason:
-        raise UserError(f"the tree {path} cannot be used: {reason}", REMEDY) from reason
-    if tree.size > MAX_NODES:
-        raise UserError(f"the tree {path} has {tree.size:,} nodes", f"use {MAX_NODES:,} at most")
-    return tree
-
-
-def tree_provenance(path: Path) -> TreeProvenance:
-    """Reads the provenance of a tree file; a bare list of choices has none."""
-    return _read(path).provenance
-
-
-def _read(path: Path) -> TreeFile:
-    data = read_json(Path(path), "the tree")
-    return convert({"choices": data} if isinstance(data, list) else data, TreeFile, f"the tree {path}", REMEDY)
-
-
-def batch_trees(tokens: Sequence[Tensor], trees: Sequence[Tree]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens [B, N], depths and masks of B trees for one pass, padded to the largest.
+def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
 
     Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A padded node sees itself
     alone, and no node sees it.
     """
-    if all(tree is trees[0] or tree == trees[0] for tree in trees):
-        return torch.stack(list(tokens)), trees[0].depth, trees[0].mask
-    size = max(tree.size for tree in trees)
-    device = tokens[0].device
-    padded = torch.zeros(len(trees), size, dtype=torch.long, device=device)
-    depth = torch.zeros(len(trees), size, dtype=torch.long)
-    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
-    for i, (tree, ids) in enumerate(zip(trees, tokens, strict=True)):
-        padded[i, : tree.size] = ids
-        depth[i, : tree.size] = tree.depth
-        mask[i, : tree.size, : tree.size] = tree.mask
-    return padded, depth.to(device), mask.to(device)
+    first = drafts[0].tree
+    if all(draft.tree is first or draft.tree == first for draft in drafts):
+        return torch.stack([draft.tokens for draft in drafts]), first.depth, first.mask
+    size, device = max(draft.tree.size for draft in drafts), drafts[0].tokens.device
+    tokens = torch.zeros(len(drafts), size, dtype=torch.long, device=device)
+    depth = torch.zeros(len(drafts), size, dtype=torch.long)
+    mask = torch.eye(size, dtype=torch.bool).repeat(len(drafts), 1, 1)
+    for i, draft in enumerate(drafts):
+        nodes = draft.tree.size
+        tokens[i, :nodes], depth[i, :nodes], mask[i, :nodes, :nodes] = draft.tokens, draft.tree.depth, draft.tree.mask
+    return tokens, depth.to(device), mask.to(device)
