@@ -13,7 +13,7 @@ from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths
 from medusa_cli.decode.policy import DraftPlan, DraftPolicy, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
-from medusa_cli.decode.stats import Accepted, Step, likelihoods
+from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
 from medusa_cli.engine.autotune import synchronize
@@ -149,11 +149,12 @@ class Decoder:
 
     def _accept(self, sequences: Several[Sequence], drafts: Several[Draft], out: Output) -> list[Accepted]:
         """Accepts a path of each draft and keeps its rows in the cache."""
+        assert out.logits is not None
         accepted = []
         samplers = [sequence.sampler for sequence in sequences]
         for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
             self.cache.keep(slot, path)
-            rows, likely = torch.tensor(path, device=out.hidden.device), ()
+            rows, likely = torch.tensor(path, device=out.hidden.device), tuple[Likelihood, ...]()
             extra = None if out.ahead is None else out.ahead[slot, path[-1]]
             if (top := sequences[slot].request.top) is not None:
                 new = [*drafts[slot].tokens[rows[1:]].tolist(), bonus]
