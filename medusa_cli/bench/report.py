@@ -208,25 +208,18 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    every = list(_methods(benches))
-    known = list(dict.fromkeys(category for *_, figures in every for category in figures["per_category"]))
-    faster = {name: f["per_category"] for name, document, method, f in every if method != document["baseline"]}
-    drafted = {name: f["per_category"] for name, document, method, f in every if method in document["drafting"]}
+    every = _methods(benches)
+    methods = {name: f["per_category"] for name, document, method, f in every if method != document["baseline"]}
+    known = list(dict.fromkeys(category for parts in methods.values() for category in parts))
+    groups = {category: {n: parts[category] for n, parts in methods.items() if category in parts} for category in known}
     tables, charts = [], dict[str, str]()
-    for title, key, unit, methods in (
-        ("Speedup", "speedup", "x", faster),
-        ("Acceptance length", "acceptance_length", "tokens a step", drafted),
-    ):
-        groups = {}
-        for category in known:
-            if part := {name: figures[category] for name, figures in methods.items() if category in figures}:
-                groups[f"{category} ({max(figures['questions'] for figures in part.values())})"] = part
+    for title, key, unit in (("Speedup", "speedup", "x"), ("Acceptance length", "acceptance_length", "tokens a step")):
         rows = [
-            [c, *(_with_interval(part[n], key) if n in part else "-" for n in methods)] for c, part in groups.items()
+            [category, *(_with_interval(part[n], key) if n in part else "-" for n in methods)]
+            for category, part in groups.items()
         ]
-        if rows:
-            tables.append(Table(["category (questions)", *methods], rows, title))
-            charts |= bars(f"{title} by category (questions)", groups, key, unit)
+        tables.append(Table(["category", *methods], rows, title))
+        charts |= bars(f"{title} by category", groups, key, unit) if groups else {}
     if len(known) > 1:
         yield Section("By category", "", tables, charts)
 
