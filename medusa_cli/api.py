@@ -61,16 +61,18 @@ def load_model(
     choice: Choice,
     options: LoadOptions = DEFAULT_LOADING,
     *,
+    chat: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> LoadedModel:
     """Loads what was chosen; raises UserError where drafter, tree and model do not fit.
 
-    on_progress receives the number of steps timed, if `--tree auto` meets a drafter for the first time on this machine.
+    chat: the model needs a chat template. on_progress receives the number of steps timed, if `--tree auto` meets a
+    drafter for the first time on this machine.
     """
     tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
     template = choice.run.chat_template if choice.run else None
     options = as_trained(options, choice.trained)
-    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=template)
+    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=template, chat=chat)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None:

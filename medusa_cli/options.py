@@ -228,11 +228,11 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def load(choice: Choice, place: LoadFlags) -> "LoadedModel":
-    """Loads what was chosen, with a bar for the steps that are timed on the way."""
+def load(choice: Choice, place: LoadFlags, *, chat: bool = False) -> "LoadedModel":
+    """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
     from medusa_cli.api import load_model
 
     with console.progress("timing steps", unit="steps") as bar:
-        loaded = load_model(choice, place, on_progress=bar.advance)
+        loaded = load_model(choice, place, chat=chat, on_progress=bar.advance)
     console.info(place.of(loaded.description))
     return loaded

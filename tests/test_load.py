@@ -11,12 +11,12 @@ import torch
 import transformers as hf
 from safetensors.torch import load, save_file
 
-from medusa_cli.engine import load_backbone
+from medusa_cli.engine import autotune, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
-from tests.helpers import forward, generate_plain, save_model, save_network, tokens_of
+from tests.helpers import forward, generate_plain, medusa, save_model, save_network, tiny_model, tokens_of
 
 FP32 = LoadOptions(dtype="fp32")
 WEIGHTS = "model.safetensors"
@@ -149,6 +149,22 @@ def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: 
 
     monkeypatch.setattr(hf.LlamaForCausalLM, "forward", scaled)
     assert_refused(model, "lm_head")
+
+
+def test_a_model_that_chat_cannot_use_is_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    timed: list[str] = []
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: timed.extend(names) or {n: {} for n in names})
+    model = Path(save_network(tiny_model().to(torch.bfloat16), tmp_path / "model"))
+    chat = ("chat", "--model", model, "--prompt", "w1", "--max-new-tokens", "4", "--baseline")
+    template = model / "chat_template.jinja"
+    template.rename(model / "elsewhere")
+    assert "template" in medusa(*chat, exit_code=1).stderr and not timed
+    (model / "elsewhere").rename(template)
+    medusa(*chat, exit_code=0)
+    assert timed
 
 
 @pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])

@@ -108,7 +108,7 @@ class Bench:
         self._answer_by_transformers(results, watch)
         run, adapter = self.choice.run, self.choice.adapter
         template = run.chat_template if run else None
-        backbone = load_backbone(self.choice.model, self.options, adapter=adapter, chat_template=template)
+        backbone = load_backbone(self.choice.model, self.options, adapter=adapter, chat_template=template, chat=True)
         if run is not None:
             run.bind(backbone.identity)
         loaded = {name: load_drafting(choice, backbone, trees[name]) for name, choice in self.drafts.items()}

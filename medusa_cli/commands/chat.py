@@ -52,7 +52,7 @@ def chat(
     from medusa_cli.api import Chat, Medusa
 
     choice, sampled = drafting.or_plain(baseline), sampling.sampled
-    medusa = Medusa(load(choice, place))
+    medusa = Medusa(load(choice, place, chat=True))
     session = Chat(medusa, sampled, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), system)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)

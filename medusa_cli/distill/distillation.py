@@ -128,7 +128,7 @@ def _source(
         settings = replace(settings, taps=())  # servers send no states
         return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
     rows = settings.batch_size or MAX_BATCH
-    backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows)
+    backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows, chat=True)
     check_layers(settings.taps, backbone.num_layers, "distill.taps")
     if settings.batch_size is None:
         settings = replace(settings, batch_size=choose_batch_size(backbone, settings, processes))

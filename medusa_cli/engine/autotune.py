@@ -184,16 +184,13 @@ def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> Ke
         log.warning(
             "other programs took much of the processor while it was timed; it is timed again in an hour or later"
         )
-    # Disturbances only add.
-    merged = {name: _least(kept.seconds.get(name, {}), curve) for name, curve in seconds.items()}
+    merged: Timings = {}
+    for name, curve in seconds.items():  # disturbances only add
+        before = kept.seconds.get(name, {})
+        merged[name] = {size: min(s, before.get(size, s)) for size, s in curve.items()}
     kept = KernelTimings({**kept.seconds, **merged}, kept.choices, kept.busy + 1 if busy else 0, time.time())
     keep_timings(key, kept)
     return kept
-
-
-def _least(*curves: Curve) -> dict[int, float]:
-    """Returns the least seconds by size over all curves."""
-    return {size: min(curve[size] for curve in curves if size in curve) for size in sorted(set().union(*curves))}
 
 
 def _kernel_key(config: Any) -> str:

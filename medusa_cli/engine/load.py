@@ -16,6 +16,7 @@ from medusa_cli.engine.plan import Plan
 from medusa_cli.errors import UsageError, first_line
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.chat_template import check_template
 from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
 from medusa_cli.model.identity import rounding_of, weights_of
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
@@ -35,13 +36,15 @@ def load_backbone(
     gradients: bool = False,
     shard: bool = False,
     rows: int | None = None,
+    chat: bool = False,
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train what its states feed.
 
     engine "eager" runs transformers' layers, "fast" rewritten ones over a kernel, as do quantize "int8" and "int4";
     "auto" is "fast" if that can run the model. dtype and engine "auto" take the kernel that was fastest on this
     machine, for steps of a few rows or of `rows`. adapter: a folder from stage 2, merged into the weights or kept
-    beside quantised ones. The rest is load_network's. Raises UserError for anything missing or unusable.
+    beside quantised ones. chat: the model needs a chat template. The rest is load_network's. Raises UserError for
+    anything missing or unusable.
     """
     dtype, quantised = options.dtype, options.quantised
     engine = options.quantize if options.quantize in BITS else options.engine
@@ -58,7 +61,10 @@ def load_backbone(
         network, tokenizer = load_network(model, replace(options, dtype=kind), shard=shard, chat_template=chat_template)
         if adapter is not None:
             network = lora.merge(network, adapter, beside=quantised)
-        return Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
+        backbone = Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
+        if chat:
+            check_template(backbone)
+        return backbone
 
     if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
         device = resolve_device(options.device)

@@ -32,11 +32,7 @@ def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
 
     Raises UserError if the model has no template, Malformed if the template refuses the messages.
     """
-    if not getattr(model.tokenizer, "chat_template", None):
-        raise UserError(
-            f"the model {model.id!r} has no chat template",
-            "use an instruction-tuned model, or a recipe that names a template as chat_template",
-        )
+    check_template(model)
     try:
         text = str(model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     except MemoryError:
@@ -46,6 +42,15 @@ def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
     if not is_whole(text):
         raise Malformed(HALF)
     return text
+
+
+def check_template(model: ChatTokenizer) -> None:
+    """Raises UserError if the model has no chat template."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise UserError(
+            f"the model {model.id!r} has no chat template",
+            "use an instruction-tuned model, or a recipe that names a template as chat_template",
+        )
 
 
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
