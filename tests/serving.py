@@ -2,6 +2,9 @@
 
 import http.client
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -89,3 +92,17 @@ def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
                 server.stop()
         thread.join(60)
         assert not thread.is_alive(), "the server did not stop"
+
+
+def start(words: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """Starts `medusa serve` on a free port; returns the process and the port."""
+    command = [sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    output = ""
+    for line in process.stderr:
+        output += line
+        if address := re.search(r"http://127.0.0.1:(\d+)/v1", line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return process, int(address[1])
+    raise RuntimeError(f"the server did not start: {output}")

@@ -8,34 +8,18 @@ import http.client
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.serving import MODEL, Served, tiny_medusa
+from tests.serving import MODEL, Served, start, tiny_medusa
 
 MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 2}', '{"model": "tiny", "prompt": [99]}')
 # Allowed growth of memory from the middle to the end, as a share: allocators wander.
 GROWTH = 0.03
-
-
-def start(words: list[str]) -> tuple[subprocess.Popen[str], int]:
-    """Starts `medusa serve` on a free port; returns the process and the port."""
-    command = [sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    output = ""
-    for line in process.stderr:
-        output += line
-        if address := re.search(r"http://127.0.0.1:(\d+)/v1", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return process, int(address[1])
-    raise RuntimeError(f"the server did not start: {output}")
 
 
 def memory_of(process: subprocess.Popen[str]) -> int:

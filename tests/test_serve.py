@@ -1,12 +1,8 @@
 """`medusa serve` as a process: it prints its address, finishes answers on SIGTERM, and reports faults in one line."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import urllib.request
 from pathlib import Path
 
@@ -17,24 +13,17 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve import server
 from medusa_cli.serve.middleware import Limits
 from tests.helpers import medusa, save_model, save_run
+from tests.serving import start
 
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=8192)).path
-    command = [sys.executable, "-m", "medusa_cli", "serve", "--run", f"{run}/", "--port", "0", "--tree", "static"]
-    process = subprocess.Popen([*command, "--dtype", "fp32"], stderr=subprocess.PIPE, text=True)
+    process, port = start(["--run", f"{run}/", "--tree", "static", "--dtype", "fp32"])
     try:
-        assert process.stderr is not None
-        address = None
-        while address is None:
-            line = process.stderr.readline()
-            assert line, "the server did not start"
-            address = re.search(r"serving 'model' at (http://127\.0\.0\.1:\d+)/v1", line)
-        threading.Thread(target=process.stderr.read, daemon=True).start()
         body = {"model": "model", "prompt": [8, 30], "max_tokens": 2000, "stream": True, "temperature": 5, "seed": 3}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{address[1]}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
             first = answer.readline()
             process.send_signal(signal.SIGTERM)
             lines = [first, *answer.readlines()]
