@@ -18,13 +18,9 @@ from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
-# The project's own files that decoding needs, and what stands for others that they import and do not use in decoding.
 IMPORT = re.compile(r"^from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
-GENERATE = "export.custom_generate"
-SHIPPED = (
-    *("errors", "model.masks", "tree", "tree.tree", "decode.accept", "decode.ngram"),
-    *(f"drafters.{name}" for name in ("base", "heads", "layers", "levels", "medusa", "hydra", "amphista", "eagle")),
-)
+# Modules that decoding in transformers does without, and what stands for their names.
+LEFT_OUT = {None, "decode.sampling", "engine.extra_rows", "engine.jit", "engine.kernels", "model", "runs.io"}
 UNUSED = '''"""Names for training, files and packed weights, which decoding in transformers does not use."""
 
 
@@ -36,6 +32,7 @@ class Meta:
 Backbone = Computation = ExtraRows = Kernel = Sampler = Sampling = Trace = TracedModule = object
 kernels_for = pack_linears = write_json = None
 '''
+REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Nodes of the tree if the run has a calibration and no tree.
 NODES = 16
 CHAT = """inputs = tokenizer.apply_chat_template(
@@ -117,13 +114,20 @@ def export_hf(
 
 def _write_code(folder: Path) -> None:
     """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
-    names = {name: name.replace(".", "_") for name in SHIPPED} | {GENERATE: "generate"}
-    texts = {"unused.py": UNUSED, "requirements.txt": "transformers>=5.20\nsafetensors\n"}
-    for module, name in names.items():
+    modules, texts = ["export.custom_generate"], {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
+
+    def relative(match: re.Match[str]) -> str:
+        if match[1] in LEFT_OUT:
+            return "from .unused import"
+        if match[1] not in modules:
+            modules.append(match[1])
+        return f"from .{match[1].replace('.', '_')} import"
+
+    for module in modules:  # which grows by what each imports
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
-        text = IMPORT.sub(lambda match: f"from .{names.get(match[1], 'unused')} import", text)
-        texts[f"{name}.py"] = text
+        name = "generate" if module == modules[0] else module.replace(".", "_")
+        texts[f"{name}.py"] = IMPORT.sub(relative, text)
     folder.mkdir()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
