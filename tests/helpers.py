@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
 from medusa_cli.model import Backbone
+from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
@@ -152,6 +154,36 @@ def load_dataset(
     """Returns a run's conversations, or those of the file `data`, with their states."""
     path = data or run.data_path
     return with_states(read_dataset(path, backbone, fraction), run, backbone, path, **more)
+
+
+def random_conversations(count: int = 12, length: int = 30) -> list[Conversation]:
+    """Returns conversations of two answers of random tokens, of 14 to `length` - 1 tokens."""
+    chance, items = random.Random(0), []
+    for number in range(count):
+        tokens = [chance.randrange(8, 60) for _ in range(chance.randrange(14, length))]
+        items.append(Conversation(f"c{number}", tokens=tokens, spans=[(4, 8), (10, len(tokens))]))
+    return items
+
+
+def save_conversations(folder: Path, count: int = 30) -> Path:
+    """Makes a run's folder with random conversations."""
+    items = random_conversations(count)
+    write_lines(folder / "distill.jsonl", [{"id": c.id, "tokens": c.tokens, "spans": c.spans} for c in items])
+    return folder
+
+
+def adapted_backbone() -> Backbone:
+    """Returns a model with a trainable adapter that changes its output."""
+    network = tiny_model()
+    torch.manual_seed(1)
+    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
+    backbone = Backbone(network, tiny_tokenizer())
+    attach(backbone)
+    adapter.unfreeze(network)
+    for name, weight in network.named_parameters():
+        if "lora_B" in name:  # fresh ones are zero
+            torch.nn.init.normal_(weight, std=0.1)
+    return backbone
 
 
 def answers_of(*answers: Tensor | Sequence[int], at: int = 0) -> list[Conversation]:

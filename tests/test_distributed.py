@@ -15,31 +15,14 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.train.prefill import drop_torn, merge_partial, partial_path
 from tests import forked
-from tests.helpers import save_model
-from tests.test_joint import records
+from tests.helpers import save_conversations, save_model
 
-COMMON = [
-    "--device",
-    "cpu",
-    "--dtype",
-    "fp32",
-    "--json",
-    "drafter.num_heads=2",
-    "drafter.vocabulary=own",
-    "train.epochs=1",
-]
+COMMON = ["--device", "cpu", "--dtype", "fp32", "--json", "drafter.num_heads=2", "drafter.vocabulary=own"]
 SMALL = ["train.batch_tokens=64", "train.accumulation=2", "train.validation_every=2", "train.lora_rank=4"]
 
 
-def prepared(folder: Path) -> Path:
-    folder.mkdir()
-    lines = [json.dumps({"id": r.id, "tokens": r.tokens, "spans": [list(s) for s in r.spans]}) for r in records(30)]
-    (folder / "distill.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
 def training(model: str, run: Path, *words: str) -> list[str]:
-    return ["train", "--run-dir", str(run), "--model", model, *COMMON, *SMALL, *words]
+    return ["train", "--run-dir", str(run), "--model", model, "train.epochs=1", *COMMON, *SMALL, *words]
 
 
 def train(size: int, model: str, run: Path, *words: str) -> forked.Done:
@@ -64,7 +47,7 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     model = save_model(tmp_path / "model")
     logs, warned = [], []
     for name, size in (("one", 1), ("two", 2)):
-        run = prepared(tmp_path / name)
+        run = save_conversations(tmp_path / name)
         done = train(size, model, run, *words)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["steps"] > 2  # one document: the second process is silent

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 from typer.testing import Result
 
 from medusa_cli import engine as engines
-from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, held_out_ids, split_conversations
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
@@ -33,35 +31,28 @@ from medusa_cli.train.setup import joint_backbone
 from medusa_cli.train.stages import lambda_0, stage_2_loss
 from medusa_cli.train.training import _tuned_run
 from tests import helpers
-from tests.helpers import FAMILIES, medusa, save_model, tiny_backbone, tiny_model, tiny_tokenizer, write_lines
+from tests.helpers import (
+    FAMILIES,
+    adapted_backbone,
+    medusa,
+    random_conversations,
+    save_conversations,
+    save_model,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    write_lines,
+)
 
 SETTINGS = ["train.stage=2", "train.dtype=fp32", "train.lora_rank=4", "train.lora_alpha=8", "train.lora_dropout=0"]
-
-
-def records(count: int = 12, seed: int = 0) -> list[Conversation]:
-    chance = random.Random(seed)
-    result = []
-    for i in range(count):
-        tokens = [chance.randrange(8, 60) for _ in range(chance.randrange(14, 30))]
-        result.append(Conversation(f"c{i}", tokens=tokens, spans=[(4, 8), (10, len(tokens))]))
-    return result
 
 
 def joint(*words: str) -> tuple[Backbone, MedusaHeads, Dataset, Callable[..., BatchLoss]]:
     """Returns an adapted model, heads, conversations, and the loss of some of them at a share of the training."""
     recipe = load_recipe(None, [*SETTINGS, *words])
-    torch.manual_seed(0)
-    network = tiny_model()
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
-    backbone = Backbone(network, tiny_tokenizer())
-    engines.attach(backbone)
-    adapter.unfreeze(network)
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            if "lora_B" in name:  # fresh ones are zero and change nothing
-                weight.normal_(std=0.05)
+    backbone = adapted_backbone()
     heads = MedusaHeads.create(backbone, 2, 1, "own")
-    data = split_conversations(records(), ReadReport(), max_length=24, fraction=0.2)
+    data = split_conversations(random_conversations(), ReadReport(), max_length=24, fraction=0.2)
     return backbone, heads, data, partial(stage_2_loss, backbone, heads, recipe.train)
 
 
@@ -151,9 +142,7 @@ def test_fresh_adapter_has_no_kl_to_the_original() -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> tuple[str, str]:
     """A tiny model and a run with conversations."""
-    model, run = save_model(tmp_path / "model"), tmp_path / "run"
-    write_lines(run / "distill.jsonl", [{"id": r.id, "tokens": r.tokens, "spans": r.spans} for r in records(30)])
-    return model, str(run)
+    return save_model(tmp_path / "model"), str(save_conversations(tmp_path / "run"))
 
 
 def train(place: tuple[str, str], *words: str) -> Result:
@@ -228,7 +217,7 @@ def test_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, dro
 
     def trainer(run: Run, resume: bool = False) -> Trainer:
         backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
-        data = split_conversations(records(24), ReadReport(), max_length=24, fraction=0.2)
+        data = split_conversations(random_conversations(24), ReadReport(), max_length=24, fraction=0.2)
         torch.manual_seed(0)
         return Trainer(backbone, MedusaHeads.create(backbone, 2, 1, "own"), data, recipe, run, resume=resume)
 
@@ -252,17 +241,13 @@ def test_bf16_model_is_trained_in_fp32_by_the_recipe(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_model().to(torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    data = tmp_path / "data.jsonl"
-    lines = [{"id": item.id, "tokens": item.tokens, "spans": item.spans} for item in records(8)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["train", "--run", str(tmp_path / "run"), "--model", str(model), "--data", str(data), *SETTINGS]
-    done = medusa(*words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1")
-    assert done.exit_code == 0, done.output
+    words = ["--run", save_conversations(tmp_path / "run", 8), "--model", model, *SETTINGS]
+    medusa("train", *words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1", exit_code=0)
 
 
 def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    data = split_conversations(records(24), ReadReport(), max_length=30, fraction=0.4)
+    data = split_conversations(random_conversations(24), ReadReport(), max_length=30, fraction=0.4)
     result = []
     for tokens in (32, 96, 1024):
         recipe = load_recipe(None, [*SETTINGS, f"model={model}", f"train.batch_tokens={tokens}"])
@@ -312,17 +297,13 @@ def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeyp
         (["--stage", "3"], "train.stage=3"),
         (["--schedule", "cosine"], "train.schedule='cosine'"),
         (["drafter.vocabulary=shared"], "drafter.vocabulary=shared"),
+        (["train.max_length=16", "--data", "{data}"], "train.max_length"),
     ],
 )
-def test_stage_2_refuses(place: tuple[str, str], words: list[str], part: str) -> None:
-    done = train(place, "--stage", "2", *words)
-    assert done.exit_code == 2 and part in done.stderr, done.output
-
-
-def test_conversation_without_an_answer_in_its_length_is_refused(place: tuple[str, str], tmp_path: Path) -> None:
+def test_stage_2_refuses(place: tuple[str, str], tmp_path: Path, words: list[str], part: str) -> None:
     data = write_lines(tmp_path / "long.jsonl", [{"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}])
-    done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data))
-    assert done.exit_code == 1 and "train.max_length" in done.stderr, done.output
+    done = train(place, "--stage", "2", *(word.format(data=data) for word in words))
+    assert done.exit_code == (1 if "--data" in words else 2) and part in done.stderr, done.output
 
 
 def test_model_far_from_the_original_is_warned_of(place: tuple[str, str]) -> None:

@@ -1,6 +1,5 @@
 """The heads' losses against plain autograd, their targets with a biased or adapted lm_head, and exact accumulation."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of, split_conversations
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
@@ -19,7 +17,6 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
@@ -28,7 +25,16 @@ from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, s
 from medusa_cli.train.setup import check_recipe
 from medusa_cli.train.stages import stage_2_loss
 from medusa_cli.tree import Tree
-from tests.helpers import answers_of, drafted, forward, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import (
+    adapted_backbone,
+    answers_of,
+    drafted,
+    forward,
+    random_conversations,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
 
@@ -209,41 +215,18 @@ def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
         assert torch.allclose(firp.score(backbone, 0, batch.hidden), expected[:, firp.draft_ids], atol=1e-4)
 
 
-def records(count: int) -> list[Conversation]:
-    chance = random.Random(0)
-    lengths = [chance.randrange(8, 30) for _ in range(count)]
-    return [
-        Conversation(f"c{i}", tokens=[chance.randrange(8, 60) for _ in range(n)], spans=[(4, n)])
-        for i, n in enumerate(lengths)
-    ]
-
-
-def adapted_backbone() -> Backbone:
-    network = tiny_model()
-    torch.manual_seed(1)
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
-    backbone = Backbone(network, tiny_tokenizer())
-    attach(backbone)
-    adapter.unfreeze(network)
-    for name, weight in network.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.3)
-    return backbone
-
-
 @pytest.mark.parametrize("vocabulary", ["own", "draft"])
 def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     backbone = adapted_backbone()
     heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
-    data = split_conversations(records(3), ReadReport(), max_length=30, fraction=0.0)
+    data = split_conversations(random_conversations(3), ReadReport(), max_length=30, fraction=0.0)
     train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
     loss = stage_2_loss(backbone, heads, train, data.train, 0.9)
     terms: list[float] = []
     for item in data.train:
         out = forward(backbone, item.tokens)
         p = out.logits[:, heads.draft_ids].softmax(-1)
-        ((start, end),) = item.spans
-        for at in range(start, end - 1):
+        for at in (at for start, end in item.spans for at in range(start, end - 1)):
             if int(item.tokens[at + 1]) in heads.draft_ids.tolist():
                 with torch.no_grad():
                     scores = F.linear(heads.blocks[0](out.hidden[at - 1]), heads.matrices[0])
@@ -268,7 +251,7 @@ def test_tokens_weigh_the_same_in_any_micro_batch(tmp_path: Path, stage: int) ->
     heads = HydraHeads.create(backbone, 3, 1, "draft", draft_ids=torch.arange(4, 50))
     data: Any
     if stage == 2:
-        data = split_conversations(records(6), ReadReport(), max_length=30, fraction=0.0)
+        data = split_conversations(random_conversations(6), ReadReport(), max_length=30, fraction=0.0)
         items: list[Any] = data.train
     else:
         items = answers_of(*(torch.randint(4, 60, (n,)) for n in (3, 21, 9, 2, 30)))

@@ -28,8 +28,8 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import check_loading
 from tests import helpers
-from tests.helpers import save_model, tiny_model
-from tests.test_distributed import TWO, prepared, train, training
+from tests.helpers import save_conversations, save_model, tiny_model
+from tests.test_distributed import TWO, train, training
 from tests.test_firp import backbone_of
 from tests.test_sharding import _children, _environment
 
@@ -58,7 +58,7 @@ def assert_equal_losses(split: Path, whole: Path) -> None:
 )
 def test_split_training_equals_whole_training(tmp_path: Path, family: str, words: list[str]) -> None:
     model = save_model(tmp_path / "model", family=family)
-    whole, split = prepared(tmp_path / "whole"), prepared(tmp_path / "split")
+    whole, split = save_conversations(tmp_path / "whole"), save_conversations(tmp_path / "split")
     # One micro-batch to validate on, and one conversation alone in the last step: two processes cannot share them.
     words = [*words, "train.validation_tokens=20"]
     for run, size, flags in ((whole, 1, []), (split, 2, ["--shard"])):
@@ -80,7 +80,11 @@ def test_split_training_equals_whole_training(tmp_path: Path, family: str, words
 @pytest.mark.slow
 def test_killed_training_resumes_split_and_whole(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    whole, split, resumed = prepared(tmp_path / "whole"), prepared(tmp_path / "split"), tmp_path / "resumed"
+    whole, split, resumed = (
+        save_conversations(tmp_path / "whole"),
+        save_conversations(tmp_path / "split"),
+        tmp_path / "resumed",
+    )
     words = [*JOINT, "train.epochs=5", "train.checkpoint_every=1"]
     assert train(1, model, whole, *words).returncode == 0
     command = [*TWO, "-m", "medusa_cli", *training(model, split, *words), "--shard"]

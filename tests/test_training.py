@@ -45,18 +45,9 @@ from tests.helpers import (
 )
 
 # A language that a head can learn: each answer counts on from the question's number.
-SETTINGS = [
-    "drafter.num_heads=2",
-    "drafter.draft_vocab_size=40",
-    "train.batch_tokens=64",
-    "train.max_tokens=null",
-    "train.epochs=2",
-    "train.lr=1e-2",
-    "train.dtype=fp32",
-    "train.validation_fraction=0.2",
-    "train.validation_every=5",
-    "train.checkpoint_every=4",
-]
+SETTINGS = ["drafter.num_heads=2", "drafter.draft_vocab_size=40", "train.batch_tokens=64", "train.max_tokens=null"]
+SETTINGS += ["train.epochs=2", "train.lr=1e-2", "train.dtype=fp32", "train.validation_fraction=0.2"]
+SETTINGS += ["train.validation_every=5", "train.checkpoint_every=4"]
 KINDS = {
     "medusa": ["drafter=medusa"],
     "bf16": ["drafter=medusa", "train.dtype=bf16", "train.accumulation=2"],
