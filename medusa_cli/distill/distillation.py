@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.runs.io import check_regular, read_jsonl, read_object, repair_jsonl, write_json
+from medusa_cli.runs.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
@@ -222,14 +222,18 @@ class Records:
 def read_distilled(run: Run) -> Iterator[Conversation]:
     """Yields the conversations of a distillation; raises UserError for any other line."""
 
-    def refuse(number: int, reason: str) -> None:
+    def refuse(number: int, reason: str) -> NoReturn:
         raise UserError(
             f"{run.distill_path} line {number} is no conversation of `medusa distill` ({reason})",
             "mend or delete that line",
         )
 
     if run.distill_path.exists():
-        yield from read_jsonl(run.distill_path, refuse, tokenised_of)
+        for number, record in enumerate(read_jsonl(run.distill_path, refuse), 1):
+            try:
+                yield tokenised_of(record)
+            except Malformed as reason:
+                refuse(number, str(reason))
 
 
 def part_of(run: Run, rank: int) -> Run:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import yaml
 
 from medusa_cli.errors import UserError, first_line, shown
 
@@ -165,12 +168,11 @@ def read_text(path: Path, what: str = "", kind: str = "text", remedy: str = "che
 
 def read_json(path: Path, what: str = "") -> Any:
     """Returns a JSON document; raises UserError if it is missing, empty, cut off or no JSON."""
-    name = f"{what} {path}".strip()
     text = read_text(path, what, "JSON text")
     try:
         return _parse(text)
     except ValueError as reason:
-        raise UserError(f"{name} is empty, cut off or no JSON: {reason}", AGAIN) from reason
+        raise UserError(f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}", AGAIN) from reason
 
 
 def read_object(path: Path, what: str = "") -> Document:
@@ -188,8 +190,6 @@ def read_as(path: Path, kind: type[T], what: str, remedy: str = AGAIN) -> T:
 
 def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
     """Returns plain data as a dataclass or msgspec.Struct; raises UserError that names the field."""
-    import msgspec
-
     try:
         return msgspec.convert(data, kind)
     except (ValueError, OverflowError) as reason:
@@ -200,8 +200,6 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
 
 def _parse(text: str | bytes) -> Any:
     """Returns the value of JSON text; raises ValueError for other text, and for deep nesting."""
-    import msgspec
-
     try:
         return msgspec.json.decode(text)
     except RecursionError:
@@ -250,26 +248,18 @@ def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport)
 
 
 def read_jsonl(
-    path: Path,
-    on_bad: Callable[[int, str], object] = lambda number, reason: None,
-    make: Callable[[Any], Any] = lambda value: value,
-    *,
-    array: bool = False,
+    path: Path, on_bad: Callable[[int, str], object] = lambda number, reason: None, *, array: bool = False
 ) -> Iterator[Any]:
-    """Yields what `make` returns for each JSON value of a JSONL file; blank lines are left out.
+    """Yields each JSON value of a JSONL file; blank lines are left out.
 
-    on_bad receives the number and the fault of a line that is no JSON, or for which `make` raises ValueError; the line
-    is skipped unless on_bad raises. array: a file that begins with "[" is read as one JSON array.
+    on_bad receives the number and the fault of a line that is no JSON; the line is skipped unless on_bad raises.
+    array: a file that begins with "[" is read as one JSON array.
     """
     for number, value in _array_items(path) if array and _is_array(path) else _lines(path):
-        try:
-            if isinstance(value, ValueError):
-                raise value
-            result = make(value)
-        except ValueError as reason:
-            on_bad(number, str(reason))
-            continue
-        yield result
+        if isinstance(value, ValueError):
+            on_bad(number, str(value))
+        else:
+            yield value
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -335,10 +325,32 @@ def repair_jsonl(path: Path) -> None:
             stream.write(b"\n")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, which may stand for a value that fills the memory, deep nesting, and keys that stand twice."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+        if self.depth == MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="it is nested too deep", problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(node, yaml.MappingNode) and len({str(key.value) for key, _ in node.value}) < len(node.value):
+            raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Returns the value of YAML text; raises yaml.YAMLError, ValueError or OverflowError."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def read_yaml(path: Path, what: str) -> Any:
     """Returns a YAML document; raises UserError if it is missing, no YAML, or beyond the limits."""
-    import yaml
-
     try:
         return parse_yaml(read_text(path, what, remedy="check the path: it must be a YAML file"))
     except yaml.YAMLError as reason:
@@ -348,29 +360,6 @@ def read_yaml(path: Path, what: str) -> Any:
         raise UserError(f"{what} {path} is no YAML: {problem}{line}", "mend the file") from reason
     except (ValueError, OverflowError) as reason:
         raise UserError(f"{what} {path} cannot be used: {shown(str(reason))}", "mend the file") from reason
-
-
-def parse_yaml(text: str) -> Any:
-    """Returns the value of YAML text without aliases; raises yaml.YAMLError, ValueError or OverflowError."""
-    import yaml
-
-    depth, events = 0, cast(Iterator[Any], yaml.parse(text, Loader=yaml.SafeLoader))
-    for event in events:
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            # Aliases of aliases may stand for a value that fills the memory.
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="it is nested too deep", problem_mark=event.start_mark)
-    nodes: list[Any] = [yaml.compose(text, Loader=yaml.SafeLoader)]
-    for node in nodes:
-        if isinstance(node, yaml.MappingNode):
-            if len({str(key.value) for key, _ in node.value}) < len(node.value):
-                raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-    return yaml.safe_load(text)
 
 
 FLOATS = ("BF16", "F16", "F32", "F64")

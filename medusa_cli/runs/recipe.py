@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,31 +150,33 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
     Raises UserError for an unreadable file, UsageError for an unknown key or a value that is not valid.
     """
-    values: dict[str, Any] = {}
+    recipe = Recipe()
     if path is not None:
         data = read_yaml(Path(path), "the recipe")
         if not isinstance(data, dict):
             fault = "is empty" if data is None else "is no mapping of keys"
             raise UserError(f"the recipe {path} {fault}", "write keys such as `train: {lr: 1e-3}`")
-        values = _checked(_flatten(data), f"the recipe {path}", Path(path).parent)
-    pairs = []
+        for key, value in _flatten(data):
+            recipe = _with(recipe, _full(key, f"the recipe {path}"), value, Path(path).parent)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise UsageError(f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3")
-        name = _full(key.strip(), "the command line")
-        text = text.strip()
-        pairs.append((name, text if types()[name] in (str, str | None) and text != "null" else _parsed(text)))
-    return _build(values | _checked(pairs, "the command line"))
+        name, text = _full(key.strip(), "the command line"), text.strip()
+        whole = types()[name] in (str, str | None) and text != "null"  # text stays text, whatever YAML makes of it
+        recipe = _with(recipe, name, text if whole else _parsed(text))
+    return recipe
 
 
-def _checked(pairs: Iterable[tuple[str, Any]], source: str, folder: Path | None = None) -> dict[str, Any]:
-    """Returns values by full key; reads the chat template's file, from `folder` if given."""
-    named = [(_full(key, source), value) for key, value in pairs]
-    values = {key: _valid(key, value) for key, value in named}
-    if values.get("chat_template") is not None:
-        values["chat_template"] = _template(values["chat_template"], folder)
-    return values
+def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> Recipe:
+    """Returns the recipe with one setting; a chat template is read, from `folder` if given."""
+    value = _valid(key, value)
+    if key == "chat_template" and value is not None:
+        value = _template(value, folder)
+    section, dot, name = key.partition(".")
+    if dot:
+        value = dataclasses.replace(getattr(recipe, section), **{name: value})
+    return dataclasses.replace(recipe, **{section: value})
 
 
 def _full(key: str, source: str) -> str:
@@ -238,16 +240,6 @@ def _template(value: str, folder: Path | None) -> str:
         return read_text(path, f"{name}:", remedy=remedy)
     except (OSError, ValueError) as reason:  # no name of a file at all
         raise UserError(f"{name} cannot be read", remedy) from reason
-
-
-def _build(values: dict[str, Any]) -> Recipe:
-    """Returns the recipe of dotted keys; the others keep their defaults."""
-    recipe = Recipe()
-    for key, value in values.items():
-        section, dot, name = key.partition(".")
-        changed = dataclasses.replace(getattr(recipe, section), **{name: value}) if dot else value
-        recipe = dataclasses.replace(recipe, **{section: changed})
-    return recipe
 
 
 def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
