@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from medusa_cli.assets import DEFAULT_MODEL, check_hub
 from medusa_cli.errors import UsageError, UserError
@@ -81,9 +81,9 @@ class Choice:
     """
 
     model: str
-    drafter: Path | None
-    tree: Path | None
-    run: Run | None
+    drafter: Path | None = None
+    tree: Path | None = None
+    run: Run | None = None
     dynamic: int | None = None
     calibration: Path | None = None
     adapter: Path | None = None
@@ -113,18 +113,19 @@ def choose(
     """
     target = Run.open(run) if run else None
     name = model or (target.model if target else None) or DEFAULT_MODEL
-    auto = tree in (None, "auto")
-    file, static, dynamic = (None, None, None) if auto else _parse_tree(str(tree))
+    plain = Choice(name, run=target, adapter=target.adapter if target else None, lookup=bool(lookup))
+    choice = replace(plain, **_parse_tree(tree))
     if not need_drafter:
-        return Choice(name, None, None, target, adapter=target.adapter if target else None, lookup=bool(lookup))
+        return plain
     source = target or Run.pretrained(name)
     if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
         drafter = None  # the one that is taken in any case
-    if drafter is not None and target is None:
-        source = None  # the tree and temperatures that ship fit no other drafter
+    if drafter is not None:
+        choice = replace(choice, adapter=None)
+        source = target  # the tree and temperatures that ship fit no other drafter
     folder = drafter or (source.drafter_dir if source else None)
     if folder is None and lookup:
-        return Choice(name, None, None, target, lookup=True)
+        return plain
     if folder is None:
         raise UserError(
             f"no drafter ships for the model {name!r}",
@@ -134,27 +135,37 @@ def choose(
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
     calibrated = source is not None and source.calibration_path.is_file()
-    if static is not None and not calibrated:
+    if choice.static is not None and not calibrated:
         remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
-    if static is None and file is None and source is not None and source.tree_path.is_file():
+    file = choice.tree
+    if choice.static is None and file is None and source is not None and source.tree_path.is_file():
         file = source.tree_path
-    if file is None and not (static or dynamic or (auto and calibrated)):
+    if file is None and not (choice.static or choice.dynamic or (choice.auto and calibrated)):
         remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
         raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
-    return Choice(
-        name,
-        folder,
-        file,
-        target,
-        dynamic,
-        source.calibration_path if source else None,
-        target.adapter if target and drafter is None else None,
-        static,
-        auto,
-        auto if lookup is None else lookup,
-        bool(lookup),
+    return replace(
+        choice,
+        drafter=folder,
+        tree=file,
+        calibration=source.calibration_path if source else None,
+        lookup=choice.auto if lookup is None else lookup,
+        lookup_named=bool(lookup),
     )
+
+
+def _parse_tree(tree: str | None) -> dict[str, Any]:
+    """Returns the fields of a Choice that --tree sets: auto, the file, the nodes of a static or of a dynamic tree."""
+    kind, colon, number = (tree or "auto").partition(":")
+    if tree in (None, "auto", "static"):
+        return {"auto": kind == "auto"}
+    if kind not in ("static", "dynamic"):
+        if not Path(str(tree)).is_file():
+            raise UserError(f"@tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
+        return {"tree": Path(str(tree))}
+    if colon and (not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MAX_NODES):
+        raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MAX_NODES}")
+    return {kind: int(number) if colon else 0}
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
@@ -172,21 +183,6 @@ def find_drafter(name: str) -> tuple[str | None, Path | None]:
     if (path / "config.json").is_file():
         return None, path
     raise UserError(f"@drafter {name!r}: {path} holds no drafter", "give a run, a drafter's folder, or a hub id")
-
-
-def _parse_tree(tree: str) -> tuple[Path | None, int | None, int | None]:
-    """Returns the file, the nodes of a static tree, and those of a dynamic one."""
-    word, colon, number = tree.partition(":")
-    if word not in ("static", "dynamic"):
-        if not Path(tree).is_file():
-            raise UserError(f"@tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
-        return Path(tree), None, None
-    nodes = None if word == "static" else 0
-    if colon:
-        if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MAX_NODES:
-            raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MAX_NODES}")
-        nodes = int(number)
-    return (None, nodes, None) if word == "static" else (None, None, nodes)
 
 
 @dataclass(frozen=True)
