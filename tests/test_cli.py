@@ -123,6 +123,14 @@ def test_version_and_completion() -> None:
         (2, ["distill", "--temperature", "nan"], "--temperature"),
         (2, ["distill", "--max-new-tokens", "0"], "--max-new-tokens"),
         (2, ["distill", "--max-samples", "-3"], "--max-samples"),
+        (2, ["chat", "--tree", "dynamic:²"], "--tree"),
+        (2, ["chat", "--temperature", "1e-300"], "--temperature"),
+        (2, ["chat", "--random-seed", str(10**30)], "--random-seed"),
+        (2, ["chat", "--run", "\udcff"], "--run"),
+        (2, ["chat", "--run", ".."], "--run"),
+        (2, ["chat", "--top-k", "-1"], "--top-k"),
+        (2, ["chat", "--prompt", " "], "--prompt"),
+        (2, ["distill", "--temperature", "1e-300"], "--temperature"),
         (2, ["distill", "--device", "gpu"], "--device"),
         (2, ["distill", "--dtype", "int7"], "--dtype"),
         (2, ["assets", "imagenet"], "imagenet"),
@@ -133,7 +141,7 @@ def test_version_and_completion() -> None:
         (1, ["compare", f"no-such-run-{LONG[:200]}"], "RUN"),
         (1, ["distill", "--seed", f"./{LONG[:200]}.json"], "--seed"),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+    ids=lambda value: ascii(" ".join(value))[:40] if isinstance(value, list) else "",
 )
 def test_a_wrong_command_line_is_one_short_line(
     code: int, words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,7 @@ def test_system_prompt_opens_the_conversation(server: ChatServer, model: str) ->
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_address_may_end_as_the_servers_paths_begin(server: ChatServer, end: str) -> None:
     servers = ChatServers([server.url + end], "served")
-    assert servers.check() == [] and servers.models() == ["served"]
+    assert servers.check() == (["served"], [])
     assert servers.complete([{"role": "user", "content": "w1"}]) == ("w1 w1", "stop")
 
 

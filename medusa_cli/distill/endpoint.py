@@ -67,13 +67,13 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
     greeting = [{"role": "user", "content": "Hello"}]
     render(tokenizer, greeting, prompt=True)  # raises at once where there is no template
     servers, name = ChatServers(addresses.split(",")), tokenizer.id
-    silent = servers.check()
+    listed, silent = servers.check()
     # To whoever starts a server a named model is a folder. The folder first: a server that loads what it is asked for
     # would look for the name on the hub, for minutes.
     local = [assets.model_dir(name)] if name in assets.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
-    for candidate in dict.fromkeys([served_name] if served_name else [*local, name, *servers.models()]):
+    for candidate in dict.fromkeys([served_name] if served_name else [*local, name, *listed]):
         servers.model = candidate
         try:
             servers.complete(greeting, max_tokens=1, temperature=0.0)

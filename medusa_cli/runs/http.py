@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,29 +55,27 @@ class ChatServers:
         session: requests.Session = self._local.session
         return session
 
-    def check(self) -> list[str]:
-        """Returns a line for each server that does not answer; raises UserError unless one of them does."""
-        silent = []
+    def check(self) -> tuple[list[str], list[str]]:
+        """Returns the names under which servers list models, and a line for each server that does not answer.
+
+        Raises UserError unless one of them answers.
+        """
+        names, silent = [], []
         for server in self.servers:
             try:
-                self._session.get(f"{server.url}/v1/models", timeout=LIST_S)
+                reply = self._session.get(f"{server.url}/v1/models", timeout=LIST_S)
             except ValueError as reason:  # an address that requests cannot read
                 fault = f"{self.flag} {server.url} is no address"
                 raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
                 silent.append(f"{server.url} does not answer ({type(reason).__name__})")
                 self._back_off(server, time.monotonic())
+                continue
+            with suppress(ValueError, KeyError, TypeError):  # a server may list none
+                names += [str(model["id"]) for model in reply.json()["data"]]
         if len(silent) == len(self.servers):
             raise UserError(f"{self.flag} {', '.join(silent)}", "start it, or give another address")
-        return silent
-
-    def models(self) -> list[str]:
-        """Returns the names under which a server lists its models, none if it lists none."""
-        try:
-            models = self._session.get(f"{self._next().url}/v1/models", timeout=LIST_S).json()["data"]
-            return [str(model["id"]) for model in models]
-        except (requests.RequestException, ValueError, KeyError, TypeError):
-            return []
+        return names, silent
 
     def stop(self) -> None:
         """Ends waiting and retrying in all threads."""
