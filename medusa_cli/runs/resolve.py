@@ -155,7 +155,7 @@ def choose(
 
 
 def _parse_tree(tree: str | None) -> dict[str, Any]:
-    """Returns the fields of a Choice that a tree in words sets: auto, the file, the nodes of a static or of a dynamic tree."""
+    """Returns the fields of a Choice that words for a tree set: auto, file, nodes of a static or a dynamic tree."""
     kind, colon, number = (tree or "auto").partition(":")
     if tree in (None, "auto", "static"):
         return {"auto": kind == "auto"}
