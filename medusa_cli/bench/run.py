@@ -40,8 +40,7 @@ from medusa_cli.engine.autotune import processor
 from medusa_cli.engine.kernels import BITS
 from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.model import Backbone, lora
-from medusa_cli.model.identity import weights_of
+from medusa_cli.model import Backbone
 from medusa_cli.model.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import Choice, LoadOptions
@@ -106,11 +105,9 @@ class Bench:
         trees = {name: static_tree(choice) for name, choice in self.drafts.items()}
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
-        run, adapter = self.choice.run, self.choice.adapter
-        template = run.chat_template if run else None
-        backbone = load_backbone(self.choice.model, self.options, adapter=adapter, chat_template=template, chat=True)
-        if run is not None:
-            run.bind(backbone.identity)
+        backbone = self._load(self.options)
+        if self.choice.run is not None:
+            self.choice.run.bind(backbone.identity)
         loaded = {name: load_drafting(choice, backbone, trees[name]) for name, choice in self.drafts.items()}
         answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
@@ -179,14 +176,22 @@ class Bench:
             dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
         else:
             dtype = choose_kernel(model, device, options.dtype, options.engine, None).rows
-        options = replace(options, dtype=next(name for name, known in DTYPES.items() if known == dtype))
-        template = self.choice.run.chat_template if self.choice.run else None
-        network, tokenizer = load_network(model, options, chat_template=template)
-        if self.choice.adapter is not None:
-            network = lora.merge(network, self.choice.adapter, beside=options.quantised)
-        backbone = Backbone(network, tokenizer, id=model, weights=weights_of(model))
-        network.set_attn_implementation("sdpa")  # transformers' own again
+        name = next(name for name, known in DTYPES.items() if known == dtype)
+        quantize = options.quantize if options.quantised else None
+        # With gradients the layers stay as they are.
+        backbone = self._load(replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True)
+        backbone.model.set_attn_implementation("sdpa")  # transformers' own again
         return backbone
+
+    def _load(self, options: LoadOptions, gradients: bool = False) -> Backbone:
+        return load_backbone(
+            self.choice.model,
+            options,
+            adapter=self.choice.adapter,
+            chat_template=self.choice.run.chat_template if self.choice.run else None,
+            gradients=gradients,
+            chat=True,
+        )
 
     def _assistant(self, backbone: Backbone) -> Any:
         """Loads the model that drafts for hf-assisted; raises UserError for another vocabulary."""

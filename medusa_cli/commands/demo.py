@@ -51,7 +51,8 @@ def demo(
     )
     place = as_trained(place, choice.trained)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
-    bench = Bench(choice, {"medusa": choice}, methods, questions, tokens, Sampling(), title, place)
+    drafts = {"medusa": choice} if choice.drafter else {}
+    bench = Bench(choice, drafts, methods, questions, tokens, Sampling(), title, place)
     with console.terminated():
         document = bench.run(unwatched if shown.json or shown.quiet else panes)
     if shown.json:
