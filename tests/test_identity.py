@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.model import Backbone, random_model
 from medusa_cli.model import lora as adapter
+from medusa_cli.model import random_model
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.io import read_json, write_json
@@ -48,8 +48,6 @@ def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: P
     assert original["weights"] != tuned["weights"]
     with pytest.raises(UserError, match="the drafter"):
         check_backbone(original, tuned, "the drafter")
-    in_memory = {Backbone(load_network(name["id"], FP32)[0]).identity["weights"] for name in (original, tuned)}
-    assert len(in_memory) == 2
 
 
 def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_path: Path) -> None:
@@ -72,7 +70,7 @@ def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second has a tied lm_head
-def test_every_form_of_a_checkpoint_has_the_digest_of_the_weights_in_memory(family: str, tmp_path: Path) -> None:
+def test_every_form_of_a_checkpoint_has_the_same_digest(family: str, tmp_path: Path) -> None:
     network = tiny_model(family, vocab=128)
     forms = [
         saved(network, tmp_path / "whole"),
@@ -80,7 +78,7 @@ def test_every_form_of_a_checkpoint_has_the_digest_of_the_weights_in_memory(fami
         saved(network.bfloat16(), tmp_path / "half"),
     ]
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    assert {weights_of(form) for form in forms} == {Backbone(network).identity["weights"]} != {None}
+    assert len({weights_of(form) for form in forms}) == 1 and weights_of(forms[0])
 
 
 def test_sampled_tensors_do_not_depend_on_the_number_of_files(

@@ -154,8 +154,6 @@ def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]
 
     Raises UsageError if dtype and engine conflict.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
     place, own = torch.device(device), checkpoint_dtype(model)
     if engine in BITS:
         _check_rounded(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)

@@ -24,7 +24,7 @@ class Unsupported(Exception):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights: the digest of the network's files; None computes it from the weights in memory.
+    weights, adapter: the digests of their files.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -54,7 +54,6 @@ class Backbone:
         head = model.get_output_embeddings()
         self.lm_head_weight: Tensor = head.weight.detach()
         self.lm_head_bias: Tensor | None = None if head.bias is None else head.bias.detach()
-        # Computed before weights are packed or trained.
         self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 
     @property

@@ -20,10 +20,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | None) -> dict[str, Any]:
-    """Returns a network's identity: id, architecture, sizes, digests of its weights, rounding, adapter.
-
-    weights: the digest of its files; None computes it from the weights in memory.
-    """
+    """Returns a network's identity: id, architecture, sizes, rounding, digests of its files' weights and adapter."""
     text = network.config.get_text_config()
     identity = {
         "id": id,
@@ -31,7 +28,7 @@ def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | No
         "hidden_size": text.hidden_size,
         "vocab_size": network.get_input_embeddings().weight.shape[0],
         "layers": text.num_hidden_layers,
-        "weights": weights or _digest_in_memory(network),
+        "weights": weights,
         "rounding": rounding_of(network),
         "adapter": adapter,
     }
@@ -55,16 +52,6 @@ def rounding_of(network: Any) -> str | None:
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
-
-
-def _digest_in_memory(network: Any) -> str | None:
-    """Returns the digest of the weights in memory without an adapter's; None if they are quantised."""
-    if getattr(network.config, "quantization_config", None) is not None:
-        return None
-    weights = (weight.detach() for name, weight in network.named_parameters() if "lora_" not in name)
-    # All processes take part in gathering the tensors of split layers.
-    whole = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights)
-    return _digest(_sample(weight, weight.shape) for weight in whole if weight.dim())
 
 
 def checkpoint_files(source: str) -> list[Path]:

@@ -62,7 +62,10 @@ def load_network(
     if model.startswith(PREFIX):
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
-        return _placed(random_network(model, "cpu" if shard else device, dtype), device, shard), None
+        network = random_network(model, "cpu" if shard else device, dtype)
+        if shard:
+            split_layers(network, device)
+        return network, None
     # Weights are read from safetensors alone: a pickle may hold any code.
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     if options.quantised:
@@ -81,41 +84,33 @@ def load_network(
         refuse_unsupported(config)
     else:
         check_architecture(config, model)
-    try:  # damaged files raise any exception
-        beside = find_adapter_config_file(source)
-        if beside is None:
-            network, info = AutoModelForCausalLM.from_pretrained(
-                source, trust_remote_code=trusted, output_loading_info=True, **settings
+    try:
+        if find_adapter_config_file(source):  # transformers would load it, and the model that it names, unchecked
+            raise UserError(
+                f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
+                "merge it into the model, or put it into the adapter/ of a run",
             )
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
-            tokenizer.encode("a")  # some settings are read at the first text
-    except MemoryError:
-        raise
-    except Exception as reason:
-        raise unloadable(model, reason) from reason
-    if beside is not None:  # transformers would load it, and the model that it names, unchecked
-        raise UserError(
-            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
-            "merge it into the model, or put it into the adapter/ of a run",
+        network, info = AutoModelForCausalLM.from_pretrained(
+            source, trust_remote_code=trusted, output_loading_info=True, **settings
         )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
+        tokenizer.encode("a")  # some settings are read at the first text
+    except (UserError, MemoryError):
+        raise
+    except Exception as reason:  # damaged files raise any exception
+        raise unloadable(model, reason) from reason
     check_files(sorted(info["missing_keys"]), (network.generation_config, network.config, tokenizer), model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    if shard:  # all processes must run a split network at once, so none checks it
+        split_layers(network, device)
+        return network, tokenizer
     if options.quantised:
         _keep_gradients(network)
     else:
-        network = _placed(network, device, shard)
-    if not shard:  # all processes must run a split network at once
-        check_network(network, model)
+        network = network.to(device)
+    check_network(network, model)
     return network, tokenizer
-
-
-def _placed(network: Any, device: str, shard: bool) -> Any:
-    """Returns the network on its device; with shard, this process's part of it."""
-    if not shard:
-        return network.to(device)
-    split_layers(network, device)
-    return network
 
 
 def _keep_gradients(network: torch.nn.Module) -> None:
@@ -156,13 +151,10 @@ def split_layers(network: Any, device: str) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """Returns the torch device of a setting; UsageError if it is unknown or absent."""
+    """Returns the torch device of a setting; UsageError if this machine lacks it."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except RuntimeError as reason:
-        raise UsageError(f"@device {device!r} is no device", "use auto, cpu, cuda or cuda:N") from reason
+    place = torch.device(device)
     absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if absent.get(place.type):
         name = place.type.upper()
@@ -174,14 +166,12 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_dtype(dtype: str, model: str, device: str, trust_remote_code: bool = False) -> torch.dtype:
-    """Returns the torch dtype of a setting; UsageError if it is unknown."""
-    if dtype == "auto":
-        own = checkpoint_dtype(model, trust_remote_code)
-        slow = torch.device(device).type == "cpu" and (own == torch.float16 or not has_bf16())
-        return torch.float32 if slow else own
-    if dtype not in DTYPES:
-        raise UsageError(f"@dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    """Returns the torch dtype of a setting."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = checkpoint_dtype(model, trust_remote_code)
+    slow = torch.device(device).type == "cpu" and (own == torch.float16 or not has_bf16())
+    return torch.float32 if slow else own
 
 
 def has_own_code(model: str) -> bool:
