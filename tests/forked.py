@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from medusa_cli import cli
@@ -28,17 +29,8 @@ class Child:
     seconds: float = 0.0  # of processor time: unlike the clock's, other work does not stretch them
 
 
-@dataclass
-class Done:
-    """The end of a command of several processes: the exit code, standard output and standard error."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(words: Sequence[str], place: Path, size: int = 1) -> Done:
-    """`medusa WORDS` in a folder, by so many processes as torchrun would start them, to the end."""
+def run(words: Sequence[str], place: Path, size: int = 1) -> CompletedProcess[str]:
+    """Runs `medusa WORDS` in a folder to the end, by so many processes as torchrun would start them."""
     place.mkdir(parents=True, exist_ok=True)
     port = free_port()
     children = [
@@ -49,7 +41,7 @@ def run(words: Sequence[str], place: Path, size: int = 1) -> Done:
     output = "".join(child.output.read_text() for child in children)
     results = "".join((place / f"results-{rank}.txt").read_text() for rank in range(size))
     codes = [child.code for child in children if child.code]
-    return Done(codes[0] if codes else 0, results, output)
+    return CompletedProcess(words, codes[0] if codes else 0, results, output)
 
 
 def start(
@@ -63,9 +55,12 @@ def start(
     results: Path | None = None,
     **environment: str,
 ) -> Child:
-    """Fork `medusa WORDS` in a folder; die_at: kill it before this file operation in the run (0: never, None: none is
-    counted); results: where standard output goes, if not in the file of the output."""
-    output = place / f"said-{rank}.txt"
+    """Forks `medusa WORDS` in a folder.
+
+    die_at: the file operation in the run before which it is killed (0: never, None: none is counted). results: where
+    standard output goes, if not in the file of the output.
+    """
+    output = place / f"output-{rank}.txt"
     pid = os.fork()
     if pid:
         return Child(pid, output)
@@ -96,7 +91,7 @@ def start(
 
 
 def count_operations(die_at: int) -> list[int]:
-    """Count this process's file operations inside the run from now on, and die before one of them."""
+    """Counts this process's file operations inside the run from now on, and dies before one of them."""
     count = [0]
     inside = (str(RUN), str(RUN.resolve()))
 
@@ -120,7 +115,7 @@ def count_operations(die_at: int) -> list[int]:
 
 
 def end(children: Sequence[Child], until: float | None = None) -> bool:
-    """Wait for forked commands; one that is killed takes all with it, and so does the time `until`. Whether it came."""
+    """Waits for forked commands; returns True if one was killed, which takes all with it, as does the time `until`."""
     late = time.monotonic() + PATIENCE
     killed = False
     while any(child.code is None for child in children):

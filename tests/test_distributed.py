@@ -5,6 +5,7 @@ import sys
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ def training(model: str, run: Path, *words: str) -> list[str]:
     return ["train", "--run-dir", str(run), "--model", model, "train.epochs=1", *COMMON, *SMALL, *words]
 
 
-def train(size: int, model: str, run: Path, *words: str) -> forked.Done:
-    """Train by so many processes: forked, as each would else spend seconds on its imports."""
-    return forked.run(training(model, run, *words), run.parent / f"{run.name}-said", size)
+def train(size: int, model: str, run: Path, *words: str) -> CompletedProcess[str]:
+    """Trains by so many processes: forked, as each would else spend seconds on its imports."""
+    return forked.run(training(model, run, *words), run.parent / f"{run.name}-output", size)
 
 
 # As a user starts two processes: what a test that kills one of them needs.
