@@ -235,8 +235,6 @@ def _template(value: str, folder: Path | None) -> str:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{name} lies outside the recipe's folder", f"{remedy}, or name it on the command line")
-        if not path.is_file():
-            raise UserError(f"{name}: {path} cannot be read", remedy)
         return read_text(path, f"{name}:", remedy=remedy)
     except (OSError, ValueError) as reason:  # no name of a file at all
         raise UserError(f"{name} cannot be read", remedy) from reason
