@@ -4,7 +4,6 @@ import logging
 import os
 import resource
 import sys
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -210,7 +209,7 @@ def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | N
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 _SYSTEM, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -238,17 +237,8 @@ def _numbers(path: Path) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
-def reset_peak(device: torch.device) -> None:
-    """Starts a new measurement of the peak memory, where the system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        _CLEAR.write_text("5")  # Linux: resets the high-water mark of the resident set
-
-
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak bytes since reset_peak, or since the start."""
+    """Returns the peak bytes since the process started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     marks = _numbers(_STATUS)
