@@ -128,9 +128,11 @@ def load_drafting(
     if choice.auto:
         costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
         policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, costs), costs)
-    elif choice.dynamic is not None:
-        assert tree is not None
-        policy = dynamic_policy(choice, tree.size, drafter)
+    elif tree is not None and choice.dynamic is not None:
+        # If `tree --budget auto` measured from which chance a node pays, that chance decides.
+        least = tree_provenance(choice.tree).break_even if choice.tree else 0.0
+        nodes = choice.dynamic or (max(MAX_PAYING_NODES, tree.size) if least else tree.size)
+        policy = policy_of(DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), least))
     else:
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
@@ -141,21 +143,10 @@ def load_drafting(
 def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: Costs) -> list[SizedTree]:
     """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
-    if not accuracies:
-        assert tree is not None
+    if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
     known = len(getattr(drafter, "draft_ids", ())) or None
     return list(budgets([row[:known] for row in accuracies], costs))
-
-
-def dynamic_policy(choice: Choice, nodes: int, drafter: Drafter) -> DraftPolicy:
-    """Returns dynamic trees of the chosen size, else of `nodes`, at the calibrated temperatures.
-
-    If `tree --budget auto` measured from which chance a node pays, that chance decides, up to MAX_PAYING_NODES nodes.
-    """
-    min_chance = tree_provenance(choice.tree).break_even if choice.tree else 0.0
-    budget = choice.dynamic or (max(MAX_PAYING_NODES, nodes) if min_chance else nodes)
-    return policy_of(DynamicTree(budget, drafter.num_heads, tuple(_calibration(choice).temperatures), min_chance))
 
 
 def add_ngrams(choice: Choice, policy: DraftPolicy, backbone: Backbone, drafter: Drafter) -> None:

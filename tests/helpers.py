@@ -243,30 +243,35 @@ def save_network(model: Any, folder: Path) -> str:
 
 
 class Oracle(Drafter):
-    """Stub drafter that knows the answer and puts right tokens on a share of the nodes."""
+    """Stub drafter that knows the answer to PROMPT, or to `others`, and puts right tokens on a share of the nodes."""
 
     name = "oracle"
     num_heads = 8
     config = None
 
-    def __init__(self, answer: Sequence[int], right: float) -> None:
+    def __init__(self, answer: Sequence[int], right: float, others: dict | None = None) -> None:
         super().__init__()
-        self.answer, self.right, self.drafts = list(answer), right, 0
+        self.known, self.drafts = others or {tuple(PROMPT): (list(answer), right)}, 0
         self.chance = torch.Generator().manual_seed(0)
 
-    def draft(self, backbone: Backbone, sequences, confirmed: Sequence[NewTokens], shape: Tree) -> list[Draft]:
-        assert len(sequences) == len(confirmed)
-        return [self.guess(backbone, new, shape) for new in confirmed]
+    def first_input(self, prompt: NewTokens) -> NewTokens:
+        return prompt
+
+    def draft(self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree) -> list[Draft]:
+        self.drafts += len(new)
+        return [own.guess(backbone, tokens, tree) for own, tokens in zip(sequences, new, strict=True)]
 
     def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
         assert new.hidden.shape == (len(new.tokens), backbone.hidden_size)
-        done = new.start + len(new.tokens) - len(PROMPT)
-        assert self.answer[done : done + 1] in ([new.root], [])
-        self.drafts += 1
+        if new.start == 0:
+            self.prompt = next(prompt for prompt in self.known if (*prompt,) == (*new.tokens[: len(prompt)].tolist(),))
+        answer, right = self.known[self.prompt]
+        done = new.end - len(self.prompt)
+        assert answer[done : done + 1] in ([new.root], [])
         tokens = [new.root]
         for node in range(1, tree.size):
-            ahead = self.answer[done + tree.depths[node] : done + tree.depths[node] + 1]
-            good = float(torch.rand(1, generator=self.chance)) < self.right
+            ahead = answer[done + tree.depths[node] : done + tree.depths[node] + 1]
+            good = float(torch.rand(1, generator=self.chance)) < right
             wrong = int(torch.randint(5, backbone.vocab_size, (1,), generator=self.chance))
             tokens.append(ahead[0] if good and ahead else wrong)
         return Draft(torch.tensor(tokens), tree)
@@ -417,13 +422,13 @@ def generate_batch(
     *,
     batch_size: int,
     **rules: Any,
-) -> Iterator[tuple[int, Step]]:
-    """Yields the steps of many prompts with their numbers, `batch_size` prompts at a time."""
-    decoder = decoder_of(backbone, drafter, policy, slots=max(1, min(batch_size, len(prompts))))
-    if rules.get("stop_ids") is not None:
-        rules["stop_ids"] = frozenset(rules["stop_ids"])  # read by every prompt
+) -> list[list[Step]]:
+    """Returns the steps of each of many prompts, of which `batch_size` run at a time."""
+    decoder = decoder_of(backbone, drafter, policy, slots=batch_size)
+    steps: list[list[Step]] = [[] for _ in prompts]
     for sequence, step in decoder.run(Request(prompt, **rules) for prompt in prompts):
-        yield sequence.number, step
+        steps[sequence.number].append(step)
+    return steps
 
 
 class ChatServer:

@@ -9,12 +9,11 @@ import torch
 
 from medusa_cli.decode import Request, Sampling, Stats, Step
 from medusa_cli.decode.sequence import StopCriteria
-from medusa_cli.drafters import Amphista, Drafter, HydraHeads, MedusaHeads, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     END_ID,
     FAMILIES,
@@ -31,9 +30,10 @@ from tests.helpers import (
     tiny_backbone,
     tokens_of,
 )
+from tests.test_drafters import drafter_of
 
 TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
-DYNAMIC = DynamicTree(9, 4, min_chance=0.1)
+SHALLOW = SPARSE.truncate(3)
 PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
 
 
@@ -47,20 +47,10 @@ def alone(backbone: Backbone, prompt: Sequence[int], count: int = 40, **rules: A
     return tokens_of(generate_plain(backbone, prompt, max_new_tokens=count, **{"stop_ids": (), **rules}))
 
 
-def together(
-    backbone: Backbone,
-    drafter: Drafter | None,
-    tree: Any,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    count: int = 40,
-    size: int = 4,
-    **rules: Any,
-) -> tuple[list[list[int]], list[list[Step]]]:
-    """Returns each prompt's tokens and steps, `size` prompts at a time."""
-    steps: list[list[Step]] = [[] for _ in prompts]
-    rules = {"stop_ids": (), "max_new_tokens": count, **rules}
-    for number, step in generate_batch(backbone, drafter, tree, prompts, batch_size=size, **rules):
-        steps[number].append(step)
+def together(backbone: Backbone, drafter: Drafter | None, tree: Any, prompts: Any = PROMPTS, **rules: Any) -> Any:
+    """Returns each prompt's tokens and steps, four prompts at a time."""
+    rules = {"stop_ids": (), "max_new_tokens": 40, "batch_size": 4, **rules}
+    steps = generate_batch(backbone, drafter, tree, prompts, **rules)
     return [tokens_of(own) for own in steps], steps
 
 
@@ -92,13 +82,6 @@ def test_plain_decoding_is_the_models_own(family: str) -> None:
     backbone.model.set_attn_implementation("eager")
     theirs = backbone.model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert theirs[0, len(PROMPT) :].tolist() == ours
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
-def test_medusa_heads_are_lossless(family: str, vocabulary: str) -> None:
-    backbone = tiny_backbone(family)
-    assert tokens_of(drafted(backbone, medusa_drafter(backbone, vocabulary), SPARSE)) == plain(backbone, 60)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 17, 30])
@@ -208,7 +191,7 @@ def test_one_backbone_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "forward", lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or inner(*a, **k))
     assert len(drafted(backbone, medusa_drafter(backbone), SPARSE, 40)) == len(shapes)
     shapes.clear()
-    together(backbone, medusa_drafter(backbone), SPARSE, PROMPTS[:3], size=3)
+    together(backbone, medusa_drafter(backbone), SPARSE, PROMPTS[:3], batch_size=3)
     verified = [shape for shape in shapes if shape[1] == SPARSE.size]
     assert verified[0] == (3, SPARSE.size) and len(shapes) == 3 + len(verified)
 
@@ -239,34 +222,6 @@ def test_sampling_gives_what_plain_sampling_with_the_seed_gives(right: float, cu
     assert Stats.of(steps).acceptance_length > 3 or right < 1.0
 
 
-class Knowing(Oracle):
-    """A stub that knows every prompt's answer; each has its own share of right guesses."""
-
-    def __init__(self, answers: dict[tuple[int, ...], tuple[list[int], float]]) -> None:
-        super().__init__([], 0.0)
-        self.answers = answers
-
-    def first_input(self, prompt: NewTokens) -> NewTokens:
-        return prompt
-
-    def draft(self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree) -> list[Draft]:
-        return [own.guess(backbone, tokens, tree) for own, tokens in zip(sequences, new, strict=True)]
-
-    def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
-        assert new.hidden.shape == (len(new.tokens), backbone.hidden_size)
-        if new.start == 0:
-            self.prompt = tuple(new.tokens.tolist())
-        known, right = self.answers[self.prompt]
-        done = new.end - len(self.prompt)
-        assert known[done : done + 1] in ([new.root], [])
-        tokens = [new.root]
-        for node in range(1, tree.size):
-            ahead = known[done + tree.depths[node] : done + tree.depths[node] + 1]
-            good = float(torch.rand(1, generator=self.chance)) < right
-            tokens.append(ahead[0] if good and ahead else 5)
-        return Draft(torch.tensor(tokens), tree)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
@@ -274,7 +229,7 @@ def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, e
     expected = [alone(reference, prompt) for prompt in PROMPTS]
     shares = [1.0, 0.0, 0.5, 1.0, 0.3, 0.8]
     known = {tuple(p): (a, share) for p, a, share in zip(PROMPTS, expected, shares, strict=True)}
-    tokens, steps = together(backbone, Knowing(known), SPARSE)
+    tokens, steps = together(backbone, Oracle([], 0, known), SPARSE)
     assert tokens == expected
     rates = [Stats.of(own).acceptance_length for own in steps]
     assert rates[0] > 3 > rates[2] > 1.2 > rates[1]
@@ -283,59 +238,21 @@ def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, e
 @pytest.mark.parametrize("size", [1, 2, 6, 20])
 def test_plain_batches_of_any_size(size: int) -> None:
     backbone = tiny_backbone("qwen3")
-    tokens, steps = together(backbone, None, None, size=size)
+    tokens, steps = together(backbone, None, None, batch_size=size)
     assert tokens == [alone(backbone, prompt) for prompt in PROMPTS]
     assert all(step.drafted == 0 for own in steps for step in own)
 
 
-def random_drafter(kind: type[HeadDrafter], backbone: Backbone, vocabulary: str = "own", **own: Any) -> HeadDrafter:
-    torch.manual_seed(1)
-    ids = torch.randperm(backbone.vocab_size)[:20] if vocabulary == "draft" else None
-    drafter = kind.create(backbone, 4, 2, vocabulary, ids, **own)
-    for weight in drafter.parameters():
-        weight.data += 0.3 * torch.randn_like(weight)
-    return drafter.eval()
-
-
-KINDS = [
-    (MedusaHeads, {}),
-    (MedusaHeads, {"vocabulary": "draft"}),
-    (MedusaHeads, {"vocabulary": "shared"}),
-    (HydraHeads, {}),
-    (HydraHeads, {"prefix_layers": 1, "matrices": "one"}),
-    (Amphista, {}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
-@pytest.mark.parametrize(
-    ("family", "engine", "tree", "count"),
-    [("llama", "eager", SPARSE, 40), ("gemma3", "eager", DYNAMIC, 25), ("gemma3", "fast", DYNAMIC, 25)],
-    ids=["static", "dynamic", "dynamic-fast"],
-)
-def test_drafters_draft_for_a_row_what_they_draft_for_it_alone(
-    kind: type[HeadDrafter], options: dict, family: str, engine: str, tree: Tree | DynamicTree, count: int
-) -> None:
-    backbone = tiny_backbone(family, engine=engine)
-    drafter = random_drafter(kind, backbone, **options)
-    tokens, steps = together(backbone, drafter, tree, size=3, count=count)
-    for number, prompt in enumerate(PROMPTS):
-        own = list(generate(backbone, drafter, tree, prompt, max_new_tokens=count, stop_ids=()))
-        # A row that read another's state would draft otherwise.
-        assert alike(steps[number], own) and tokens[number] == alone(backbone, prompt, count)
-    assert isinstance(tree, Tree) or len({step.nodes for own in steps for step in own if not step.prefill}) > 1
-
-
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
-@pytest.mark.parametrize("tree", [SPARSE, DynamicTree(9, 4), None], ids=["static", "dynamic", "plain"])
+@pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3), None], ids=["static", "dynamic", "plain"])
 def test_sampled_row_draws_with_the_seed_plus_its_number(
     mode: str, engine: str, tree: Tree | DynamicTree | None
 ) -> None:
     backbone = tiny_backbone(engine=engine)
-    drafter = None if tree is None else random_drafter(HydraHeads, backbone)
+    drafter = None if tree is None else drafter_of(backbone, "hydra")
     sampling, prompts = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05), [*PROMPTS, PROMPTS[0]]
-    tokens, steps = together(backbone, drafter, tree, prompts, size=3, count=25, sampling=sampling)
+    tokens, steps = together(backbone, drafter, tree, prompts, batch_size=3, max_new_tokens=25, sampling=sampling)
     for number, prompt in enumerate(prompts):
         rules = {"max_new_tokens": 25, "stop_ids": (), "sampling": replace(sampling, seed=3 + number)}
         assert alike(steps[number], list(generate(backbone, drafter, tree, prompt, **rules)))
@@ -343,10 +260,10 @@ def test_sampled_row_draws_with_the_seed_plus_its_number(
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("tree", [SPARSE, DynamicTree(9, 4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3)], ids=["static", "dynamic"])
 def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | DynamicTree) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
-    drafter = random_drafter(HydraHeads, backbone, prefix_layers=1)
+    drafter = drafter_of(backbone, "hydra++")
     limits: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ()}
     decoder, answers = decoder_of(backbone, drafter, tree, slots=3), {}
 
@@ -381,7 +298,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
 
 def test_closed_iterator_frees_the_slot() -> None:
     backbone = tiny_backbone()
-    decoder = decoder_of(backbone, random_drafter(MedusaHeads, backbone), SPARSE)
+    decoder = decoder_of(backbone, medusa_drafter(backbone), SPARSE)
     rules = {"max_new_tokens": 30, "stop_ids": ()}
     steps = answer(decoder, PROMPTS[0], **rules)
     next(steps)
@@ -398,7 +315,7 @@ def test_context_limit_of_one_row_leaves_the_others_alone() -> None:
     expected = [alone(backbone, prompt, 100) for prompt in prompts]
     assert [len(tokens) for tokens in expected] == [10, 31, 27]
     known = {tuple(p): (a, 0.7) for p, a in zip(prompts, expected, strict=True)}
-    assert together(backbone, Knowing(known), SPARSE, prompts, 100, size=2)[0] == expected
+    assert together(backbone, Oracle([], 0, known), SPARSE, prompts, max_new_tokens=100, batch_size=2)[0] == expected
 
 
 def test_stops_and_limits_are_each_rows_own() -> None:
@@ -406,5 +323,5 @@ def test_stops_and_limits_are_each_rows_own() -> None:
     stop = alone(backbone, PROMPTS[0])[4]
     expected = [alone(backbone, prompt, 17, stop_ids=(stop,)) for prompt in PROMPTS]
     assert len({len(tokens) for tokens in expected}) > 1
-    drafter = random_drafter(MedusaHeads, backbone)
-    assert together(backbone, drafter, SPARSE, count=17, stop_ids=iter((stop,)))[0] == expected
+    drafter = medusa_drafter(backbone)
+    assert together(backbone, drafter, SPARSE, max_new_tokens=17, stop_ids=(stop,))[0] == expected

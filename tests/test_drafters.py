@@ -29,6 +29,7 @@ from tests.helpers import (
     decoder_of,
     drafted,
     generate,
+    generate_batch,
     generate_plain,
     guesses,
     medusa,
@@ -152,19 +153,16 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_of_a_batch_draft_what_each_drafts_alone(kind: str, shape: str) -> None:
-    backbone = tiny_backbone(layers=4)
-    drafter = drafter_of(backbone, kind)
-    torch.manual_seed(3)
-    first = [accepted(drafter, backbone, count) for count in (1, 6, 3)]
-    then = [accepted(drafter, backbone, 2, start=new.end) for new in first]
-    forks = [drafter.fork() for _ in first]
-    together = [drafter.draft(backbone, forks, new, SHAPES[shape]) for new in (first, then)]
-    for number in range(3):
-        fork = drafter.fork()
-        for at, new in enumerate((first[number], then[number])):
-            alone = drafted(fork, backbone, new, SHAPES[shape])
-            assert torch.equal(alone.tokens, together[at][number].tokens) and alone.tree == together[at][number].tree
+def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(kind: str, shape: str) -> None:
+    family, engine = ("gemma3", "fast") if shape == "dynamic" else ("llama", "eager")
+    backbone = tiny_backbone(family, layers=4, engine=engine)
+    drafter, prompts, rules = drafter_of(backbone, kind), [PROMPT, [8], PROMPT[::-1] * 2], {"stop_ids": ()}
+    together = generate_batch(backbone, drafter, SHAPES[shape], prompts, batch_size=2, max_new_tokens=24, **rules)
+    for prompt, steps in zip(prompts, together, strict=True):
+        alone = list(generate(backbone, drafter, SHAPES[shape], prompt, max_new_tokens=24, **rules))
+        # A sequence that read another's state would draft otherwise.
+        assert [(s.tokens, s.nodes, s.path) for s in steps] == [(s.tokens, s.nodes, s.path) for s in alone]
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, max_new_tokens=24, **rules))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_cli.decode import Step
 from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import spread
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, forward, generate, generate_batch, generate_plain, rows_of, tiny_backbone
+from tests.helpers import FAMILIES, Recording, forward, generate, rows_of, tiny_backbone
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -170,24 +169,3 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
     drafter = firp(backbone)
     with pytest.raises(UserError, match="cannot be run one by one: its parts are not named as in Llama"):
         next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
-
-
-PROMPTS = [PROMPT, [8], [30 + i for i in range(17)], [6, 6, 50], [12, 50]]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=["static", "dynamic"])
-def test_prompts_of_a_batch_get_what_each_gets_alone(family: str, engine: str, shape: Tree | DynamicTree) -> None:
-    backbone, count = backbone_of(family, engine), 24
-    drafter = firp(backbone, layers=[2, 3, 4])
-    steps: list[list[Step]] = [[] for _ in PROMPTS]
-    rules = {"max_new_tokens": count, "stop_ids": ()}
-    for number, step in generate_batch(backbone, drafter, shape, PROMPTS, batch_size=3, **rules):
-        steps[number].append(step)
-    for prompt, together in zip(PROMPTS, steps, strict=True):
-        alone = list(generate(backbone, drafter, shape, prompt, **rules))
-        plain = generate_plain(backbone, prompt, **rules)
-        assert [t for s in together for t in s.tokens] == [t for s in plain for t in s.tokens]
-        # Equal step by step: had a sequence drafted from another's pseudo states, its guesses would differ.
-        assert [(s.tokens, s.nodes, s.path) for s in together] == [(s.tokens, s.nodes, s.path) for s in alone]

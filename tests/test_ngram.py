@@ -280,10 +280,10 @@ def test_batch_gives_each_sequence_what_it_gets_alone(kind: str) -> None:
     prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
     rules = {"max_new_tokens": 40, "stop_ids": ()}
     drafter = None if kind == "alone" else hydra(backbone)
-    answers: list[list[int]] = [[] for _ in prompts]
-    for number, step in generate_batch(backbone, drafter, policies()[kind], prompts, batch_size=3, **rules):
-        answers[number] += step.tokens
-    assert answers == [tokens_of(generate_plain(backbone, prompt, **rules)) for prompt in prompts]
+    answers = generate_batch(backbone, drafter, policies()[kind], prompts, batch_size=3, **rules)
+    assert [tokens_of(steps) for steps in answers] == [
+        tokens_of(generate_plain(backbone, prompt, **rules)) for prompt in prompts
+    ]
 
 
 def test_answer_that_stands_in_the_prompt_takes_few_steps() -> None:

@@ -135,22 +135,3 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
             assert likelihood.logprob == pytest.approx(float(log_p[place, likelihood.token]), abs=1e-4)
             assert [token for token, _ in likelihood.top] == ids.tolist()
             assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-4)
-
-
-def test_likelihoods_come_on_request_only() -> None:
-    decoder = decoder_of(tiny_backbone(), slots=1)
-    _, first = decoder.admit(Request([5, 9], max_new_tokens=3, stop_ids=()))
-    assert first.likelihoods == () and decoder.step()[0][1].likelihoods == ()
-
-
-@pytest.mark.parametrize(("count", "stops", "reason"), [(4, (), "length"), (40, None, "stop")])
-def test_finish_reason(count: int, stops: tuple[int, ...] | None, reason: str) -> None:
-    decoder = decoder_of(tiny_backbone(), slots=1)
-    sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=stops))
-    tokens = list(first.tokens)
-    if stops is None:  # any token can be the one to stop at
-        decoder.cancel(sequence)
-        sequence, first = decoder.admit(Request([5, 9], max_new_tokens=count, stop_ids=first.tokens))
-    while decoder.sequences:
-        tokens += decoder.step()[0][1].tokens
-    assert sequence.finish_reason == reason

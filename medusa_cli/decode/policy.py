@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -183,9 +184,8 @@ class AdaptivePolicy(DraftPolicy):
     def __init__(self, trees: Several[SizedTree], costs: Costs, ngrams: bool = False) -> None:
         super().__init__(ngrams)
         self._trees = [SizedTree(Tree.root_only(), 1.0), *(sized for sized in trees if sized.tree.size > 1)]
-        self._costs = costs
+        self._measured = cache(costs.step)  # seconds by nodes, depth and batch
         self._kinds: dict[str, AcceptanceEstimate] = {}
-        self._seconds: dict[tuple[int, int, int], float] = {}  # measured, by (nodes, depth, batch)
         self._correction: dict[tuple[int, int], float] = {}  # observed / measured, by (nodes, batch)
         self._smallest: dict[int, float] = {}  # the least correction, by batch
         self.max_depth = max(sized.tree.max_depth for sized in self._trees)
@@ -296,7 +296,7 @@ class AdaptivePolicy(DraftPolicy):
                 acceptance.update(sized.expected - 1, len(step.path) - 1)
         if self._trial_left:
             self._continue_trial(sized, accepted)
-        elif self.size == 1:
+        elif self._current is self._trees[0]:
             self._count_plain_step()
         else:
             best, ratio = self._best(), self.acceptance
@@ -354,12 +354,6 @@ class AdaptivePolicy(DraftPolicy):
         smallest = self._smallest.get(batch, 1.0)
         unknown = smallest if nodes > 1 else min(smallest, 1.0)
         return self._measured(nodes, sized.tree.max_depth, batch) * self._correction.get((nodes, batch), unknown)
-
-    def _measured(self, nodes: int, depth: int, batch: int) -> float:
-        key = nodes, depth, batch
-        if key not in self._seconds:
-            self._seconds[key] = self._costs.step(*key)
-        return self._seconds[key]
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:

@@ -18,7 +18,6 @@ from medusa_cli.drafters.layers import (
     residual_blocks,
     truncate_caches,
 )
-from medusa_cli.drafters.levels import roots_of
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -90,7 +89,7 @@ class Amphista(HeadDrafter):
             return [self.score(backbone, head, states[:, head]) for head in range(tree.max_depth)]
 
         adapted = self._adapt(backbone, sequences, new)
-        return self.draft_at_once(tree, roots_of(new, backbone.device), compute, *adapted)
+        return self.draft_at_once(tree, new, compute, *adapted)
 
     def _adapt(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, normed
-from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
+from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -125,7 +125,7 @@ class Eagle(HeadDrafter):
             return self.best(self.repeated("score", partial(self._score, backbone), states), width, temperature)
 
         try:
-            return draft_by_level(tree, roots_of(new, backbone.device), guess)
+            return draft_by_level(tree, new, guess)
         finally:
             for cache, tokens in zip(caches, new, strict=True):
                 cache.truncate(tokens.end)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.levels import roots_of
 from medusa_cli.engine.extra_rows import ExtraRows
 from medusa_cli.engine.extra_rows import ahead as states_ahead
 from medusa_cli.errors import UsageError, UserError
@@ -90,15 +89,15 @@ class Firp(HeadDrafter):
         """Fills every node from the pseudo states that came with the last accepted tokens."""
 
         depth = min(0 if tokens.extra_hidden is None else len(tokens.extra_hidden) for tokens in new)
-        tree, roots = tree.truncate(depth), roots_of(new, backbone.device)
+        tree = tree.truncate(depth)
         if not tree.max_depth:
-            return [Draft(root, Tree.root_only()) for root in roots.split(1)]
+            return [Draft(tokens.tokens.new_tensor([tokens.root]), Tree.root_only()) for tokens in new]
 
         def compute(ahead: Tensor) -> Sequence[Tensor]:
             return self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2]).unbind(0)
 
         states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
-        return self.draft_at_once(tree, roots, compute, torch.stack(states, dim=1))
+        return self.draft_at_once(tree, new, compute, torch.stack(states, dim=1))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         if batch.trace is None or batch.rows is None:

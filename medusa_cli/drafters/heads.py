@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, Drafter, NewTokens
 from medusa_cli.drafters.layers import TokenBias
-from medusa_cli.drafters.levels import Frontier, draft_by_level
+from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
 from medusa_cli.engine.jit import Computation, TracedModule
 from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
 from medusa_cli.errors import UsageError
@@ -262,11 +262,16 @@ class HeadDrafter(Drafter):
         return log_p, self.draft_ids[best.indices]
 
     def draft_at_once(
-        self, tree: Tree | DynamicTree, roots: Tensor, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor
+        self,
+        tree: Tree | DynamicTree,
+        new: Sequence[NewTokens],
+        compute: Callable[..., Sequence[Tensor]],
+        *inputs: Tensor,
     ) -> list[Draft]:
         """Drafts from scores that no draft token changes, the bias apart: compute(*inputs) gives [B, M] a head."""
         scores = self.repeated(("scores", tree.max_depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
         if isinstance(tree, Tree) and self.conditional is None:
+            roots = roots_of(new)
             heads, ranks = _heads_and_ranks(tree, roots.device)
             best = scores.topk(max(tree.widths), dim=-1).indices  # [K, B, widest]
             tokens = torch.cat([roots[:, None], self.draft_ids[best[heads, :, ranks].T]], dim=1)
@@ -281,7 +286,7 @@ class HeadDrafter(Drafter):
             log_p, places = self.conditional.best(scores[head], tokens, width, temperature)
             return log_p, self.draft_ids[places]
 
-        return draft_by_level(tree, roots, guess)
+        return draft_by_level(tree, new, guess)
 
     # Files
 

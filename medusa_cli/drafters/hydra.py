@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, residual_blocks, truncate_caches
-from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
+from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -96,7 +96,7 @@ class HydraHeads(HeadDrafter):
             scores = self.repeated(("score", head), partial(self._score, backbone, head), x)
             return self.best(scores, width, temperature)
 
-        return draft_by_level(tree, roots_of(new, backbone.device), guess)
+        return draft_by_level(tree, new, guess)
 
     def _context(self, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
         """Returns the states [B, H] that the heads start from."""

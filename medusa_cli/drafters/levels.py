@@ -28,19 +28,17 @@ class Frontier:
 Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
 
 
-def roots_of(new: Sequence[NewTokens], device: torch.device) -> Tensor:
+def roots_of(new: Sequence[NewTokens]) -> Tensor:
     """Returns the roots [B] of B sequences."""
-    return torch.tensor([tokens.root for tokens in new], device=device)
+    return torch.tensor([tokens.root for tokens in new], device=new[0].tokens.device)
 
 
-def draft_by_level(tree: Tree | DynamicTree, roots: Tensor, guess: Guess) -> list[Draft]:
-    """Drafts B trees below roots [B], the children of one level's nodes at a time."""
-    return _grow(tree, roots, guess) if isinstance(tree, DynamicTree) else _fill(tree, roots, guess)
-
-
-def _fill(tree: Tree, roots: Tensor, guess: Guess) -> list[Draft]:
-    tokens, count = roots[:, None].repeat(1, tree.size), len(roots)  # [B, N]
-    for head, level in enumerate(_levels(tree, count, roots.device)):
+def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
+    """Drafts B trees below the roots of B sequences, the children of one level's nodes at a time."""
+    if isinstance(tree, DynamicTree):
+        return _grow(tree, roots_of(new), guess)
+    tokens, count = roots_of(new)[:, None].repeat(1, tree.size), len(new)  # [B, N]
+    for head, level in enumerate(_levels(tree, count, tokens.device)):
         frontier = Frontier([len(level.parents)] * count, level.above, tokens[:, level.parents].flatten())
         best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
         tokens[:, level.nodes] = best[:, level.rows, level.ranks]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
-from medusa_cli.drafters.levels import roots_of
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -35,7 +34,7 @@ class MedusaHeads(HeadDrafter):
             return [self.score(backbone, head, blocks[head](states)) for head in range(tree.max_depth)]
 
         states = torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
-        return self.draft_at_once(tree, roots_of(new, backbone.device), compute, states)
+        return self.draft_at_once(tree, new, compute, states)
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         for block, positions in zip(self.blocks, rows, strict=False):
