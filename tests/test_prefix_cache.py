@@ -116,23 +116,16 @@ def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: py
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-def test_forgotten_prefix_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast")
-    decoder, rows = decoder_of(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
-    first = tokens_of(answer(decoder, OPENING, **RULES))
-    decoder.forget()
-    rows.clear()
-    assert tokens_of(answer(decoder, OPENING, **RULES)) == first and rows[0] == len(OPENING)
-
-
-def test_reuse_is_limited_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast")
     decoder, rows = decoder_of(backbone, slots=2), counting(backbone, monkeypatch)
-    for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1)):
+    for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1), (None, 10)):
         rows.clear()
         sequence, _ = decoder.admit(Request(OPENING, reuse=limit, **RULES))
         decoder.cancel(sequence)
         assert rows == [rows_now]
+        if rows_now == 1:
+            decoder.forget()
 
 
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
