@@ -7,7 +7,7 @@ import torch
 
 from medusa_cli.decode import Request
 from medusa_cli.drafters import HydraHeads
-from medusa_cli.engine import Plan
+from medusa_cli.engine import Cache, Plan
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree
@@ -95,6 +95,22 @@ def test_growing_cache_is_copied_a_few_times(engine: str) -> None:
     assert len(buffers) == 9  # capacities 1, 2, 4, .. 256
     expected = reference(backbone, torch.cat([ids, ids[:1]]))[-1]
     assert torch.allclose(forward(backbone, ids[:1], cache).logits[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_values_of_another_width_stay_when_the_cache_grows(transposed: bool) -> None:
+    cache = Cache(2, 2, 4, transposed=transposed)
+    cache.allocate(3, 8, torch.empty(0), 6)
+    assert cache.keys is not None and cache.values is not None
+    keys, values = torch.randn(2, 2, 3, 4, 8), torch.randn(2, 2, 3, 4, 6)
+    cache.keys.copy_(keys)
+    cache.values.copy_(values)
+    cache.lengths = [2, 4]
+    cache.reserve(9)
+    cache.swap(0, 1)
+    for buffer, before in ((cache.keys, keys), (cache.values, values)):
+        assert buffer.shape[3] >= 9 and torch.equal(buffer[:, 0, :, :4], before[:, 1])
+        assert torch.equal(buffer[:, 1, :, :2], before[:, 0, :, :2])
 
 
 def test_taps_are_the_layers_outputs() -> None:

@@ -34,14 +34,14 @@ class Cache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def allocate(self, heads: int, dim: int, like: Tensor) -> None:
-        """Makes the buffers for KV heads of a width, of the type and on the device of `like`."""
-        self.keys, self.values = self._buffers(heads, dim, like, self.capacity)
+    def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
+        """Makes the buffers for KV heads of a width (of values: value_dim), of the type and on the device of `like`."""
+        self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
 
-    def _buffers(self, heads: int, dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    def _buffers(self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         shape = (self.layers, self.slots, heads)
         keys = like.new_zeros(*shape, *((dim, capacity) if self.transposed else (capacity, dim)))
-        return keys.transpose(-1, -2) if self.transposed else keys, like.new_zeros(*shape, capacity, dim)
+        return keys.transpose(-1, -2) if self.transposed else keys, like.new_zeros(*shape, capacity, value_dim)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,8 @@ class Cache:
             return
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
-            keys, values = self._buffers(self.values.shape[2], self.values.shape[4], self.values, capacity)
+            heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
+            keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
             # Assigned at once: if memory is short, the cache stays as it was.

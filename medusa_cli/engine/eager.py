@@ -89,7 +89,7 @@ class _ViewLayer(CacheLayerMixin):
         self._cache, self._layout, self._index = cache, layout, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cache.allocate(key_states.shape[1], key_states.shape[3], key_states)
+        self._cache.allocate(key_states.shape[1], key_states.shape[3], key_states, value_states.shape[3])
         self.is_initialized = True
 
     def update(
@@ -102,7 +102,7 @@ class _ViewLayer(CacheLayerMixin):
         slots = slice(layout.first, layout.first + layout.size)
         keys, values = cache.keys[self._index, slots], cache.values[self._index, slots]  # [B, KV, C, D]
         if key_states.shape[1::2] != keys.shape[1::2] or value_states.shape[1::2] != values.shape[1::2]:
-            raise RuntimeError("its layers, or keys and values, differ in heads or width")
+            raise RuntimeError("its layers differ in key heads or their width")
         rows = key_states.shape[2]
         if layout.start is not None:
             end = layout.start + rows

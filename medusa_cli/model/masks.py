@@ -42,14 +42,14 @@ def grouped_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
         return attended.transpose(1, 2).contiguous(), None
-    batch, heads, rows, dim = query.shape
+    batch, heads, rows, dim = query.shape  # values may have another width
     groups = heads // key.shape[1]
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, dim)
         if attention_mask is not None and rows > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
     attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return attended.reshape(batch, heads, rows, dim).transpose(1, 2).contiguous(), None
+    return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*_: object, **__: object) -> None:
