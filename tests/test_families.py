@@ -8,10 +8,11 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from medusa_cli.engine import load_backbone
+from medusa_cli.engine import load, load_backbone
 from medusa_cli.engine.autotune import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
 from tests.helpers import PROMPT, SPARSE, Oracle, generate, plain, save_network, tokens_of
 
@@ -87,11 +88,20 @@ def test_family_decodes_as_its_own_generate(kind: str, tmp_path: Path) -> None:
     assert_decodes(load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32")), expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt"])
-def test_family_that_only_the_eager_engine_runs_loads_from_16_bits(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mixtral", "olmo2", "opt"])
+def test_family_that_only_the_eager_engine_runs_is_read_once_and_not_timed(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(
+        load, "load_network", lambda *args, **options: loads.append(kind) or load_network(*args, **options)
+    )
+    monkeypatch.setattr(load, "fastest", lambda *args: pytest.fail("it was timed"))
     network, _ = small_network(kind)
-    backbone = load_backbone(save_network(network.to(torch.bfloat16), tmp_path))
+    backbone = load_backbone(save_network(network.to(dtype), tmp_path))
     assert backbone.engine.name == "eager" and len(plain(backbone, COUNT)) == COUNT
+    assert len(loads) == 1 or backbone.dtype != dtype
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -1,7 +1,9 @@
 """Loads a backbone with the engine and kernel that suit it."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
+from medusa_cli.engine.layers import FastLayer
 from medusa_cli.engine.plan import Plan
 from medusa_cli.errors import UsageError, first_line
 from medusa_cli.model import Backbone, lora
@@ -19,7 +22,15 @@ from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.model.chat_template import check_template
 from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
 from medusa_cli.model.identity import rounding_of, weights_of
-from medusa_cli.model.load import DTYPES, checkpoint_dtype, has_own_code, load_network, read_config, resolve_device
+from medusa_cli.model.load import (
+    DTYPES,
+    checkpoint_dtype,
+    has_own_code,
+    load_network,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
 from medusa_cli.model.masks import NAME
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
@@ -66,19 +77,21 @@ def load_backbone(
             check_template(backbone)
         return backbone
 
-    if engine != "eager" and not (shard or gradients or foreign or (quantised and engine == "auto")):
+    if engine == "eager" or shard or gradients or foreign or (quantised and engine == "auto"):
+        backbone = load(dtype)
+    else:
         device = resolve_device(options.device)
-        kernels = kernels_of(model, device, dtype, engine)
+        backbone = load(_stored(model, dtype, kernels_of(model, device, dtype, engine)[0].rows, adapter))
         try:
-            backbone = load(_stored(model, dtype, kernels[0].rows, adapter))
-            Layers(backbone.model)  # nothing is timed for a model that has no fast engine
-            backbone.engine = fast_engine(backbone, choose_kernel(model, device, dtype, engine, rows))
+            backbone.engine = fast_engine(backbone, partial(choose_kernel, model, device, dtype, engine, rows))
             return backbone
         except Unsupported as reason:
             if engine != "auto":
                 raise _refusal(engine, model, reason) from reason
             log.info("%s runs on the eager engine: %s", model, reason)
-    backbone = load(dtype)
+        spent = not all(weight.numel() for weight in backbone.model.parameters())  # layers are packed one by one
+        if spent or backbone.dtype != resolve_dtype(dtype, model, device):
+            backbone = load(dtype)
     backbone.engine = EagerEngine(backbone, backbone.device.type == "cpu" and not (gradients or shard or quantised))
     if not shard:  # all processes must run a split network at once
         check_verification(backbone)
@@ -127,16 +140,18 @@ def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = No
         _check_rounded(engine, dtype, backbone.device)
         kernel = Kernel(engine)
     try:
-        backbone.engine = fast_engine(backbone, kernel or kernels_for(dtype, backbone.device)[0])
+        backbone.engine = fast_engine(backbone, lambda: kernel or kernels_for(dtype, backbone.device)[0])
     except Unsupported as reason:
         raise _refusal(engine, backbone.id, reason) from reason
     return backbone.engine
 
 
-def fast_engine(backbone: Backbone, kernel: Kernel) -> FastEngine:
-    """Returns the fast engine over a kernel; raises Unsupported for any model whose parts it does not know."""
+def fast_engine(backbone: Backbone, choose: Callable[[], Kernel]) -> FastEngine:
+    """Returns the fast engine over a chosen kernel; raises Unsupported for any model whose parts it does not know."""
     try:
-        return FastEngine(backbone, kernel)
+        # Nothing is timed for such a model.
+        FastLayer(Layers(backbone.model).layers[0], backbone.config, Kernel("plain", backbone.dtype), 0, 0)
+        return FastEngine(backbone, choose())
     except torch.OutOfMemoryError:
         raise
     except FAULTS as reason:
