@@ -30,10 +30,11 @@ def machine(
     from medusa_cli.model.load import has_own_code, read_config
 
     name = model or DEFAULT_MODEL
-    own = trust_remote_code and has_own_code(name)  # its layers run as they are: no kernel takes their place
+    own = trust_remote_code and has_own_code(name)
     config = read_config(name, trust_remote_code)
     seconds = {} if own else kernel_timings(tuple(KERNELS), config, again=measure).seconds
     timings = {kernel: curve for kernel, curve in seconds.items() if curve}  # others cannot be had
+    eager = not timings  # its layers run as they are: no kernel takes their place
     facts: dict[str, Any] = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -41,7 +42,7 @@ def machine(
         "torch": torch.__version__,
         "model": name,
         "copy_bytes_per_s": copy_bandwidth(torch.device("cpu")),
-        "auto": "eager" if own else choose_kernel(name, "cpu", "auto", "auto", None).name,
+        "auto": "eager" if eager else choose_kernel(name, "cpu", "auto", "auto", None).name,
         "kept_in": str(timings_file()),
         "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
     }
@@ -52,8 +53,8 @@ def machine(
         "{processor}, {instructions}, {threads} threads, torch {torch}".format(**facts)
         + f": a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s"
     )
-    if own:
-        console.result(f"auto takes eager: {LoadFlags(trust_remote_code=True).of(name)}, runs as it is")
+    if eager:
+        console.result(f"auto takes eager: {LoadFlags(trust_remote_code=own).of(name)} runs as it is")
         return
     rows = sorted({count for curve in timings.values() for count in curve})
     table = Table("kernel", *map(str, rows), title=f"Milliseconds a step of {name} by rows (least of several)")

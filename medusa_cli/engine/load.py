@@ -114,7 +114,8 @@ def check_verification(backbone: Backbone) -> None:
     cache = engine.new_cache()
     try:
         network.set_attn_implementation("sdpa")
-        expected = network(input_ids=chain[None]).logits[0, 2:].float()
+        seen = torch.ones_like(chain)[None]
+        expected = network(input_ids=chain[None], attention_mask=seen).logits[0, 2:].float()
         network.set_attn_implementation(NAME)
         engine.forward(Plan.chain(chain[:2], logits="none"), cache)
         logits = engine.forward(Plan(tokens[None], depth, sees), cache).logits[0, right]

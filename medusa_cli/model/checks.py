@@ -146,11 +146,12 @@ def check_network(network: Any, model: str) -> None:
     """Raises UserError for a network whose logits of a few tokens are not finite, or not its lm_head's own."""
     table, head = network.get_input_embeddings().weight, network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
     passes: list[Any] = []
-    hook = network.base_model.register_forward_hook(lambda module, inputs, out: passes.append(out[0]))
+    hook = network.base_model.register_forward_hook(lambda module, args, out: passes.append(out[0]))
     try:
-        logits = network(input_ids=ids).logits.float()
-        own = head(passes[0] if passes else network.base_model(input_ids=ids)[0]).float()  # OPT runs a part of its base
+        logits = network(**inputs).logits.float()
+        own = head(passes[0] if passes else network.base_model(**inputs)[0]).float()  # OPT runs a part of its base
     except torch.OutOfMemoryError:
         raise
     except FAULTS as reason:
