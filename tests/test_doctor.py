@@ -14,24 +14,30 @@ from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
 from medusa_cli.decode.sampling import sampling_of
 from medusa_cli.doctor import CHECKS, STATUSES, Case, Finding, examine
+from medusa_cli.engine import load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.train.log import Stepped, TrainLog, Validated
 from medusa_cli.tree.io import save_tree
-from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run, tiny_backbone
+from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return tiny_backbone()
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("doctor") / "model")
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Run:
+def backbone(model: str) -> Backbone:
+    return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
+
+
+@pytest.fixture(scope="module")
+def sound(model: str, backbone: Backbone) -> Run:
     """A sound run: conversations in the model's own words, a drafter, a calibration and a tree of that drafter."""
-    folder = tmp_path_factory.mktemp("doctor")
-    run = save_run(folder / "run", save_model(folder / "model"), calibrated=True)
+    run = save_run(Path(model).with_name("run"), model, calibrated=True)
     write_json(run.calibration_path, {"accuracies": [[0.3, 0.1, 0.05]] * 3, STAMP: stamp_of(run.drafter_dir)})
     save_tree(run.tree_path, TREE, provenance({}, **{STAMP: stamp_of(run.drafter_dir)}))
     write_data(run, [own(backbone, number) for number in range(12)])

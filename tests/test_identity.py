@@ -90,6 +90,15 @@ def test_sampled_tensors_do_not_depend_on_the_number_of_files(
     assert weights_of(model) == weights_of(parts) != whole
 
 
+@pytest.mark.parametrize("files", [[], {}, {"a": 3}, {"a": None, "b": "x"}, {"a": ["x"]}, {"a": "x" * 5000}, {"a": ""}])
+def test_hostile_index_is_refused_by_its_name(model: str, tmp_path: Path, files: object) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "parts"))
+    (folder / "model.safetensors").unlink()
+    write_json(folder / "model.safetensors.index.json", {"weight_map": files} if files else {})
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
+        load_backbone(str(folder), FP32)
+
+
 def test_pickled_checkpoint_is_refused_and_has_no_digest(model: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "pickled"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

@@ -1,16 +1,18 @@
 """A backbone's identity: digests of its weights that agree however it is loaded, and differ for a fine-tune."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
 from medusa_cli import assets
 from medusa_cli.model.random_model import PREFIX
+from medusa_cli.runs.io import read_as
 
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
 WINDOWS, WIDTH = 4, 64
@@ -54,6 +56,13 @@ def rounding_of(network: Any) -> str | None:
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
 
 
+@dataclass(frozen=True)
+class Shards:
+    """The index of a checkpoint in several files."""
+
+    weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
+
+
 def checkpoint_files(source: str) -> list[Path]:
     """Returns the safetensors files of a checkpoint in a folder or the hub's cache; none if some are missing."""
     for name in FILES:
@@ -62,9 +71,8 @@ def checkpoint_files(source: str) -> list[Path]:
             continue
         if path.suffix != ".json":
             return [path]
-        parts = [
-            _file(source, part) for part in sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
-        ]
+        names = read_as(path, Shards, "the model's index", "get the model again").weight_map.values()
+        parts = [_file(source, name) for name in sorted(set(names))]
         return [] if None in parts else [part for part in parts if part is not None]
     return []
 
