@@ -8,9 +8,12 @@ from transformers.cache_utils import CacheLayerMixin
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.kernels import kernels_for, pack_linears
-from medusa_cli.engine.plan import Layout
-from medusa_cli.errors import UserError
+from medusa_cli.engine.plan import Layout, Plan
+from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, tapped
+from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
+from medusa_cli.model.identity import rounding_of
+from medusa_cli.model.masks import NAME
 
 
 class EagerEngine(Engine):
@@ -31,6 +34,34 @@ class EagerEngine(Engine):
         if pack:
             pack_linears(backbone.model, self.kernel)
         self.head = backbone.model.get_output_embeddings()
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
+
+        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one.
+        """
+        network, device = self.backbone.model, self.backbone.device
+        chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
+        tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
+        depth, right = torch.tensor([0, 1, *range(1, PROBE - 2)]), torch.tensor([0, *range(2, PROBE - 1)])
+        sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        sees[2:, 1] = False
+        cache = self.new_cache()
+        try:
+            network.set_attn_implementation("sdpa")
+            own = network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None]).logits[0, 2:].float()
+            network.set_attn_implementation(NAME)
+            self.forward(Plan.chain(chain[:2], logits="none"), cache)
+            logits = self.forward(Plan(tokens[None], depth, sees), cache).logits
+        except torch.OutOfMemoryError:
+            raise
+        except FAULTS as reason:
+            raise unverifiable(self.backbone.config, first_line(reason)) from reason
+        assert logits is not None
+        error = difference(logits[0, right.to(device)], own)
+        if error > (1e-3 if self.dtype == torch.float32 else 0.25) and not rounding_of(network):
+            raise unverifiable(self.backbone.config, f"its logits there differ from its own by {error:.0%}")
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         if layout.pseudo is not None:

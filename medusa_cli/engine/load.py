@@ -15,13 +15,12 @@ from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
 from medusa_cli.engine.layers import FastLayer
-from medusa_cli.engine.plan import Plan
 from medusa_cli.errors import UsageError, first_line
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.model.chat_template import check_template
-from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
-from medusa_cli.model.identity import rounding_of, weights_of
+from medusa_cli.model.checks import FAULTS
+from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
@@ -31,7 +30,6 @@ from medusa_cli.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from medusa_cli.model.masks import NAME
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -94,38 +92,8 @@ def load_backbone(
             backbone = load(dtype)
     backbone.engine = EagerEngine(backbone, backbone.device.type == "cpu" and not (gradients or shard or quantised))
     if not shard:  # all processes must run a split network at once
-        check_verification(backbone)
+        backbone.engine.check()
     return backbone
-
-
-@torch.inference_mode()
-def check_verification(backbone: Backbone) -> None:
-    """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
-
-    The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its first one.
-    """
-    network, engine = backbone.model, backbone.engine
-    chain = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
-    right = torch.tensor([0, *range(2, PROBE - 1)], device=backbone.device)  # the chain's rows in the tree
-    tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
-    depth = torch.tensor([0, 1, *range(1, PROBE - 2)])
-    sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-    sees[2:, 1] = False
-    cache = engine.new_cache()
-    try:
-        network.set_attn_implementation("sdpa")
-        seen = torch.ones_like(chain)[None]
-        expected = network(input_ids=chain[None], attention_mask=seen).logits[0, 2:].float()
-        network.set_attn_implementation(NAME)
-        engine.forward(Plan.chain(chain[:2], logits="none"), cache)
-        logits = engine.forward(Plan(tokens[None], depth, sees), cache).logits[0, right]
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as reason:
-        raise unverifiable(backbone.config, first_line(reason)) from reason
-    error = difference(logits, expected)
-    if error > (1e-3 if engine.dtype == torch.float32 else 0.25) and not rounding_of(network):
-        raise unverifiable(backbone.config, f"its logits there differ from its own by {error:.0%}")
 
 
 def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
