@@ -209,10 +209,10 @@ def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pyte
         assert tokens == tokens_of(steps)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rows_survive_growing_keeping_swapping_and_truncating(transposed: bool) -> None:
-    backbone = backbone_of("fast" if transposed else "eager")
-    cache = Cache(backbone.num_layers, 2, 2, transposed=transposed)
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> None:
+    backbone = backbone_of(engine)
+    cache = backbone.engine.new_cache(2, 2)
     tree = Tree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
     forward(backbone, OPENING, cache, slot=0)
     forward(backbone, OPENING[:4], cache, slot=1)
@@ -221,7 +221,7 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(transposed: bool) 
     assert cache.lengths == [10, 4]  # a tree's rows stay once they are kept
     cache.keep(0, [0, 2, 5])
     assert cache.lengths == [13, 4] and torch.equal(rows_of(cache, 0)[:, :, :, :10], before[0])
-    alone = Cache(backbone.num_layers, 1, 64, transposed=transposed)
+    alone = backbone.engine.new_cache(1, 64)
     forward(backbone, [*OPENING, 20, 22, 25], alone)
     assert torch.allclose(rows_of(cache, 0), rows_of(alone), atol=1e-4)
     whole = rows_of(cache, 0).clone()
@@ -235,18 +235,3 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(transposed: bool) 
     assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), before[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_cache_with_a_stride_grows_and_shrinks(transposed: bool) -> None:
-    backbone = backbone_of("fast" if transposed else "eager")
-    cache = Cache(backbone.num_layers, 2, transposed=transposed, stride=4)
-    forward(backbone, OPENING[:3], cache, slot=1)
-    before = rows_of(cache, 1).clone()
-    forward(backbone, range(20, 50), cache, slot=0)
-    assert cache.capacity == 32 and torch.equal(rows_of(cache, 1), before)
-    cache.reserve(18)  # the longer slot is still there, whoever asks
-    assert cache.capacity == 32
-    cache.truncate(0, 0)
-    forward(backbone, [9], cache, slot=1)
-    assert cache.capacity == 4 and torch.equal(rows_of(cache, 1)[..., :3, :], before)

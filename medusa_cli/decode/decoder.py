@@ -49,8 +49,7 @@ class Decoder:
         self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
         self.policy = policy or StaticTreePolicy(ROOT)
         self.taps = taps if drafter is None else drafter.taps
-        # Steps of one row read keys as they come, steps of several rows read transposed ones.
-        self.cache = self.engine.new_cache(slots, plain=drafter is None and not self.policy.drafts)
+        self.cache = self.engine.new_cache(slots)
         graphs = self.policy.fixed_trees and captures(self.engine) if cuda_graphs is None else cuda_graphs
         graphs = graphs and not (drafter is not None and drafter.uses_verify_pass)
         self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps) if graphs else None
@@ -130,14 +129,18 @@ class Decoder:
         return list(zip(sequences, steps, strict=True))
 
     def _draft(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> list[Draft]:
-        """Drafts for every sequence; near the end of the context its tree is truncated to what fits."""
+        """Drafts for every sequence, as much as fits into the context and into a pass of the engine."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
         trees = [tree.truncate(depth) for (tree, _), depth in zip(plans, levels, strict=True)]
         drafts: dict[int, Draft] = {}
         for tree in dict.fromkeys(trees):  # one call of the drafter for all sequences of a tree
             alike = [i for i, other in enumerate(trees) if other == tree]
             drafts.update(zip(alike, self._draft_tree([sequences[i] for i in alike], tree), strict=True))
-        return [add_paths(drafts[i], [path[: levels[i]] for path in paths]) for i, (_, paths) in enumerate(plans)]
+        rows = [self.engine.tree_rows(len(sequence.tokens)) for sequence in sequences]
+        return [
+            add_paths(drafts[i], [path[: levels[i]] for path in paths]).first(rows[i])
+            for i, (_, paths) in enumerate(plans)
+        ]
 
     def _draft_tree(self, sequences: Several[Sequence], tree: Tree | DynamicTree) -> list[Draft]:
         """Returns drafts over one tree; a root alone needs no drafter."""

@@ -54,11 +54,6 @@ class DraftPolicy(ABC):
         self._trust: dict[str, NgramTrust] = {}  # by kind of sampling
 
     @property
-    def drafts(self) -> bool:
-        """Returns False for plain decoding."""
-        return self.max_depth > 0 or self.ngrams
-
-    @property
     def fixed_trees(self) -> bool:
         """Returns True if a few trees come again and again: CUDA graphs replay such steps."""
         return not self.ngrams

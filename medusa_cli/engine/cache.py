@@ -5,67 +5,64 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from medusa_cli.engine.attention import BLOCK, padded
+
 FIRST_ROWS = 256
-# A cache with a stride shrinks if more strides than this are free in all its slots.
-SLACK = 4
 
 
 class Cache:
-    """S sequences' keys and values [layers, S, KV, C, D]; `transposed` stores keys as [layers, S, KV, D, C].
+    """S sequences' keys and values [layers, S, KV, C, D].
 
     Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free rows hold finite
-    numbers, so that a product may run over them under a mask. The capacity C doubles as needed; with a stride it stays
-    at the next multiple above the used rows, growing and shrinking, for products that are slow on a part of a buffer
-    and so read all of it. A CPU's products with several queries want transposed keys.
+    numbers, so that a product may run over them under a mask. The capacity C doubles as needed. With a `width`, as a
+    CPU's attention wants it, everything is fp32, keys are stored as [.., D, C], values in rows of `width` numbers, of
+    which number D is 1.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        slots: int = 1,
-        capacity: int = FIRST_ROWS,
-        *,
-        transposed: bool = False,
-        stride: int | None = None,
-    ) -> None:
-        self.layers, self.slots, self.transposed, self.stride = layers, slots, transposed, stride
-        self.capacity = max(1, capacity) if stride is None else stride
+    def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS, *, width: int | None = None) -> None:
+        self.layers, self.slots, self.width = layers, slots, width
+        self.capacity = max(1, capacity) if width is None else padded(capacity, BLOCK)
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.rows: Tensor | None = None  # the values in their rows [layers, S, KV, C, W]
 
     def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
         """Makes the buffers for KV heads of a width (of values: value_dim), of the type and on the device of `like`."""
-        self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
+        self.keys, self.values, self.rows = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
 
-    def _buffers(self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    def _buffers(
+        self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shape = (self.layers, self.slots, heads)
-        keys = like.new_zeros(*shape, *((dim, capacity) if self.transposed else (capacity, dim)))
-        return keys.transpose(-1, -2) if self.transposed else keys, like.new_zeros(*shape, capacity, value_dim)
+        if self.width is None:
+            rows = like.new_zeros(*shape, capacity, value_dim)
+            return like.new_zeros(*shape, capacity, dim), rows, rows
+        keys = like.new_zeros(*shape, dim, capacity, dtype=torch.float32).transpose(-1, -2)
+        rows = like.new_zeros(*shape, capacity, self.width, dtype=torch.float32)
+        rows[..., dim] = 1
+        return keys, rows[..., :dim], rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory, free rows included."""
-        return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
+        return sum(buffer.nbytes for buffer in (self.keys, self.rows) if buffer is not None)
 
     def reserve(self, rows: int) -> None:
         """Makes room for so many rows in every slot."""
-        rows, capacity = max(rows, *self.lengths), self.capacity
-        if self.stride is None:
-            while capacity < rows:
-                capacity *= 2
-        elif not rows <= capacity <= rows + SLACK * self.stride:
-            capacity = -(-rows // self.stride) * self.stride
+        capacity = self.capacity
+        while capacity < rows:
+            capacity *= 2
         if capacity == self.capacity:
             return
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
             heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
-            keys, values = self._buffers(heads, *widths, self.values, capacity)
+            keys, values, wide = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
             # Assigned at once: if memory is short, the cache stays as it was.
-            self.keys, self.values = keys, values
+            self.keys, self.values, self.rows = keys, values, wide
         self.capacity = capacity
 
     @torch.inference_mode()

@@ -32,10 +32,13 @@ class Engine(ABC):
     masks: Masks
     head: nn.Module
     weight_bytes: int
-    # Attention reads a multiple of so many columns: a product prepares anew for every length, and would first copy a
-    # part of a cache.
+    # True if a row of a pass has the same bits alone, in a tree, in a batch and in a prompt: then greedy output over
+    # drafts is that of plain decoding in every number type.
+    row_invariant = False
+    # Attention reads a multiple of so many columns, and a row-invariant engine's trees lie within one multiple.
     round_to = 1
-    transposed = False
+    # The width of a row of values in the cache, if attention wants one of its own.
+    width: int | None = None
     # True if steps are captured as CUDA graphs; None: not tried yet.
     captures: bool | None = False
 
@@ -48,13 +51,13 @@ class Engine(ABC):
         """The engine and its kernel in words."""
         return f"{self.name} engine ({self.kernel.name})"
 
-    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS, *, plain: bool = False) -> Cache:
-        """Returns empty slots of `capacity` rows, which grow as needed.
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
+        """Returns empty slots of `capacity` rows, which grow as needed."""
+        return Cache(self.backbone.num_layers, slots, capacity, width=self.width)
 
-        plain: steps have one row a slot; with several slots their products want keys that are not transposed.
-        """
-        stride, transposed = self.round_to if self.round_to > 1 else None, self.transposed and not (plain and slots > 1)
-        return Cache(self.backbone.num_layers, slots, capacity, transposed=transposed, stride=stride)
+    def tree_rows(self, length: int) -> int:
+        """Returns how many nodes a tree behind `length` tokens may have."""
+        return self.round_to - length % self.round_to if self.row_invariant else self.backbone.max_positions
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:

@@ -7,21 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of, shares
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
-from medusa_cli.engine.kernels import Kernel
+from medusa_cli.engine.kernels import Kernel, PackedProduct
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
-from medusa_cli.engine.plan import Layout, Plan
+from medusa_cli.engine.plan import Layout, Plan, lay_out
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.masks import Masks
 
-# Up to so many rows of a slot two plain products over transposed keys beat torch's fused attention.
-FUSED_ROWS = 128
 # Tokens of the passes that compare the layers with the network, at the first positions and at the last.
 PROBE = 12
 # The allowed difference of states from the network's own, relative to their size, by the type of either.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+# Ways to feed a kernel's products, tried until a row's bits do not depend on the rows beside it: with so many rows more
+# than a pass has, or so many at most at once. oneDNN's products of one row, and AMX's of more than 32, add in another
+# order.
+FEEDS: tuple[tuple[int, int | None], ...] = ((0, None), (1, None), (0, 32), (0, 16))
+# Tokens of the prompt and nodes of the tree that the check of this compares: more than a block of attention, a chunk.
+CHECKED, NODES = 300, 48
 
 
 class FastEngine(Engine):
@@ -35,11 +40,9 @@ class FastEngine(Engine):
     def __init__(self, backbone: Backbone, kernel: Kernel) -> None:
         super().__init__(backbone)
         self.kernel, self.dtype = kernel, kernel.rows
-        self.masks = Masks(backbone.config, self.dtype)
         on_cpu = backbone.device.type == "cpu"
-        self.transposed, self.captures = on_cpu, None if backbone.device.type == "cuda" else False
-        # oneDNN prepares bf16 products anew for every new length.
-        self.round_to = 64 if on_cpu and self.dtype != torch.float32 else 1
+        self.masks = Masks(backbone.config, torch.float32 if on_cpu else self.dtype)
+        self.captures = None if backbone.device.type == "cuda" else False
         model, config = backbone.model, backbone.config
         self._parts = Layers(model)
         kinds, self._tables = self.masks.kinds, sorted(set(self._parts.kinds))
@@ -61,13 +64,19 @@ class FastEngine(Engine):
             self.layers = list(pool.map(pack, itertools.count(), self._parts.layers))
             self.head = head.result()
         self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        if on_cpu:
+            self.round_to, self.width = BLOCK, padding_of(self.dim)[1]
+        self.inner = self.layers[0].down.in_features
         self.weight_bytes = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
         lm_head = model.get_output_embeddings()
         if lm_head.weight is not backbone.embedding.weight:
             release(lm_head)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self._segments: dict[tuple[Any, ...], TracedModule] = {}
+        self._more, self._chunk = FEEDS[0]
         self._check(probe, expected)
+        if on_cpu:
+            self._make_row_invariant()
 
     def _expected(self, tokens: Tensor, first: int) -> Tensor:
         """Returns the network's own states [1, n, H] of tokens [n] at the positions from `first` on."""
@@ -90,21 +99,77 @@ class FastEngine(Engine):
                 raise Unsupported(f"its states differ from the network's own by {error:.1%} from position {first:,} on")
         self._rotary, self._segments = {}, {}
 
-    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _make_row_invariant(self) -> None:
+        """Finds a way to feed products under which a row has the same bits alone, in a tree, a batch and a prompt."""
+        # fbgemm's product needs none; the others need more than one row at least.
+        feeds = FEEDS if self.kernel.name == "fp16-weights" else FEEDS[1:]
+        for more, chunk in feeds:
+            self._feed(more, chunk)
+            self.row_invariant = self._rows_agree()
+            if self.row_invariant:
+                return
+        self._feed(*FEEDS[0])
+
+    def _feed(self, more: int, chunk: int | None) -> None:
+        self._more, self._chunk, self._segments = more, chunk, {}
+        for module in itertools.chain(self.head.modules(), *(layer.modules() for layer in self.layers)):
+            if isinstance(module, PackedProduct):
+                module.chunk = chunk
+
+    @torch.inference_mode()
+    def _rows_agree(self) -> bool:
+        """Returns True if the first layer and the lm_head give rows the same bits, whatever stands beside them."""
+        count = min(CHECKED, self.backbone.max_positions)
+        ids, start = torch.arange(count) * 37 % self.backbone.vocab_size, count - 12
+        cache = self.new_cache(2)
+
+        def states(tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> Tensor:
+            plan = Plan(tokens, *(tree or (None, None)))
+            layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device, self.round_to)
+            return self.run(tokens, layout, cache, (0,), end=1)[0]
+
+        # A path of three tokens among siblings.
+        nodes, sees = torch.zeros(NODES, dtype=torch.long), torch.eye(NODES, dtype=torch.bool)
+        nodes[::2][:3], sees[:, 0], sees[4, 2] = ids[start : start + 3], True, True
+        depth = sees.sum(1) - 1
+        prompt = states(torch.stack([ids, ids]))[0, start:]
+        cache.lengths = [start, 5]
+        tree, batch = states(nodes[None], (depth, sees))[0], states(ids[[start, 5]][:, None])
+        alone = states(ids[None, start : start + 1])[0]
+        scores = self.lm_head(tree)
+        return (
+            torch.equal(alone[0], prompt[0])
+            and torch.equal(batch[0, 0], prompt[0])
+            and torch.equal(tree[[0, 2, 4]], prompt[:3])
+            and torch.equal(self.lm_head(tree[:1])[0], scores[0])
+            and torch.equal(self.lm_head(tree[3:8]), scores[3:8])
+        )
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        rows = states.flatten(0, -2)
+        if self._more:
+            rows = torch.cat([rows, rows[: self._more]])
+        scores: Tensor = self.head(rows)
+        return scores[: len(scores) - self._more].unflatten(0, states.shape[:-1])
+
+    def run(
+        self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...], end: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layers before `end`; see Engine.run."""
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
-        pseudo, last = layout.pseudo, len(self.layers)
+        pseudo, last = layout.pseudo, len(self.layers) if end is None else end
         cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(pseudo.rows.layers if pseudo else ())}
         tapped: dict[int, Tensor] = {}
         inputs: tuple[Any, ...] = ()
-        for first, end in itertools.pairwise(sorted(cuts)):
+        for first, after in itertools.pairwise(sorted(cuts)):
             rows = x.shape[1]
             if pseudo is not None:
                 x = pseudo.enter(first, x)
             if not inputs or x.shape[1] != rows:
                 inputs = self._inputs(x.shape[1], layout)
-            tapped[end - 1] = x = self._run_layers(first, end, x, layout, cache, *inputs)
+            tapped[after - 1] = x = self._run_layers(first, after, x, layout, cache, *inputs)
         # As in the network's own list of states, the last layer's are those after the last norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
@@ -113,30 +178,48 @@ class FastEngine(Engine):
         self, first: int, end: int, x: Tensor, layout: Layout, cache: Cache, path: str, *inputs: Any
     ) -> Tensor:
         """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm."""
-        assert cache.keys is not None and cache.values is not None
-        slots = slice(layout.first, layout.first + layout.size)
-        keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.values))
-        # Rounded products choose by the number of rows, so each number has a trace of its own.
-        key = (first, end, path, self.kernel.exact or x.shape[0] * x.shape[1])
+        assert cache.keys is not None and cache.rows is not None
+        slots, rows, pieces = slice(layout.first, layout.first + layout.size), x.shape[0] * x.shape[1], len(inputs[2])
+        keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.rows))
+        # A trace holds the number of chunks. Rounded products choose by the number of rows, so each has its own.
+        kind = rows if not self.kernel.exact else -(-rows // self._chunk) if self._chunk else 0
+        key = (first, end, path, kind, pieces)
         if key not in self._segments:
-            segment = Segment(self.layers[first:end], self.norm if end == len(self.layers) else None, path)
-            self._segments[key] = TracedModule(segment, lambda: [segment], never=path == "fused")
+            norm = self.norm if end == len(self.layers) else None
+            segment = Segment(self.layers[first:end], norm, path)
+            self._segments[key] = TracedModule(segment, lambda: [segment], never=path == "fused" or pieces > 1)
         return self._segments[key](x.flatten(0, 1), *inputs, keys, values).view(x.shape)
 
     def _inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
-        """Returns the path of attention for the first `rows` rows, and its masks, rotary tables and columns."""
-        path = "fused" if rows > FUSED_ROWS or not self.transposed else "slots" if layout.start is None else "slot"
-        masks = [layout.masks[kind][:, :rows].repeat(1, self.groups, 1)[:, None] for kind in self.masks.kinds]
-        if path != "fused":
-            masks = [mask.expand(-1, self.kv, -1, -1).flatten(0, 1) for mask in masks]  # [B * KV, G * R, L]
+        """Returns the path of attention for the first `rows` rows, and the other inputs of a segment."""
+        masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         # Slots may share their positions.
         positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
         tables = [self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))]
         cos, sin = [table[0] for table in tables], [table[1] for table in tables]
-        if path == "slot":
-            assert layout.start is not None
-            return path, masks, cos, sin, masks[0].new_empty(layout.start, 0)
-        return path, masks, cos, sin, layout.columns[:, :rows]
+        columns = layout.columns[:, :rows]
+        if self.width is None:
+            masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
+            return "fused", columns, masks, [], columns, cos, sin, columns
+        count = layout.size * rows
+        more = self._rows_more(count)
+        feed = torch.arange(count + more) % count
+        pieces, back = pieces_of(layout.size, rows, self.kv * self.groups, self.kv, self.dim, more)
+        masks = [piece.mask(mask, self.kv, layout.start) for mask in masks for piece in pieces]
+        path = "slots"
+        if layout.start is not None:
+            path, columns = "slot", columns.new_empty(layout.start, 0)
+        return path, feed, masks, [piece.order for piece in pieces], back, cos, sin, columns
+
+    def _rows_more(self, rows: int) -> int:
+        """Returns how many rows more than those of a pass its products see.
+
+        Threads share the numbers of an activation, and only whole vectors of them are computed alike.
+        """
+        more = self._more
+        while (rows + more) % shares((rows + more) * self.inner):
+            more += 1
+        return more
 
     def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [P, 1, D] of positions [P] below `wide`."""

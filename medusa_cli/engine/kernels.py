@@ -31,11 +31,6 @@ class Product(nn.Module):
         self.out_features, self.in_features = shape
         self.nbytes = nbytes
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns W x + b + other."""
-        y: Tensor = self(x)
-        return y.add_(other)
-
     def __deepcopy__(self, memo: dict[int, object]) -> "Product":
         return self  # frozen, and packed weights cannot be copied
 
@@ -133,9 +128,13 @@ def _pack(weight: Tensor, bias: Tensor | None) -> "PackedProduct":
 
 
 class PackedProduct(Product):
-    """oneDNN's product over an opaque weight, which no graph can hold: a graph gets it as an input with every call."""
+    """oneDNN's product over an opaque weight, which no graph can hold: a graph gets it as an input with every call.
+
+    chunk: multiplies at most so many rows at once.
+    """
 
     bias: Tensor | None
+    chunk: int | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape, weight.nbytes)
@@ -145,22 +144,19 @@ class PackedProduct(Product):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _onednn()[0](x, self.packed)
-        return y if self.bias is None else y.add_(self.bias)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        y: Tensor = _onednn()[1](x, other, self.packed)
+        if self.chunk is not None and len(x) > self.chunk:
+            return torch.cat([self(rows) for rows in x.split(self.chunk)])
+        y: Tensor = _onednn()(x, self.packed)
         return y if self.bias is None else y.add_(self.bias)
 
 
 @cache
-def _onednn() -> tuple[Any, Any]:
-    """Returns oneDNN's product, and the product plus rows, as functions of tensors alone.
+def _onednn() -> Any:
+    """Returns oneDNN's product as a function of rows and weights alone.
 
-    The operators take an argument (`Scalar?[]`) that no trace can record, so each is wrapped in a graph of its own.
+    The operator takes an argument (`Scalar?[]`) that no trace can record, so it is wrapped in a graph of its own.
     """
-    build, parse = torch._C._create_function_from_graph, torch._C.parse_ir
-    plain = parse(
+    graph = torch._C.parse_ir(
         """graph(%x : Tensor, %w : Tensor):
   %bias : NoneType = prim::Constant()
   %name : str = prim::Constant[value="none"]()
@@ -169,14 +165,7 @@ def _onednn() -> tuple[Any, Any]:
   %y : Tensor = mkldnn::_linear_pointwise(%x, %w, %bias, %name, %scalars, %algorithm)
   return (%y)"""
     )
-    plus = parse(
-        """graph(%x : Tensor, %other : Tensor, %w : Tensor):
-  %bias : NoneType = prim::Constant()
-  %name : str = prim::Constant[value="add"]()
-  %y : Tensor = mkldnn::_linear_pointwise(%x, %other, %w, %bias, %name)
-  return (%y)"""
-    )
-    return build("packed_product", plain), build("packed_product_plus", plus)
+    return torch._C._create_function_from_graph("packed_product", graph)
 
 
 LARGEST = 30_000.0  # a scaled weight's largest entry, near the largest number of fp16

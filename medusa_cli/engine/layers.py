@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from medusa_cli.engine.attention import attend, fused
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model.backbone import Unsupported
 
@@ -83,72 +83,34 @@ class FastLayer(nn.Module):
         self.down_norm = norm_of(layer.post_feedforward_layernorm) if after else None
         self.nbytes = sum(product.nbytes for product in (self.qkv, self.out, self.gate_up, self.down))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [B * R, heads, D], keys and values [B * R, KV, D], rotated by tables [B * R, 1, D]."""
-        qkv = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys [B * R, heads + KV, D], rotated by tables [B * R, 1, D], and values [B * R, KV, D].
+
+        x may have more rows, which only make products faster or row-invariant.
+        """
+        qkv = self.qkv(self.attention_norm(x)).narrow(0, 0, cos.shape[0]).view(-1, self.heads + 2 * self.kv, self.dim)
         query_key, value = qkv.split([self.heads + self.kv, self.kv], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key.split([self.heads, self.kv], dim=1)
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
-        query_key = torch.addcmul(query_key * cos, query_key.roll(self.dim // 2, -1), sin)
-        query, key = query_key.split([self.heads, self.kv], dim=1)
-        return query, key, value
+        return torch.addcmul(query_key * cos, query_key.roll(self.dim // 2, -1), sin), value
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's output [B * R, H] from its input and the attention's [B * R, heads * D]."""
-        x = self.out.plus(attended, x) if self.out_norm is None else x + self.out_norm(self.out(attended))
+        y = self.out(attended)
+        x = x + (y if self.out_norm is None else self.out_norm(y))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         inner = self.activation(gate).mul_(up)
-        if self.down_norm is not None:
-            return x + self.down_norm(self.down(inner))
-        return self.down.plus(inner, x)
-
-
-def attention(
-    layer: FastLayer,
-    rows: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor,
-    columns: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    path: str,
-) -> Tensor:
-    """Writes projected rows into the cache and attends them to it; returns [B * R, heads * D].
-
-    keys, values [B * KV, C, D]; mask [B * KV, G * R, L], over the first L columns; columns [B, R]: where each slot's
-    rows are written. path "slot" is for one slot, with columns [start, 0]: a trace keeps that size open. path "fused"
-    is torch's fused attention, for many rows and for GPUs; its mask is [B, 1, G * R, L].
-    """
-    query, key, value = rows
-    wide = mask.shape[-1]
-    if path == "slot":
-        size, start = 1, columns.shape[0]
-        end = start + query.shape[0]
-        keys[:, start:end].copy_(key.transpose(0, 1))
-        values[:, start:end].copy_(value.transpose(0, 1))
-    else:
-        size, count = columns.shape[0], columns.shape[1]
-        slots = torch.arange(size, device=columns.device)[:, None]
-        for cached, new in ((keys, key), (values, value)):
-            by_slot = cached.unflatten(0, (size, layer.kv)).transpose(1, 2)
-            by_slot.index_put_((slots, columns), new.view(size, count, layer.kv, layer.dim))
-    query = query.view(size, -1, layer.heads, layer.dim).transpose(1, 2).reshape(size * layer.kv, -1, layer.dim)
-    seen_keys, seen_values = keys[:, :wide], values[:, :wide]
-    if path == "fused":
-        if seen_keys.stride(-1) != 1:  # transposed keys are slow there
-            seen_keys = seen_keys.contiguous()
-        # Only products of four dimensions have fused kernels.
-        q, k, v = (x.unflatten(0, (size, layer.kv)) for x in (query, seen_keys, seen_values))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
-    else:
-        scores = torch.baddbmm(mask, query, seen_keys.transpose(1, 2), alpha=layer.scale)
-        attended = torch.bmm(scores.softmax(-1), seen_values)
-    attended = attended.reshape(size, layer.heads, -1, layer.dim).transpose(1, 2)
-    return attended.reshape(-1, layer.heads * layer.dim)
+        y = self.down(inner)
+        return x + (y if self.down_norm is None else self.down_norm(y))
 
 
 class Segment(nn.Module):
-    """Consecutive layers, and with a norm the last one after them."""
+    """Consecutive layers, and with a norm the last one after them.
+
+    path: "slot" attends one slot, with columns [start, 0], as a trace keeps that size open; "slots" several; "fused" by
+    torch's fused attention.
+    """
 
     def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None, path: str) -> None:
         super().__init__()
@@ -157,16 +119,46 @@ class Segment(nn.Module):
     def forward(
         self,
         x: Tensor,
+        feed: Tensor,
         masks: list[Tensor],
+        orders: list[Tensor],
+        back: Tensor,
         cos: list[Tensor],
         sin: list[Tensor],
         columns: Tensor,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Returns states [B * R, H] after the layers; masks and tables as their indices say, keys, values by layer."""
+        """Returns states [B * R, H] after the layers.
+
+        feed: the rows of x that products see, those of the pass first. masks by kind of layer and piece of attention;
+        orders of pieces; back: the places of `attention.pieces_of`. cos, sin by table. columns [B, R]: where the rows of
+        each slot are written. keys [layers, B * KV, C, D], values [layers, B * KV, C, W].
+        """
         layer: Any
+        rows, pieces = x.shape[0], len(orders)
+        if self.path != "fused":
+            x = x.index_select(0, feed)
         for layer, key, value in zip(self.layers, keys.unbind(0), values.unbind(0), strict=True):
-            rows = layer.project(x, cos[layer.table], sin[layer.table])
-            x = layer.finish(x, attention(layer, rows, masks[layer.kind], columns, key, value, self.path))
+            query_key, new = layer.project(x, cos[layer.table], sin[layer.table])
+            self._write(layer, key, query_key.narrow(1, layer.heads, layer.kv), columns)
+            self._write(layer, value.narrow(2, 0, layer.dim), new, columns)
+            if self.path == "fused":
+                query = query_key.narrow(1, 0, layer.heads)
+                attended = fused(query, key, value, masks[layer.kind], layer.kv, layer.scale)
+            else:
+                seen = masks[layer.kind * pieces : (layer.kind + 1) * pieces]
+                attended = attend(query_key, key, value, seen, orders, back, layer.scale)
+            x = layer.finish(x, attended.view(-1, layer.heads * layer.dim))
+        x = x.narrow(0, 0, rows)
         return x if self.norm is None else self.norm(x)
+
+    def _write(self, layer: FastLayer, cached: Tensor, new: Tensor, columns: Tensor) -> None:
+        """Writes rows [B * R, KV, D] into their columns of the cache [B * KV, C, D]."""
+        if self.path == "slot":
+            cached.narrow(1, columns.shape[0], new.shape[0]).copy_(new.transpose(0, 1))
+            return
+        size, count = columns.shape[0], columns.shape[1]
+        slots = torch.arange(size, device=columns.device)[:, None]
+        by_slot = cached.unflatten(0, (size, layer.kv)).transpose(1, 2)
+        by_slot.index_put_((slots, columns), new.reshape(size, count, layer.kv, layer.dim).to(cached.dtype))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa_cli.engine.attention import padded
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.model.masks import Masks
@@ -78,10 +79,6 @@ class Output:
     ahead: Tensor | None = None
 
 
-# From so many rows on, computing over unneeded columns costs more than copying the needed ones.
-LONG = 32
-
-
 @dataclass(frozen=True)
 class Layout:
     """One pass as layers see it: R rows of each of B slots from `first` on, pseudo rows last.
@@ -104,16 +101,14 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     """Returns the layout of a plan in a cache, which grows as needed.
 
     context: the model's; pseudo rows may stand beyond it, where rotary tables may change. round_to: attention reads a
-    multiple of so many columns, and for few rows all of a cache that is kept small (its `stride`).
+    multiple of so many columns.
     """
     sees, depth, pseudo = plan.visibility(device)
     size, rows = len(plan.tokens), depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
-    wide = min(-(-end // round_to) * round_to, cache.capacity)
-    if cache.stride is not None and rows < LONG:
-        wide = cache.capacity
+    wide = padded(end, round_to)
     if size > 1:
         used = torch.tensor(lengths, device=device)
         return lay_out_at(used, sees, depth, masks, context, plan.first, wide, pseudo)

@@ -219,6 +219,13 @@ class Draft:
     tree: Tree
     looked_up: int = 0
 
+    def first(self, nodes: int) -> "Draft":
+        """Returns the draft of the first nodes; a parent stands before its children."""
+        if self.tree.size <= nodes:
+            return self
+        tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
+        return Draft(self.tokens[:nodes], tree, self.looked_up)
+
 
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.

@@ -1,0 +1,194 @@
+"""Attention over the KV cache; on a CPU a row's bits do not depend on the rows beside it.
+
+A product adds the terms of one result in the order of its inner dimension, so the exact zeros of masked columns change
+nothing, wherever they stand. What does change bits: kernels for few rows, an inner dimension whose blocks depend on its
+length, softmax's own sum, whose lanes shift with the columns in between, and the ends of threads' shares of a tensor,
+which are computed number by number. So queries are padded to a multiple of rows, values are summed in blocks of
+columns, the denominator is a column of ones beside the values, and shares are whole vectors. A tree must not cross a
+block: its nodes would be summed apart from where they would stand alone.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Columns that one product sums.
+BLOCK = 256
+# Query positions that attend together: the columns after them are left out.
+PIECE = 128
+# Paddings to try: (multiple of rows, multiple of the values' width).
+PADDINGS = ((2, 8), (12, 48), (12, 96))
+# torch gives a thread at least so many numbers of a tensor; a vector step takes VECTOR of them.
+SHARE, VECTOR = 32_768, 32
+
+
+def padded(size: int, multiple: int) -> int:
+    """Returns the next multiple of a number from `size` on."""
+    return -(-size // multiple) * multiple
+
+
+@cache
+def padding_of(dim: int) -> tuple[int, int]:
+    """Returns the multiple of query rows, and the width of values and a one, that this CPU wants for heads of width D.
+
+    They are the first for which a row gives the same bits alone and among others.
+    """
+    options = [(rows, padded(dim + 1, multiple)) for rows, multiple in PADDINGS]
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(0)
+        return next((option for option in options if _is_row_invariant(dim, *option)), options[-1])
+
+
+def _is_row_invariant(dim: int, rows: int, width: int) -> bool:
+    """Returns True if products of any number of rows, in any batch, give a row the same bits."""
+    longest = padded(512, rows)
+    query, keys = torch.randn(2, longest, dim), torch.randn(2, dim, 2 * BLOCK)
+    weights, values = torch.rand(2, longest, 2 * BLOCK), torch.randn(2, 2 * BLOCK, width)
+    weights[..., BLOCK + BLOCK // 2 :] = 0
+    # The same weights and values in other columns, with zeros in between.
+    columns = torch.cat([torch.arange(BLOCK), BLOCK + torch.randperm(BLOCK)[: BLOCK // 2].sort().values])
+    spread_weights, spread_values = torch.zeros_like(weights), torch.randn_like(values)
+    spread_weights[..., columns] = weights[..., : len(columns)]
+    spread_values[:, columns] = values[:, : len(columns)]
+    scores, summed = query @ keys, sum_by_blocks(weights, values)
+    for count in (1, 2, 3, 4, 5, 7, 8, 11, 16, 33):
+        part = slice(count * rows, 2 * count * rows)
+        alone = query[:1, part] @ keys[:1, :, :BLOCK]
+        again = sum_by_blocks(spread_weights[1:, part], spread_values[1:])
+        if not (torch.equal(alone[0], scores[0, part, :BLOCK]) and torch.equal(again[0], summed[1, part])):
+            return False
+    return True
+
+
+def shares(numbers: int) -> int:
+    """Returns the number of threads that compute on a tensor of so many numbers."""
+    return max(1, min(torch.get_num_threads(), -(-numbers // SHARE)))
+
+
+def sum_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
+    """Returns weights [B, M, L] times values [B, C, W], block by block; L is a multiple of BLOCK."""
+    summed: Tensor = _scripts()[0](weights, values)
+    return summed
+
+
+def powers(scores: Tensor) -> Tensor:
+    """Replaces scores by powers of two.
+
+    The exponential function is dear where it comes to nothing, as under a mask.
+    """
+    weights: Tensor = _scripts()[1](scores, torch.get_num_threads())
+    return weights
+
+
+@cache
+def _scripts() -> tuple[Any, Any]:
+    """Returns functions that branch by sizes as scripts, so that a trace keeps the branches open."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, but its successor takes half a minute a model
+        return torch.jit.script(_sum_by_blocks), torch.jit.script(_powers)
+
+
+def _sum_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
+    wide = weights.size(2)
+    first = weights if wide == 256 else weights.narrow(2, 0, 256)
+    total = torch.bmm(first, values.narrow(1, 0, 256))
+    for start in range(256, wide, 256):
+        total.baddbmm_(weights.narrow(2, start, 256), values.narrow(1, start, 256))
+    return total
+
+
+def _powers(scores: Tensor, threads: int) -> Tensor:
+    numbers = scores.numel()
+    parts = min(threads, (numbers + 32767) // 32768)
+    if numbers % (32 * parts) == 0:
+        return scores.exp2_()
+    for part in scores.view(-1).split(32768):  # each by one thread
+        part.exp2_()
+    return scores
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some query positions of a pass over B slots: M rows for each of the B * KV key heads, padded.
+
+    order [B * KV * M]: the rows' places among all queries; positions first .. end - 1 of the pass; position [M]: that
+    of each row, from `first` on.
+    """
+
+    first: int
+    end: int
+    order: Tensor
+    position: Tensor
+
+    def mask(self, mask: Tensor, kv: int, start: int | None) -> Tensor:
+        """Returns this piece's part [B * KV, M, L'] of a mask [B, R, L].
+
+        No row sees a column after its own: with one slot, of length `start`, the part ends with its last row's block.
+        """
+        seen = mask.shape[2] if start is None else min(mask.shape[2], padded(start + self.end, BLOCK))
+        part = mask[:, self.first : self.end, :seen].index_select(1, self.position)
+        return part[:, None].expand(-1, kv, -1, -1).flatten(0, 1)
+
+
+@lru_cache(maxsize=128)
+def pieces_of(size: int, rows: int, heads: int, kv: int, dim: int, more: int) -> tuple[list[Piece], Tensor]:
+    """Returns the pieces of a pass over B slots of R rows, and where each row stands in their results.
+
+    Queries and keys lie side by side, [B * R * (heads + KV), D]. The places are [(B * R + more) * heads], `more` times
+    those of the first row at the end.
+    """
+    groups, multiple = heads // kv, padding_of(dim)[0]
+    every = torch.arange(size * rows * (heads + kv)).view(size, rows, -1)[..., :heads].unflatten(-1, (kv, groups))
+    pieces, offset, back = list[Piece](), 0, torch.empty_like(every)
+    for first in range(0, rows, PIECE):
+        end = min(first + PIECE, rows)
+        count = groups * (end - first)
+        padding = torch.arange(padded(count, multiple)).clamp(max=count - 1)
+        order = every[:, first:end].permute(0, 2, 3, 1).reshape(size, kv, -1)[..., padding].flatten()
+        pieces.append(Piece(first, end, order, padding % (end - first)))
+        here = torch.arange(offset, offset + len(order)).view(size, kv, -1)[..., :count]
+        back[:, first:end] = here.view(size, kv, groups, -1).permute(0, 3, 1, 2)
+        offset += len(order)
+    return pieces, torch.cat([back.flatten(), back[0, :1].expand(more, -1, -1).flatten()])
+
+
+def attend(
+    rows: Tensor, keys: Tensor, values: Tensor, masks: list[Tensor], orders: list[Tensor], back: Tensor, scale: float
+) -> Tensor:
+    """Attends queries to fp32 keys [B * KV, C, D] and values [B * KV, C, W], whose column D is 1.
+
+    rows [B * R, heads + KV, D]: queries and keys side by side; masks and orders are those of pieces, back is the places
+    of `pieces_of`. Returns [places, D] of the queries' type.
+    """
+    dim, keys, results = rows.shape[2], keys.transpose(1, 2), []
+    flat = rows.view(-1, dim)
+    for mask, order in zip(masks, orders, strict=True):
+        query = flat.index_select(0, order).view(mask.shape[0], -1, dim)
+        if query.dtype != torch.float32:
+            query = query.float()
+        # Not as `alpha`: products multiply by it at different places.
+        scores = torch.baddbmm(mask, query.mul_(scale / math.log(2)), keys.narrow(2, 0, mask.shape[2]))
+        weights = powers(scores.sub_(scores.amax(-1, keepdim=True)))
+        results.append(sum_by_blocks(weights, values).flatten(0, 1))
+    summed = (results[0] if len(results) == 1 else torch.cat(results)).index_select(0, back)
+    attended = summed.narrow(1, 0, dim) / summed.narrow(1, dim, 1)
+    return attended if attended.dtype == rows.dtype else attended.to(rows.dtype)
+
+
+def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
+    """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention, for GPUs.
+
+    mask [B, 1, G * R, L]. Returns [B * R, heads * D].
+    """
+    size, wide, (heads, dim) = mask.shape[0], mask.shape[-1], query.shape[1:]
+    query = query.view(size, -1, heads, dim).transpose(1, 2).reshape(size, kv, -1, dim)
+    # Only products of four dimensions have fused kernels.
+    seen: list[Any] = [cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values)]
+    attended = F.scaled_dot_product_attention(query, *seen, attn_mask=mask, scale=scale)
+    return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
