@@ -132,8 +132,8 @@ class Segment(nn.Module):
         """Returns states [B * R, H] after the layers.
 
         feed: the rows of x that products see, those of the pass first. masks by kind of layer and piece of attention;
-        orders of pieces; back: the places of `attention.pieces_of`. cos, sin by table. columns [B, R]: where the rows of
-        each slot are written. keys [layers, B * KV, C, D], values [layers, B * KV, C, W].
+        orders of pieces; back: the places of `attention.pieces_of`. cos, sin by table. columns [B, R]: where each slot
+        gets its rows. keys [layers, B * KV, C, D], values [layers, B * KV, C, W].
         """
         layer: Any
         rows, pieces = x.shape[0], len(orders)
