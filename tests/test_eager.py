@@ -92,7 +92,7 @@ def test_growing_cache_is_copied_a_few_times(engine: str) -> None:
         forward(backbone, token[None], cache, logits="none")
         if not buffers or cache.values is not buffers[-1]:
             buffers.append(cache.values)
-    assert len(buffers) == 9  # capacities 1, 2, 4, .. 256
+    assert len(buffers) == (9 if engine == "eager" else 1)  # capacities 1, 2, 4, .. 256, or a block at once
     expected = reference(backbone, torch.cat([ids, ids[:1]]))[-1]
     assert torch.allclose(forward(backbone, ids[:1], cache).logits[0], expected, atol=1e-4)
 
