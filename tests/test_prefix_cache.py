@@ -193,7 +193,7 @@ def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pyte
     drafter = MAKE[name](backbone)
     new_cache = backbone.engine.new_cache
     monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how))
-    prompts = [OPENING, [8], OPENING[::-1] * 2]
+    prompts = [OPENING, [8], OPENING[::-1] * (2 if engine == "eager" else 25)]  # the fast one grows by blocks of 256
     decoder = decoder_of(backbone, drafter, SPARSE.truncate(3), slots=3)
     answers: list[list[int]] = []
     grew = {decoder.cache.capacity}
@@ -203,7 +203,7 @@ def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pyte
         grew.add(decoder.cache.capacity)
         for sequence, step in decoder.step():
             answers[sequence.number] = answers[sequence.number] + step.tokens
-    assert len(grew) > 2  # it grew with texts under way
+    assert len(grew) > (2 if engine == "eager" else 1)  # it grew with texts under way
     for prompt, tokens in zip(prompts, answers, strict=True):
         steps = generate_plain(roomy, prompt, max_new_tokens=60, stop_ids=())
         assert tokens == tokens_of(steps)
