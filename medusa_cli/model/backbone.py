@@ -141,16 +141,6 @@ class Layers:
         return cos, sin
 
 
-def decoder_layers(network: Any, setting: str) -> list[nn.Module]:
-    """Returns the decoder layers of any network; UserError, naming the setting that needs them, if there is no list."""
-    depth = network.config.get_text_config().num_hidden_layers
-    for module in network.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return list(module)
-    kind = network.config.model_type
-    raise UserError(f"{setting}: the model type {kind!r} has no list of layers", "leave it out")
-
-
 def usable_positions(config: Any) -> int:
     """Returns the positions a model is run for: its context, or the original one if its rotary tables change there."""
     context = int(config.max_position_embeddings)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from medusa_cli import assets
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.model.backbone import decoder_layers
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -22,7 +22,7 @@ from medusa_cli.model.checks import (
     unloadable,
 )
 from medusa_cli.model.identity import tensors_of
-from medusa_cli.model.random_model import PREFIX, random_config, random_network
+from medusa_cli.model.random_model import PREFIX, random_config
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -61,7 +61,8 @@ def load_network(
     if model.startswith(PREFIX):
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
-        network = random_network(model, "cpu" if shard else device, dtype)
+        with torch.device("cpu" if shard else device):
+            network = AutoModelForCausalLM.from_config(random_config(model), dtype=dtype, trust_remote_code=False)
         if shard:
             split_layers(network, device)
         return network, None
@@ -112,7 +113,7 @@ def load_network(
     return network, tokenizer
 
 
-def _keep_gradients(network: torch.nn.Module) -> None:
+def _keep_gradients(network: nn.Module) -> None:
     """Stops bitsandbytes from repacking 4-bit weights on AVX512-BF16 hosts at the first inference.
 
     The repacked layers silently lose the gradients of adapters in later training passes.
@@ -132,8 +133,11 @@ def split_layers(network: Any, device: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    base = network.base_model
-    layers = decoder_layers(network, "@shard")
+    base, config = network.base_model, network.config.get_text_config()
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    layers = next((modules for modules in lists if len(modules) == config.num_hidden_layers), None)
+    if layers is None:
+        raise UserError(f"@shard: the model type {config.model_type!r} has no list of layers", "leave it out")
     mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
     network.requires_grad_(False)
     for layer in layers:

@@ -1,8 +1,6 @@
-"""Models of a known shape with random weights, made on the device: for timing models that cannot be downloaded."""
+"""Models of a known shape with random weights, for timing models that cannot be downloaded."""
 
 from typing import Any
-
-import torch
 
 from medusa_cli.errors import UsageError
 
@@ -32,11 +30,3 @@ def random_config(name: str) -> Any:
     if shape not in SHAPES:
         raise UsageError(f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}")
     return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")
-
-
-def random_network(name: str, device: str, dtype: torch.dtype) -> Any:
-    """Returns a Llama of the shape that "random:SHAPE" names, with weights of this type."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(random_config(name), dtype=dtype, trust_remote_code=False)
