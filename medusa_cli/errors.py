@@ -25,9 +25,9 @@ def shown(value: Any) -> str:
     return _REPR.repr(value)
 
 
-def cut(text: str) -> str:
-    """Returns a text without its middle beyond LONGEST characters: the end holds the remedy."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[5 - LONGEST // 2 :]}"
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Returns a text without its middle beyond the longest that it may be: the end holds the remedy."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[5 - longest // 2 :]}"
 
 
 def first_line(reason: BaseException) -> str:

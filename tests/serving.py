@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,15 +94,13 @@ def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
         assert not thread.is_alive(), "the server did not stop"
 
 
-def start(words: list[str]) -> tuple[subprocess.Popen[str], int]:
-    """Starts `medusa serve` on a free port; returns the process and the port."""
-    command = [sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    output = ""
-    for line in process.stderr:
-        output += line
-        if address := re.search(r"http://127.0.0.1:(\d+)/v1", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+def start(words: list[str], log: Path, prefix: Sequence[str] = ()) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts `medusa serve` on a free port, its stderr in a file; returns the process and the port."""
+    command = [*prefix, sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    while process.poll() is None:
+        if address := re.search(r"http://127.0.0.1:(\d+)/v1", log.read_text()):
             return process, int(address[1])
-    raise RuntimeError(f"the server did not start: {output}")
+        time.sleep(0.05)
+    raise RuntimeError(f"the server did not start: {log.read_text()}")

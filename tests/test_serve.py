@@ -18,7 +18,7 @@ from tests.serving import start
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=8192)).path
-    process, port = start(["--run", f"{run}/", "--tree", "static", "--dtype", "fp32"])
+    process, port = start(["--run", f"{run}/", "--tree", "static", "--dtype", "fp32"], tmp_path / "log")
     try:
         body = {"model": "model", "prompt": [8, 30], "max_tokens": 2000, "stream": True, "temperature": 5, "seed": 3}
         headers = {"Content-Type": "application/json"}

@@ -1,10 +1,13 @@
 """The server answers as plain decoding does, in OpenAI's form; it limits sizes, time and access, and frees slots."""
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,8 +19,9 @@ from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Request
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Ticket
-from tests.helpers import tiny_backbone
-from tests.serving import IDS, MODEL, Served, serving, tiny_medusa
+from medusa_cli.serve.server import OnceAMinute
+from tests.helpers import save_model, save_run, tiny_backbone
+from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]}
 SHORT = {"model": MODEL, "prompt": IDS, "max_tokens": 1}
@@ -265,7 +269,7 @@ def endless(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
 def send(server: Served, *parts: bytes) -> socket.socket:
     """Sends raw bytes of a completion request."""
     connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
     for part in parts:
         connection.sendall(part)
     return connection
@@ -289,6 +293,99 @@ def test_an_incomplete_body_times_out(medusa: Medusa) -> None:
     with serving(medusa, body_s=0.2) as server, send(server, b"Content-Length: 100\r\n\r\n{") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
         assert server.post(SHORT)[0] == 200
+
+
+BUSY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000  # more than kernels buffer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY[:50] + b"GET / ", BUSY])
+def test_a_client_that_sends_or_reads_nothing_loses_its_connection(medusa: Medusa, sent: bytes) -> None:
+    with serving(medusa, head_s=0.3, read_s=0.3, idle_s=60) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.settimeout(0.1)
+        with suppress(TimeoutError):  # a server that is not read does not read either
+            connection.sendall(sent)
+        assert server.server is not None
+        end = time.monotonic() + 10
+        while server.server.connections:
+            assert time.monotonic() < end, "the connection is still open"
+            time.sleep(0.05)
+        assert server.post(SHORT)[0] == 200
+
+
+def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa) -> None:
+    with serving(medusa, head_s=0.3) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 10:
+                connection.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.usefixtures("endless")
+def test_silent_connections_give_way_and_running_ones_stay(medusa: Medusa) -> None:
+    with serving(medusa, max_connections=3) as server, ThreadPoolExecutor(1) as pool, ExitStack() as silent:
+        running = pool.submit(server.post, {**LONG, "max_tokens": 100})
+        server.until("medusa_requests_running", 1)
+        for _ in range(20):
+            silent.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            assert server.request("GET", "/health")[0] == 200
+        assert running.result()[2]["usage"]["completion_tokens"] == 100
+
+
+def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model")).path
+    shell = ["bash", "-c", 'ulimit -n 120; exec "$@"', "limited"]
+    process, port = start(["--run", f"{run}/", "--baseline", "--dtype", "fp32"], tmp_path / "log", shell)
+    try:
+        with ExitStack() as silent:
+            for _ in range(200):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as garbage:
+                    garbage.sendall(b"\0\r\n\r\n")
+                    garbage.recv(100)
+            assert Served(port).request("GET", "/health")[0] == 200
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "log").stat().st_size < 10_000
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.7", "own.name"])
+def test_own_hosts_are_served(medusa: Medusa, host: str) -> None:
+    with serving(medusa, host="own.name") as server:
+        assert server.request("GET", "/v1/models", headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example"])
+def test_a_foreign_host_is_refused_unless_a_key_is_set(medusa: Medusa, host: str) -> None:
+    headers = {"Host": host, "Authorization": "Bearer k"}
+    with serving(medusa) as server:
+        for path in ("/", "/v1/models"):
+            status, _, text = server.request("GET", path, headers=headers)
+            assert status == 403 and host.split(":")[0] in text
+    with serving(medusa, api_key="k") as server:
+        assert server.request("GET", "/v1/models", headers=headers)[0] == 200
+
+
+def test_names_in_errors_are_cut_and_escaped(server: Served) -> None:
+    for body in ({**SHORT, "model": "\x1b[2J" * 10_000}, {**SHORT, "\x1b" * 10_000: 1}):
+        error = server.post(body)[2]["error"]
+        assert len(error["param"]) <= 100 and len(error["message"]) < 700 and error["message"].isprintable()
+
+
+def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tests.repeats")
+    log.addFilter(OnceAMinute(0.2))
+    for _ in range(5):
+        log.error("no files left\nsocket %d", 3, exc_info=OSError(24, "Too many open files"))
+    time.sleep(0.2)
+    log.error("no files left\nsocket %d", 4)
+    log.error("another")
+    assert len(caplog.messages) == 3 and "4 more" in caplog.messages[1] and "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("given", [None, "Bearer secret", "Bearer ", "söcret", "Bearer Söcret"])

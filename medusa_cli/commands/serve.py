@@ -62,6 +62,7 @@ def serve(
     loaded = load(choice, place)
     limits = Limits(
         name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
+        host=host,
         api_key=api_key or None,
         slots=batch_size,
         waiting=queue,

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Request
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, shown
 from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
@@ -29,7 +29,7 @@ PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/event-stream": {}}}}
 
@@ -98,7 +98,7 @@ class Handler:
 
     def check_model(self, name: str) -> None:
         if name != self._limits.name:
-            text = f"the model {name!r} is not served here; ask for {self._limits.name!r}"
+            text = f"the model {shown(name)} is not served here; ask for {self._limits.name!r}"
             raise Refusal(404, text, param="model", code="model_not_found")
 
     async def answer(self, body: ChatRequest | CompletionRequest, receive: Receive) -> Response:

@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from medusa_cli.errors import UserError, in_words
+from medusa_cli.errors import UserError, cut, in_words
 from medusa_cli.serve.schema import FIXED, LIST, TEXT
 
+LONGEST_NAME = 100  # characters of a field's name
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -38,7 +39,7 @@ class Refusal(Exception):
         code: str | None = None,
         retry_s: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_printable(message))
         self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
 
     @property
@@ -54,6 +55,11 @@ class Refusal(Exception):
             headers["Connection"] = "close"
         # In ASCII: a request may bring halves of surrogate pairs, which UTF-8 cannot hold.
         return Response(json.dumps(self.body), self.status, headers, "application/json")
+
+
+def _printable(text: str) -> str:
+    """Returns a text cut and without control characters, which clients print as they are."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut(text))
 
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
@@ -72,7 +78,7 @@ def _field(setting: str) -> str:
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """Returns the refusal for the first of pydantic's errors on a body."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", TEXT, LIST)]
+    path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in ("body", TEXT, LIST)]
     param = ".".join(path) or None
     kind, text = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":

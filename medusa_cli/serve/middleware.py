@@ -2,12 +2,15 @@
 
 import asyncio
 import hmac
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
 
+from medusa_cli.errors import shown
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics
 
@@ -21,23 +24,33 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/m
 class Limits:
     """Name, key and limits of a server.
 
-    slots: requests that decode side by side. waiting: requests in the queue. max_body: bytes. body_s: seconds that a
-    body may take. temperature: of requests that name none.
+    host: the address or name that the server listens at. slots: requests that decode side by side. waiting: requests in
+    the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head, body_s for its body, read_s
+    without reading its answer, idle_s between two requests. temperature: of requests that name none.
     """
 
     name: str
+    host: str = "127.0.0.1"
     api_key: str | None = None
     slots: int = 8
     waiting: int = 64
     max_prompt_tokens: int = 4096
     max_new_tokens: int = 2048
     max_body: int = 1 << 20
-    body_s: float = 20.0
+    max_connections: int = 4096
+    head_s: float = 10
+    body_s: float = 20
+    read_s: float = 30
+    idle_s: int = 30
     temperature: float = 0.0
 
 
 class Middleware:
-    """Passes requests on with their whole body; refuses a wrong key (under /v1), a large body, and a slow one."""
+    """Passes requests on with their whole body.
+
+    Refuses a wrong key (under /v1), a large body, a slow one, and without a key a foreign Host: a web page whose name
+    was made to point at this machine (DNS rebinding) must not use the model.
+    """
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
@@ -55,8 +68,10 @@ class Middleware:
 
         headers = Headers(scope=scope)
         try:
-            if scope["path"].startswith("/v1/"):
-                self._check_key(headers)
+            if self._limits.api_key is None:
+                self._check_host(headers)
+            elif scope["path"].startswith("/v1/"):
+                self._check_key(headers, self._limits.api_key)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
             await reason.response()(scope, receive, counted)
@@ -74,9 +89,19 @@ class Middleware:
 
         await self._app(scope, replay, counted)
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_host(self, headers: Headers) -> None:
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if host in ("", "localhost", self._limits.host.lower()):  # browsers always send it
+            return
+        try:
+            ip_address(host.strip("[]"))  # points at no other machine
+        except ValueError:
+            text = f"the host {shown(host)} is not served here; start the server with it as --host, or with a key"
+            raise Refusal(403, text, code="invalid_host") from None
+
+    def _check_key(self, headers: Headers, key: str) -> None:
         given = headers.get("authorization", "").encode("latin-1")
-        if self._limits.api_key and not hmac.compare_digest(given, f"Bearer {self._limits.api_key}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
             raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -1,8 +1,17 @@
 """The server process: one thread takes requests, another decodes; the first signal lets answers finish."""
 
+import asyncio
+import logging
+import resource
 import signal
 import socket
+import sys
 import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
@@ -10,9 +19,12 @@ from medusa_cli.api import Medusa
 from medusa_cli.errors import UsageError
 from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
+from medusa_cli.serve.protocol import Protocol
 
-# Bytes of a request's line and headers, and seconds that an idle connection is kept.
-MAX_HEADERS, IDLE_S = 64 << 10, 30
+# Bytes of a request's line and headers, and connections that wait to be accepted.
+MAX_HEADERS, BACKLOG = 64 << 10, 128
+# Logs to which anybody who connects can make the server write.
+LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 
 
 class Server:
@@ -20,21 +32,31 @@ class Server:
 
     def __init__(self, medusa: Medusa, limits: Limits) -> None:
         app, self._scheduler = build(medusa, limits)
+        # A quarter is for other files: the listener, the log, the model.
+        limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
         config = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
             h11_max_incomplete_event_size=MAX_HEADERS,
-            http="h11",
-            timeout_keep_alive=IDLE_S,
+            http=cast(Any, partial(Protocol, limits)),
+            ws="none",
+            timeout_keep_alive=limits.idle_s,
+            backlog=BACKLOG,
             server_header=False,
         )
+        for name in LOGS:
+            logging.getLogger(name).addFilter(_once_a_minute)
         self._web = uvicorn.Server(config)
 
     @property
     def started(self) -> bool:
         return self._web.started and self._scheduler.alive
+
+    @property
+    def connections(self) -> int:
+        return len(self._web.server_state.connections)
 
     def run(self, listener: socket.socket) -> None:
         """Serves until `stop`, which SIGTERM and Ctrl-C call in the main thread."""
@@ -55,9 +77,43 @@ class Server:
 
     def _listen(self, listener: socket.socket) -> None:
         try:
-            self._web.run(sockets=[listener])
+            asyncio.run(self._web.serve(sockets=[listener]))
         finally:
             self._scheduler.drain()
+
+
+class OnceAMinute(logging.Filter):
+    """Passes a message on once a minute, with the count of those dropped since; an OSError without its traceback."""
+
+    def __init__(self, period_s: float = 60) -> None:
+        super().__init__()
+        self._period_s = period_s
+        self._passed = dict[str, tuple[float, int]]()  # by the message's beginning: when, and how many were dropped
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, text = time.monotonic(), record.getMessage().split("\n")[0]
+        last, dropped = self._passed.get(text[:40], (-self._period_s, 0))
+        if now - last < self._period_s:
+            self._passed[text[:40]] = (last, dropped + 1)
+            return False
+        self._passed[text[:40]] = (now, 0)
+        if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], OSError):
+            record.msg, record.args, record.exc_info = f"{text}: {record.exc_info[1]}", (), None
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} ({dropped:,} more like it before)", ()
+        return True
+
+
+_once_a_minute = OnceAMinute()
+
+
+def file_limit() -> int:
+    """Raises the number of files that this process may open as far as it goes, and returns it."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems name a limit that they refuse
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        limit = hard
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def listen(host: str, port: int) -> socket.socket:
