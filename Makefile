@@ -66,7 +66,7 @@ bench-decode: $(READY) ## time steps by rows and engine, then decoding end to en
 # Fewer for a look: make soak REQUESTS=500
 REQUESTS ?= 10000
 
-soak: $(READY) ## 10,000 small requests to a server by 32 clients, a tenth cancelled, a tenth malformed
+soak: $(READY) ## 10,000 small requests to a server by 32 clients, beside 700 hostile ones
 	$(BIN)/python -m tests.soak --requests $(REQUESTS)
 
 bench-serve: $(READY) ## the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32

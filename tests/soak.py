@@ -1,30 +1,64 @@
 """Many small requests to a `medusa serve` of its own, a tenth cancelled, a tenth malformed: `make soak`.
 
-Exits with 1 for a wrong or missing answer, or for memory that still grows over the last half.
+After the first quarter, hostile clients connect: silent ones, ones that never end a head, ones that hardly read.
+Exits with 1 for a wrong or missing answer, for answers that take twice as long beside hostile clients, for a long log,
+or for memory that still grows over the last half.
 """
 
 import argparse
 import http.client
 import json
+import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median, quantiles
 
 from tests.serving import MODEL, Served, start, tiny_medusa
 
 MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 2}', '{"model": "tiny", "prompt": [99]}')
-# Allowed growth of memory from the middle to the end, as a share: allocators wander.
-GROWTH = 0.03
+# Allowed growth of memory from the middle to the end, as a share: allocators wander. Bytes of the log. Times slower.
+GROWTH, MAX_LOG, SLOWER = 0.03, 1 << 20, 2
+SILENT, HALF_HEADED, SLOW = 300, 300, 100
 
 
 def memory_of(process: subprocess.Popen[str]) -> int:
     """Returns the resident bytes of a process."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def harass(port: int) -> None:
+    """Keeps hostile connections open: each sends a beginning, then a byte a second at most, and hardly reads."""
+    unread = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20
+    half = b"GET / HTTP/1.1\r\nX-a: "
+    connections = [(b"", b"")] * SILENT + [(half, b"a")] * HALF_HEADED + [(unread, b"")] * SLOW
+    sockets: list[socket.socket | None] = [None] * len(connections)
+    while True:
+        for place, (first, more) in enumerate(connections):
+            try:
+                if (connection := sockets[place]) is None:
+                    connection = sockets[place] = socket.socket()
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    connection.connect(("127.0.0.1", port))
+                    connection.setblocking(False)
+                    connection.send(first)
+                else:
+                    connection.send(more)
+                    if not connection.recv(1):
+                        raise ConnectionResetError
+            except BlockingIOError:  # still open
+                pass
+            except OSError:
+                assert connection is not None
+                connection.close()
+                sockets[place] = None
+        time.sleep(1)
 
 
 def ask(port: int, number: int, answers: dict[tuple[int, ...], str]) -> str | None:
@@ -60,38 +94,54 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     args = parser.parse_args()
     wrong, levels = list[str](), list[int]()
+    seconds: tuple[list[float], list[float]] = ([], [])  # of requests before and beside hostile clients
     with tempfile.TemporaryDirectory() as folder:
         medusa = tiny_medusa(Path(folder))
         prompts = [(8 + n % 40, 9 + n % 7, 60 - n % 30) for n in range(64)]
         answers = {prompt: medusa.generate(prompt, max_new_tokens=12).text for prompt in prompts}
         words = ["--run", f"{folder}/run", "--tree", "static", "--dtype", "fp32", "--name", MODEL]
-        process, port = start([*words, "--queue", str(2 * args.clients)])
+        log = Path(folder) / "log"
+        process, port = start([*words, "--queue", str(2 * args.clients)], log)
+        hostile = multiprocessing.get_context("spawn").Process(target=harass, args=(port,), daemon=True)
 
         def client(number: int) -> None:
             if number % max(1, args.requests // 100) == 0:
                 levels.append(memory_of(process))
+            began = time.monotonic()
             if fault := ask(port, number, answers):
                 wrong.append(f"request {number}: {fault}")
+            seconds[number >= calm].append(time.monotonic() - began)
 
-        began = time.monotonic()
+        began, calm = time.monotonic(), args.requests // 4
         with ThreadPoolExecutor(args.clients) as pool:
-            list(pool.map(client, range(args.requests)))
+            list(pool.map(client, range(calm)))
+            hostile.start()
+            time.sleep(5)
+            list(pool.map(client, range(calm, args.requests)))
+        hostile.kill()
         server = Served(port)
         server.until("medusa_requests_running", 0)
-        left, seconds = server.number("medusa_requests_waiting"), time.monotonic() - began
+        left, total = server.number("medusa_requests_waiting"), time.monotonic() - began
         levels.append(memory_of(process))
         process.terminate()
-        code = process.wait(60)
+        code, logged = process.wait(60), log.stat().st_size
     middle = sorted(levels[len(levels) // 2 :][:5])[2] if len(levels) > 10 else levels[0]
     end = sorted(levels[-5:])[2] if len(levels) > 10 else levels[-1]
     growth = end / middle - 1
+    (calm_s, calm_p99), (hostile_s, hostile_p99) = ((median(s), max(quantiles(s, n=100))) for s in seconds)
     print("\n".join(wrong[:20]), file=sys.stderr)
     print(
-        f"{args.requests} requests by {args.clients} clients in {seconds:.0f} s: {len(wrong)} wrong, "
+        f"{args.requests} requests by {args.clients} clients in {total:.0f} s: {len(wrong)} wrong, "
         f"{left:.0f} left waiting, memory {levels[0] >> 20} MiB at first, {middle >> 20} in the middle, "
         f"{end >> 20} at the end ({growth:+.1%} over the last half), exit code {code}"
     )
-    sys.exit(bool(wrong or left or growth > GROWTH or code))
+    print(
+        f"seconds a request, median and 99th percentile: {calm_s:.3f} and {calm_p99:.3f} before, {hostile_s:.3f} and "
+        f"{hostile_p99:.3f} beside {SILENT} silent, {HALF_HEADED} half-headed and {SLOW} slow clients; "
+        f"{logged:,} bytes of log"
+    )
+    slow = hostile_s > SLOWER * calm_s or hostile_p99 > SLOWER * calm_p99
+    sys.exit(bool(wrong or left or growth > GROWTH or code or slow or logged > MAX_LOG))
 
 
 if __name__ == "__main__":

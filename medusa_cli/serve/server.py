@@ -21,8 +21,9 @@ from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.protocol import Protocol
 
-# Bytes of a request's line and headers, and connections that wait to be accepted.
-MAX_HEADERS, BACKLOG = 64 << 10, 128
+# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
+# for a client that does not read.
+MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 64 << 10
 # Logs to which anybody who connects can make the server write.
 LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 
@@ -121,6 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError, ValueError, TypeError) as reason:  # a host name that no address can have
