@@ -89,10 +89,13 @@ def _file(source: str, name: str) -> Path | None:
 
 def tensors_of(model: str) -> dict[str, tuple[list[int], torch.dtype]]:
     """Returns shape and type of each tensor in a model's files, from their headers; none if they cannot be read."""
+    from safetensors import SafetensorError
+
+    files = checkpoint_files(assets.model_dir(model))
     try:
-        with _slices(checkpoint_files(assets.model_dir(model))) as slices:
+        with _slices(files) as slices:
             return {name: (shape, part[:0].dtype) for name, part in slices.items() if (shape := part.get_shape())}
-    except Exception:  # damaged files raise any exception, and loading will name the damage
+    except SafetensorError:  # loading will name the damage
         return {}
 
 
