@@ -298,28 +298,27 @@ def test_an_incomplete_body_times_out(medusa: Medusa) -> None:
 BUSY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50  # more than the system buffers
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY[:47] + b"GET / ", BUSY],
-    ids=["silent", "half a head", "half a second head", "unread"],
-)
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY], ids=["silent", "half a head", "unread"])
 def test_a_client_that_sends_or_reads_nothing_loses_its_connection(medusa: Medusa, sent: bytes) -> None:
-    with serving(medusa, head_s=0.3, read_s=0.3, idle_s=60) as server, socket.socket() as connection:
+    with serving(medusa, head_s=1, read_s=1, idle_s=60) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         connection.settimeout(0.1)
         with suppress(TimeoutError):  # a server that is not read does not read either
             connection.sendall(sent)
         assert server.server is not None
-        end = time.monotonic() + 10
-        while server.server.connections:
-            assert time.monotonic() < end, "the connection is still open"
-            time.sleep(0.05)
+        for open in (1, 0):
+            end = time.monotonic() + 10
+            while server.server.connections != open:
+                assert time.monotonic() < end
+                time.sleep(0.01)
         assert server.post(SHORT)[0] == 200
 
 
-def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa) -> None:
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa, before: bytes) -> None:
     with serving(medusa, head_s=0.3) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(before)
         began = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() < began + 10:
