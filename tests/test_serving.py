@@ -1,5 +1,6 @@
 """The server answers as plain decoding does, in OpenAI's form; it limits sizes, time and access, and frees slots."""
 
+import gzip
 import json
 import logging
 import socket
@@ -169,7 +170,9 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
         ("top_logprobs", 3, None),
         ("temperature", -1, "temperature"),
         ("temperature", float("nan"), "temperature"),
-        ("top_p", 0, "top_p"),
+        ("temperature", True, "temperature"),
+        ("top_p", -0.1, "top_p"),
+        ("max_tokens", True, "max_tokens"),
         ("max_tokens", 0, "max_tokens"),
         ("max_tokens", 401, "max_tokens"),
         ("max_tokens", "many", "max_tokens"),
@@ -195,7 +198,14 @@ def test_invalid_field_is_refused_by_name(server: Served, field: str, value: obj
 
 @pytest.mark.parametrize(
     ("prompt", "param"),
-    [("", "prompt"), ([], "prompt"), ([5, -1], "prompt.1"), ([64], "prompt"), ([5, "w1"], "prompt.1")],
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([5, -1], "prompt.1"),
+        ([64], "prompt"),
+        ([5, "w1"], "prompt.1"),
+        ([True], "prompt.0"),
+    ],
 )
 def test_invalid_prompt_is_refused_in_the_form_that_was_sent(server: Served, prompt: object, param: str) -> None:
     status, _, answer = server.post({"model": MODEL, "prompt": prompt})
@@ -206,10 +216,35 @@ def test_two_equal_limits_are_accepted(server: Served) -> None:
     assert server.post({**CHAT, "max_tokens": 3, "max_completion_tokens": 3}, "/v1/chat/completions")[0] == 200
 
 
-@pytest.mark.parametrize("body", ["{", "", "[]", "\0" * 100, "[" * 50_000, '{"\\ud800": 1}'])
-def test_malformed_body_is_refused(server: Served, body: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("{", "JSON"),
+        ("", "empty"),
+        ("[]", "object"),
+        ("\0" * 100, "JSON"),
+        ("[" * 50_000, "nested"),
+        (b"\xff{}", "UTF-8"),
+        (gzip.compress(b"{}"), "UTF-8"),
+        ('{"\\ud800": 1}', "unicode"),
+    ],
+)
+def test_malformed_body_is_refused(server: Served, body: str | bytes, fault: str) -> None:
     status, _, answer = server.post(body)
-    assert status == 400 and answer["error"]["message"]
+    assert status == 400 and fault in answer["error"]["message"] and answer["error"]["code"], answer
+
+
+def test_paths_that_are_not_served_are_named(server: Served) -> None:
+    for path in ("/v1/models/", "/v1/embeddings"):
+        status, _, text = server.request("GET", path)
+        assert status == 404 and path in text
+    status, headers, text = server.request("HEAD", "/")
+    assert (status, text) == (200, "") and int(headers["content-length"]) > 1000
+
+
+def test_top_p_0_takes_the_likeliest_token(server: Served) -> None:
+    greedy, narrow = ({**SHORT, "max_tokens": 12, **more} for more in ({}, {"temperature": 2, "top_p": 0}))
+    assert server.post(narrow)[2]["choices"][0]["text"] == server.post(greedy)[2]["choices"][0]["text"]
 
 
 def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(server: Served) -> None:
@@ -370,7 +405,7 @@ def test_a_foreign_host_is_refused_unless_a_key_is_set(medusa: Medusa, host: str
         for path in ("/", "/v1/models"):
             status, _, text = server.request("GET", path, headers=headers)
             assert status == 403 and host.split(":")[0] in text
-    with serving(medusa, api_key="k") as server:
+    with serving(medusa, api_keys=("k",)) as server:
         assert server.request("GET", "/v1/models", headers=headers)[0] == 200
 
 
@@ -394,14 +429,15 @@ def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("given", [None, "Bearer secret", "Bearer ", "söcret", "Bearer Söcret"])
 def test_a_wrong_key_is_refused(medusa: Medusa, given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}  # headers go in UTF-8
-    with serving(medusa, api_key="söcret") as server:
+    with serving(medusa, api_keys=("söcret", "other")) as server:
         status, sent, answer = server.post(SHORT, **headers)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key" and "www-authenticate" in sent
         assert server.request("GET", "/v1/models", headers=headers)[0] == 401
         assert server.request("GET", "/health")[0] == server.request("GET", "/")[0] == 200
         with pytest.raises(openai.AuthenticationError):
             server.openai(api_key="Socret").models.list()
-        assert server.post(SHORT, Authorization="Bearer söcret".encode().decode("latin-1"))[0] == 200
+        for right in ("Bearer söcret", "bearer söcret", "Bearer other", "BEARER  other"):
+            assert server.post(SHORT, Authorization=right.encode().decode("latin-1"))[0] == 200
 
 
 @pytest.mark.usefixtures("endless")

@@ -20,12 +20,13 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="KEY",
             envvar="MEDUSA_API_KEY",
             show_envvar=False,
-            help="The key that clients must send. Better set MEDUSA_API_KEY: others can read command lines.",
+            help="A key that clients must send; may be given more than once. Better set MEDUSA_API_KEY, keys apart by "
+            "blanks: others can read command lines.",
         ),
     ] = None,
     name: Annotated[
@@ -63,7 +64,7 @@ def serve(
     limits = Limits(
         name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
         host=host,
-        api_key=api_key or None,
+        api_keys=tuple(filter(None, api_key or ())),
         slots=batch_size,
         waiting=queue,
         max_prompt_tokens=max_prompt_tokens,
@@ -71,7 +72,7 @@ def serve(
         max_body=max_body << 10,
         temperature=temperature or 0.0,
     )
-    if host not in LOOPBACK and not limits.api_key:
+    if host not in LOOPBACK and not limits.api_keys:
         console.warn("anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
     server = Server(Medusa(loaded), limits)
     listener.listen()  # before the address is printed

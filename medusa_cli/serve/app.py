@@ -18,7 +18,7 @@ from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Request
 from medusa_cli.errors import UserError, shown
-from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body
+from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body, refusal_for_http
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
@@ -28,6 +28,8 @@ from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+# Keeps the likeliest token alone, as OpenAI's 0 does.
+MIN_TOP_P = 1e-9
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
@@ -56,6 +58,8 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
 
     @app.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def retrieve(name: str) -> dict[str, Any]:
+        if not name:
+            raise HTTPException(404)
         handler.check_model(name)
         return model
 
@@ -82,7 +86,7 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
 
     @app.exception_handler(HTTPException)
     async def unknown(http: HttpRequest, reason: HTTPException) -> Response:
-        response = Refusal(reason.status_code, str(reason.detail)).response()
+        response = refusal_for_http(http.url.path, reason).response()
         response.headers.update(reason.headers or {})
         return response
 
@@ -137,7 +141,7 @@ class Handler:
                     body.content,
                     max_new_tokens=min(limit, limits.max_new_tokens),
                     temperature=limits.temperature if body.temperature is None else body.temperature,
-                    top_p=1.0 if body.top_p is None else body.top_p,
+                    top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
                     top_k=body.top_k or 0,
                     seed=body.seed,
                     stop=body.stop_strings,

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from medusa_cli.errors import UserError, cut, in_words
+from medusa_cli.errors import UserError, cut, in_words, shown
 from medusa_cli.serve.schema import FIXED, LIST, TEXT
 
 LONGEST_NAME = 100  # characters of a field's name
@@ -75,6 +76,18 @@ def _field(setting: str) -> str:
     return {"max_new_tokens": "max_tokens"}.get(setting, setting)
 
 
+def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
+    """Returns the refusal for a path or method that is not served, or a body that the web framework could not parse."""
+    status, cause = reason.status_code, reason.__cause__
+    if status == 404:
+        return Refusal(status, f"the path {shown(path)} is not served", code="not_found")
+    if status == 400 and isinstance(cause, UnicodeDecodeError):
+        return Refusal(status, "the body is not UTF-8; send it as such, not compressed", code="invalid_json")
+    if status == 400 and isinstance(cause, RecursionError):
+        return Refusal(status, "the body is nested too deeply", code="invalid_json")
+    return Refusal(status, str(reason.detail), code="invalid_json" if status == 400 else None)
+
+
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """Returns the refusal for the first of pydantic's errors on a body."""
     first = errors[0]
@@ -83,6 +96,8 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     kind, text = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
         return Refusal(400, "the body is no JSON", code="invalid_json")
+    if kind == "missing" and not path:
+        return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
         fault = "is no JSON object"
         if isinstance(first.get("input"), bytes):  # curl sends it so without a header

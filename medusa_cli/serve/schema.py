@@ -20,9 +20,9 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields; null means left out, as clients send back what they received."""
+    """Refuses unknown fields, and true as a number; null means left out, as clients send back what they received."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +44,7 @@ class Common(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 is no cut; not in OpenAI's API")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
