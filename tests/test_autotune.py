@@ -51,9 +51,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the measurement; returns the kernels that it measures, in order."""
     names_timed: list[str] = []
 
-    def time_kernels(names: Any, config: Any) -> dict[str, dict[int, float]]:
+    def time_kernels(names: Any, config: Any) -> tuple[dict[str, dict[int, float]], list[str]]:
         names_timed.extend(names)
-        return {name: {rows: (1 + SPEED.index(name)) * s for rows, s in CURVE.items()} for name in names}
+        return {name: {rows: (1 + SPEED.index(name)) * s for rows, s in CURVE.items()} for name in names}, []
 
     monkeypatch.setattr(autotune, "time_kernels", time_kernels)
     return names_timed
@@ -210,11 +210,21 @@ def test_unwritable_folder_costs_the_timings_alone(
 
 
 def test_kernels_that_cannot_be_had_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: {"fp16-weights": {}, "fp32": dict(CURVE)})
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: ({"fp16-weights": {}, "fp32": dict(CURVE)}, []))
     assert fastest(KERNELS[::-1], CONFIG).name == "fp32"
-    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: {name: {} for name in names})
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: ({name: {} for name in names}, []))
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "other"))
     assert fastest(KERNELS[::-1], CONFIG).name == "fp16-weights"  # the first is the choice without timings
+
+
+def test_kernels_whose_rows_depend_on_each_other_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {rows: 9 * s for rows, s in CURVE.items()}
+    curves, variant = {"fp16-weights": dict(CURVE), "fp32": slow}, ["fp16-weights"]
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: (curves, variant))
+    assert fastest(KERNELS, CONFIG).name == "fp32" and fastest(KERNELS, CONFIG).name == "fp32"
+    variant.append("fp32")  # where no kernel is row-invariant, the fastest one is taken
+    kernel_timings(["fp32", "fp16-weights"], CONFIG, again=True)
+    assert fastest(KERNELS, CONFIG).name == "fp16-weights"
 
 
 def test_cost_is_that_of_the_best_tree_or_of_the_rows_asked_for() -> None:

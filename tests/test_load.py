@@ -156,7 +156,9 @@ def test_a_model_that_chat_cannot_use_is_refused_before_anything_is_timed(
 ) -> None:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     timed: list[str] = []
-    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: timed.extend(names) or {n: {} for n in names})
+    monkeypatch.setattr(
+        autotune, "time_kernels", lambda names, config: timed.extend(names) or ({n: {} for n in names}, [])
+    )
     model = Path(save_network(tiny_model().to(torch.bfloat16), tmp_path / "model"))
     chat = ("chat", "--model", model, "--prompt", "w1", "--max-new-tokens", "4", "--baseline")
     template = model / "chat_template.jinja"

@@ -141,6 +141,7 @@ class Bench:
             "dtype": _dtype(backbone.dtype),
             "engine": backbone.engine.name,
             "kernel": kernel,
+            "row_invariant": backbone.engine.row_invariant,
             "device": str(backbone.device),
             "sampling": vars(self.sampling),
             **summary,

@@ -24,7 +24,7 @@ def machine(
     import torch
 
     from medusa_cli.bench.steps import copy_bandwidth
-    from medusa_cli.engine.autotune import kernel_timings, processor, timings_file
+    from medusa_cli.engine.autotune import KernelTimings, kernel_timings, processor, timings_file
     from medusa_cli.engine.kernels import KERNELS
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config
@@ -32,8 +32,9 @@ def machine(
     name = model or DEFAULT_MODEL
     own = trust_remote_code and has_own_code(name)
     config = read_config(name, trust_remote_code)
-    seconds = {} if own else kernel_timings(tuple(KERNELS), config, again=measure).seconds
-    timings = {kernel: curve for kernel, curve in seconds.items() if curve}  # others cannot be had
+    kept = KernelTimings() if own else kernel_timings(tuple(KERNELS), config, again=measure)
+    timings = {kernel: curve for kernel, curve in kept.seconds.items() if curve}  # others cannot be had
+    invariant = [kernel for kernel in timings if kernel not in kept.variant]
     eager = not timings  # its layers run as they are: no kernel takes their place
     facts: dict[str, Any] = {
         "processor": processor(),
@@ -43,6 +44,7 @@ def machine(
         "model": name,
         "copy_bytes_per_s": copy_bandwidth(torch.device("cpu")),
         "auto": "eager" if eager else choose_kernel(name, "cpu", "auto", "auto", None).name,
+        "row_invariant": invariant,
         "kept_in": str(timings_file()),
         "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
     }
@@ -62,4 +64,7 @@ def machine(
         cells = (f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)
         table.add_row(kernel, *cells, style="bold green" if kernel == facts["auto"] else None)
     console.result(table)
+    console.result(
+        f"greedy output over drafts is plain decoding's, bit for bit, with: {', '.join(invariant) or 'no kernel'}"
+    )
     console.result(f"auto takes {facts['auto']}: the fewest seconds a token over its best tree; --measure times again")

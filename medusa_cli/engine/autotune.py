@@ -63,12 +63,14 @@ log = logging.getLogger(__name__)
 class KernelTimings:
     """The least seconds of a step by kernel and rows; {} for a kernel that cannot be had.
 
-    choices: the kernel taken, by the question that it answers. busy: measurements in a row on a busy machine. measured:
+    choices: the kernel taken, by the question that it answers. variant: the kernels under which a row's bits depend on
+    the rows beside it. busy: measurements in a row on a busy machine. measured:
     the time of the last one, in seconds since 1970.
     """
 
     seconds: Timings = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
+    variant: tuple[str, ...] = ()
     busy: int = 0
     measured: float = 0.0
 
@@ -140,12 +142,14 @@ def processor() -> str:
 def fastest(kernels: Sequence[Kernel], config: Any, rows: int | None = None) -> Kernel:
     """Returns the kernel with the least cost a token for a model of this config; the first one if none can be timed.
 
-    It stays the same from then on, unless a later measurement shows one that is clearly faster.
+    Kernels whose rows do not depend on each other come first: greedy output over drafts is then plain decoding's. The
+    choice stays the same from then on, unless a later measurement shows one that is clearly faster.
     """
     kept = kernel_timings([kernel.name for kernel in kernels], config)
     costs = {kernel: cost(curve, rows) for kernel in kernels if (curve := kept.seconds.get(kernel.name))}
     if not costs:
         return kernels[0]
+    costs = {kernel: cost for kernel, cost in costs.items() if kernel.name not in kept.variant} or costs
     best = min(costs, key=lambda kernel: costs[kernel])
     question = f"{rows or 'a few'} rows: {', '.join(kernel.name for kernel in kernels)}"
     chosen = next((kernel for kernel in costs if kernel.name == kept.choices.get(question)), None)
@@ -177,7 +181,7 @@ def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> Ke
         return kept
     log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(names))
     wall, own = time.perf_counter(), time.thread_time()
-    seconds = time_kernels(names, config)
+    seconds, variant = time_kernels(names, config)
     wall, own = time.perf_counter() - wall, time.thread_time() - own
     busy = wall > SHORT and own < UNDISTURBED * wall
     if busy:
@@ -188,7 +192,8 @@ def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> Ke
     for name, curve in seconds.items():  # disturbances only add
         before = kept.seconds.get(name, {})
         merged[name] = {size: min(s, before.get(size, s)) for size, s in curve.items()}
-    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, kept.busy + 1 if busy else 0, time.time())
+    variant = tuple({*kept.variant} - {*names} | {*variant})
+    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, variant, kept.busy + 1 if busy else 0, time.time())
     keep_timings(key, kept)
     return kept
 
@@ -197,10 +202,10 @@ def _kernel_key(config: Any) -> str:
     return f"kernels|{machine_key(config)}"
 
 
-def time_kernels(names: Iterable[str], config: Any) -> Mapping[str, Curve]:
+def time_kernels(names: Iterable[str], config: Any) -> tuple[Mapping[str, Curve], list[str]]:
     """Returns seconds of a step of a model of this shape by kernel and rows; {} for a kernel that cannot be had.
 
-    A few layers with random weights, run by the fast engine, stand for all of them. Kernels take turns, so that a
+    Also returns the kernels that are not row-invariant. A few layers with random weights, run by the fast engine, stand for all of them. Kernels take turns, so that a
     disturbance meets all of them.
     """
     timings: dict[str, dict[int, float]] = {name: {} for name in names}
@@ -211,7 +216,7 @@ def time_kernels(names: Iterable[str], config: Any) -> Mapping[str, Curve]:
             network = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False)
     except FAULTS as reason:
         log.debug("the model cannot be timed: %s", reason)
-        return timings
+        return timings, []
     for name in timings:
         try:
             engine = FastEngine(Backbone(copy.deepcopy(network)), Kernel(name))
@@ -226,7 +231,7 @@ def time_kernels(names: Iterable[str], config: Any) -> Mapping[str, Curve]:
                 body, head = time_step(engine, cache, rows)
                 curve = timings[engine.kernel.name]
                 curve[rows] = min(body * layers + head * vocabularies, curve.get(rows, float("inf")))
-    return timings
+    return timings, [engine.kernel.name for engine, _ in engines if not engine.row_invariant]
 
 
 def _ids(engine: FastEngine, count: int) -> Tensor:
