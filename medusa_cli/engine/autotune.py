@@ -205,8 +205,8 @@ def _kernel_key(config: Any) -> str:
 def time_kernels(names: Iterable[str], config: Any) -> tuple[Mapping[str, Curve], list[str]]:
     """Returns seconds of a step of a model of this shape by kernel and rows; {} for a kernel that cannot be had.
 
-    Also returns the kernels that are not row-invariant. A few layers with random weights, run by the fast engine, stand for all of them. Kernels take turns, so that a
-    disturbance meets all of them.
+    Also returns the kernels that are not row-invariant. A few layers with random weights, run by the fast engine, stand
+    for all of them. Kernels take turns, so that a disturbance meets all of them.
     """
     timings: dict[str, dict[int, float]] = {name: {} for name in names}
     engines: list[tuple[FastEngine, Cache]] = []
