@@ -9,10 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.decode import AdaptivePolicy, Answer, Decoder, DraftPolicy, Piece, Request, Stats, policy_of
+from medusa_cli.decode import (
+    AdaptivePolicy,
+    Answer,
+    Decoder,
+    DraftPolicy,
+    LogitsOptions,
+    Piece,
+    Request,
+    Stats,
+    policy_of,
+)
 from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
+from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
@@ -73,6 +84,7 @@ def load_model(
     template = choice.run.chat_template if choice.run else None
     options = as_trained(options, choice.trained)
     backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=template, chat=chat)
+    check_generation_config(backbone)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None:
@@ -242,10 +254,19 @@ class Medusa:
         temperature: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_ids: Iterable[int] | None = None,
         logprobs: int | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        no_repeat_ngram_size: int | None = None,
+        bad_words_ids: Sequence[Sequence[int]] | None = None,
+        suppress_tokens: Sequence[int] | None = None,
+        min_new_tokens: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         raw: bool = False,
     ) -> Request:
         """Returns the request that stream, generate and batch decode.
@@ -253,17 +274,34 @@ class Medusa:
         prompt: messages (role, content), token ids, or a text. A text is a user's message; with raw, or without a chat
         template, it is continued as it is. Decoding is greedy without a temperature. stop: strings that end the answer.
         stop_ids: end tokens in place of the model's own. logprobs: how many of the likeliest tokens to report beside
-        each. Raises UsageError for invalid values.
+        each; the model's own, before what follows. min_p and repetition_penalty to logit_bias: None takes what the
+        model's generation config says (LogitsOptions). Raises UsageError for invalid values.
         """
         if logprobs is not None and logprobs < 0:
             raise UsageError(f"@logprobs {logprobs} is not valid", "use 0 or more, or None")
+        logits_options = LogitsOptions(
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            no_repeat_ngram_size,
+            bad_words_ids,
+            suppress_tokens,
+            min_new_tokens,
+            logit_bias,
+        )
+        logits_options.check_ids(self.backbone.vocab_size)
+        if min_new_tokens is not None and min_new_tokens > max_new_tokens:
+            raise UsageError(
+                f"@min_new_tokens {min_new_tokens} is more than @max_new_tokens {max_new_tokens}", "use a smaller one"
+            )
         return Request(
             tuple(self.encode(prompt, raw=raw)),
             max_new_tokens,
-            sampling_of(sampling, temperature, top_p, top_k, secrets.randbits(62) if seed is None else seed),
+            sampling_of(sampling, temperature, top_p, top_k, secrets.randbits(62) if seed is None else seed, min_p),
             None if stop_ids is None else frozenset(stop_ids),
             (stop,) if isinstance(stop, str) else tuple(stop),
             logprobs,
+            logits_options=logits_options,
         )
 
     def stream(self, prompt: Prompt | Request, **rules: Any) -> "Stream":
@@ -383,11 +421,12 @@ class Chat:
         self,
         medusa: Medusa,
         sampling: Sampling,
+        logits_options: LogitsOptions = MODELS_OWN,
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop_strings: Sequence[str] = (),
         system: str | None = None,
     ) -> None:
-        self.medusa, self.sampling = medusa, sampling
+        self.medusa, self.sampling, self.logits_options = medusa, sampling, logits_options
         self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings
         self.total = Stats()
         self.clear(system)
@@ -405,7 +444,13 @@ class Chat:
         question, backbone = {"role": "user", "content": text}, self.medusa.backbone
         limits = {"context": backbone.max_positions, "answer": self.max_new_tokens, "forgotten": self.forgotten}
         prompt, self.forgotten = fit(backbone.encode_chat, self.messages, question, **limits)
-        request = Request(tuple(prompt), self.max_new_tokens, self.sampling, stop_strings=self.stop_strings)
+        request = Request(
+            tuple(prompt),
+            self.max_new_tokens,
+            self.sampling,
+            stop_strings=self.stop_strings,
+            logits_options=self.logits_options,
+        )
         with self.medusa.stream(request) as stream:
             yield stream
         self.last = stream.answer

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper
 
 from medusa_cli.decode import Sampling
 from medusa_cli.decode import accept as accept_many
@@ -163,6 +164,14 @@ def test_candidates_are_the_distribution_after_its_cuts(top_p: float, top_k: int
     assert torch.allclose(drawn, target_probs(logits, rule), atol=1e-6)
 
 
+def test_all_that_tie_with_the_last_of_top_k_stay() -> None:
+    logits = (2 * torch.randn(50, 30, generator=torch.Generator().manual_seed(1))).round()
+    weights, ids = candidates(logits, Sampling("exact", 0.8, top_k=5))
+    assert ids is not None and int((weights > 0).sum(-1).max()) > 5
+    drawn = torch.zeros_like(logits).scatter_(-1, ids, weights)
+    assert torch.allclose(drawn, TopKLogitsWarper(5)(None, logits / 0.8).softmax(-1), atol=1e-6)
+
+
 def test_draw_inverts_the_distribution() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0])
     uniforms = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 1e-12], dtype=torch.double)
@@ -178,6 +187,8 @@ def test_draw_inverts_the_distribution() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"mode": "typical", "temperature": 0.7, "min_p": 0.1}, "min_p"),
         ({"epsilon": 0.0}, "epsilon"),
         ({"mode": "typical", "temperature": 0.7, "top_p": 0.9}, "top_p"),
         ({"mode": "typical", "temperature": 0.7, "top_k": 5}, "top_k"),

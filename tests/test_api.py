@@ -135,6 +135,10 @@ def test_likelihoods_come_on_request(medusa: Medusa) -> None:
         {"top_k": 5},
         {"sampling": "lucky"},
         {"logprobs": -1},
+        {"min_p": 0.1},
+        {"logit_bias": {64: 1.0}},
+        {"suppress_tokens": [99]},
+        {"min_new_tokens": 600},
     ],
 )
 def test_refusals_name_the_argument(medusa: Medusa, rules: dict) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Request, Sampling, cuda_graph
+from medusa_cli.decode import LogitsOptions, Request, Sampling, cuda_graph
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, answer, decoder_of, plain, tiny_backbone, tokens_of
@@ -59,10 +59,11 @@ def test_sequences_of_every_sampling_step_side_by_side(kinds: list[str]) -> None
     assert set(kinds) == {cuda_graph.TRUNCATED}
 
 
-def test_dynamic_trees_and_typical_acceptance_run_without_graphs(kinds: list[str]) -> None:
+def test_dynamic_trees_typical_acceptance_and_processors_run_without_graphs(kinds: list[str]) -> None:
     backbone = tiny_backbone(engine="fast")
-    decoder, sampling = decoder_of(backbone, cuda_graphs=True), Sampling("typical", 0.7)
-    assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5 and not kinds
+    decoder = decoder_of(backbone, cuda_graphs=True)
+    for rules in ({"sampling": Sampling("typical", 0.7)}, {"logits_options": LogitsOptions(1.3)}):
+        assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), **rules))) == 5 and not kinds
     backbone.engine.captures = True
     assert decoder_of(backbone, Oracle([1], 0.6), DynamicTree(8, 3)).cuda_graphs is None
     assert decoder_of(backbone, Oracle([1], 0.6), SPARSE).cuda_graphs is not None
@@ -73,6 +74,7 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
     """Chi-square over independent draws."""
     nodes, draws = 3, 4000
     logits = 1.5 * torch.randn(nodes, 12, generator=torch.Generator().manual_seed(3))
+    logits = (2 * logits).round() / 2  # with ties
     tree, samplers = Tree.from_choices([[0], [1]]), [Sampler(sampling, stream) for stream in range(draws)]
     kind, params = cuda_graph.sampling_kind(samplers), cuda_graph.sampling_params(samplers, tree)
     chosen = cuda_graph.choose(logits.expand(draws, -1, -1), params, tree.depth, kind)

@@ -147,6 +147,24 @@ def test_the_next_turn_uses_the_prefix_cache(server: Served) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
+@pytest.mark.parametrize(
+    ("fields", "rules"),
+    [
+        ({"repetition_penalty": 1.4, "min_p": 0.2}, {"repetition_penalty": 1.4, "min_p": 0.2}),
+        ({"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        ({"logit_bias": {"5": -100, "9": 4}}, {"logit_bias": {5: -100, 9: 4}}),
+        ({"min_tokens": 12}, {"min_new_tokens": 12}),
+        ({"ignore_eos": True}, {"stop_ids": ()}),
+    ],
+)
+def test_fields_change_the_answer_as_arguments_do(server: Served, medusa: Medusa, fields: dict, rules: dict) -> None:
+    body = {**SHORT, "max_tokens": 16, "temperature": 1.3, "seed": 3, **fields}
+    answer = server.post(body)[2]
+    expected = medusa.generate(IDS, max_new_tokens=16, temperature=1.3, seed=3, **rules)
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["completion_tokens"] == len(expected.tokens)
+
+
 def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
     client = server.openai()
     assert [model.id for model in client.models.list()] == [MODEL] == [client.models.retrieve(MODEL).id]
@@ -160,11 +178,16 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
     ("field", "value", "param"),
     [
         ("n", 2, "n"),
-        ("logit_bias", {"5": 1}, "logit_bias"),
+        ("logit_bias", {"64": 1}, "logit_bias"),
+        ("logit_bias", {"5": 101}, "logit_bias.5"),
+        ("logit_bias", {"w5": 1}, "logit_bias.w5.[key]"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
         ("response_format", {"type": "json_object"}, "response_format.type"),
-        ("presence_penalty", 0.5, "presence_penalty"),
-        ("frequency_penalty", -1, "frequency_penalty"),
+        ("presence_penalty", 2.5, "presence_penalty"),
+        ("frequency_penalty", -3, "frequency_penalty"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("min_p", 1.5, "min_p"),
+        ("min_tokens", 3, "min_tokens"),
         ("functions", [], "functions"),
         ("modalities", ["audio"], "modalities"),
         ("top_logprobs", 3, None),

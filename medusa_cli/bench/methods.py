@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from medusa_cli.assets import DEFAULT_MODEL, MODELS
 from medusa_cli.bench.stats import Answer
-from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
+from medusa_cli.decode.processors import generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
@@ -35,8 +35,8 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
-    """Raises UsageError if llama.cpp is not installed, has no file to read, or would have to sample."""
+def check_llama(model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
+    """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise UsageError(
             "@methods llama.cpp: the package llama-cpp-python is not installed",
@@ -46,6 +46,8 @@ def check_llama(model: str, gguf: Path | None, sampling: Sampling) -> None:
         raise UsageError(f"@methods llama.cpp: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
         raise UsageError("@methods llama.cpp is compared in greedy decoding only", "leave @temperature out")
+    if name := next(iter(options.given), None):
+        raise UsageError(f"@methods llama.cpp is compared without @{name}", f"leave @{name} out")
 
 
 def choose_files(
@@ -94,7 +96,12 @@ def _kind(folder: Path) -> str | None:
 
 
 def our_method(
-    backbone: Backbone, drafter: Drafter | None, policy: DraftPolicy | None, sampling: Sampling, batch_size: int
+    backbone: Backbone,
+    drafter: Drafter | None,
+    policy: DraftPolicy | None,
+    sampling: Sampling,
+    options: LogitsOptions,
+    batch_size: int,
 ) -> Method:
     """Returns our decoding loop, plain without a policy."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
@@ -102,7 +109,8 @@ def our_method(
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
         decoder.forget()  # the other methods run every prompt from its beginning, too
         answers = [Answer([[]]) for _ in prompts]
-        for sequence, step in decoder.run(Request(prompt, max_new_tokens, sampling) for prompt in prompts):
+        requests = (Request(prompt, max_new_tokens, sampling, logits_options=options) for prompt in prompts)
+        for sequence, step in decoder.run(requests):
             answers[sequence.number].add(step)
             on_tokens(step.tokens)
         return answers
@@ -110,32 +118,35 @@ def our_method(
     return answer
 
 
-def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> Method:
+def transformers_method(
+    backbone: Backbone, sampling: Sampling, options: LogitsOptions, lookup: bool = False, assistant: Any = None
+) -> Method:
     """Returns transformers' generate on the unmodified model; several prompts are padded on the left.
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
     """
     model, ends = backbone.model, sorted(backbone.eos_ids)
-    options: dict[str, Any] = {"eos_token_id": ends, "pad_token_id": ends[0] if ends else 0}
-    # Penalties and the like of the model's own generation config are left out: all methods decode by the same rule.
-    model.generation_config = GenerationConfig(**options)
-    if assistant is not None:
-        options["assistant_model"] = assistant
-    if lookup:
-        options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    options["do_sample"] = not sampling.greedy
-    for key in ("temperature", "top_p", "top_k"):
-        options[key] = None if sampling.greedy else getattr(sampling, key)
+    pad = ends[0] if ends else 0
+    rule = sampling if sampling.greedy else replace(sampling, mode="exact")  # it has no typical acceptance
+    drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS if lookup else None, "assistant_model": assistant}
 
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
         width = max(map(len, prompts))
-        padded = [[options["pad_token_id"]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        padded = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ids, mask_ids = torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
         streamer = _Streamer(on_tokens) if len(prompts) == 1 else None  # transformers streams one sequence only
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=mask_ids, max_new_tokens=max_new_tokens, streamer=streamer, **options
+                ids,
+                attention_mask=mask_ids,
+                max_length=width + max_new_tokens,
+                max_new_tokens=None,
+                eos_token_id=ends or None,
+                pad_token_id=pad,
+                streamer=streamer,
+                **drafting,
+                **generate_arguments(rule, options, width),
             )
         return [Answer([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
 

@@ -31,8 +31,9 @@ from medusa_cli.bench.methods import (
 )
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Answer, Result, reference_of, summarise
-from medusa_cli.decode import DraftPolicy, Sampling
+from medusa_cli.decode import DraftPolicy, LogitsOptions, Sampling
 from medusa_cli.decode.policy import DynamicTreePolicy
+from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
@@ -80,6 +81,7 @@ class Bench:
     batch_size: int = 1
     gguf: Path | None = None
     draft_model: str | None = None
+    logits_options: LogitsOptions = MODELS_OWN
 
     def __post_init__(self) -> None:
         names, text = self.methods, ",".join(self.methods)
@@ -90,7 +92,7 @@ class Bench:
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
         if "llama.cpp" in names:
-            check_llama(self.choice.model, self.gguf, self.sampling)
+            check_llama(self.choice.model, self.gguf, self.sampling, self.logits_options)
         if "hf-assisted" in names and self.draft_model is None:
             raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
         for flag, value, method in (
@@ -106,6 +108,7 @@ class Bench:
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
         backbone = self._load(self.options)
+        check_generation_config(backbone)
         if self.choice.run is not None:
             self.choice.run.bind(backbone.identity)
         loaded = {name: load_drafting(choice, backbone, trees[name]) for name, choice in self.drafts.items()}
@@ -127,6 +130,7 @@ class Bench:
             f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
             for name, (drafter, policy) in loaded.items()
         ]
+        rules = {**vars(self.sampling), **self.logits_options.given}
         summary = summarise(results, differences)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
@@ -143,7 +147,7 @@ class Bench:
             "kernel": kernel,
             "row_invariant": backbone.engine.row_invariant,
             "device": str(backbone.device),
-            "sampling": vars(self.sampling),
+            "sampling": {name: value for name, value in rules.items() if value is not None},
             **summary,
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
@@ -159,7 +163,11 @@ class Bench:
         assistant = None if self.draft_model is None else self._assistant(backbone)
         methods = {
             name: transformers_method(
-                backbone, self.sampling, name == "hf-lookup", assistant if name == "hf-assisted" else None
+                backbone,
+                self.sampling,
+                self.logits_options,
+                name == "hf-lookup",
+                assistant if name == "hf-assisted" else None,
             )
             for name in names
         }
@@ -213,7 +221,8 @@ class Bench:
                 methods[name] = llama_method(file, backbone)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, ngrams_alone(backbone) if name == "lookup" else None))
-                methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
+                rules = self.sampling, self.logits_options
+                methods[name] = our_method(backbone, drafter, policy, *rules, self.batch_size)
         return methods
 
 

@@ -86,7 +86,18 @@ def bench(
     place = as_trained(place, choice.trained)
     tokens = rules.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
-        choice, drafts, names, questions, tokens, rules.sampled, which.title, place, batch_size, gguf, draft_model
+        choice,
+        drafts,
+        names,
+        questions,
+        tokens,
+        rules.sampled,
+        which.title,
+        place,
+        batch_size,
+        gguf,
+        draft_model,
+        rules.logits_options,
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "

@@ -51,9 +51,9 @@ def chat(
         raise UsageError("--prompt is empty", "give a text")
     from medusa_cli.api import Chat, Medusa
 
-    choice, sampled = drafting.or_plain(baseline), sampling.sampled
+    choice, rules = drafting.or_plain(baseline), (sampling.sampled, sampling.logits_options)
     medusa = Medusa(load(choice, place, chat=True))
-    session = Chat(medusa, sampled, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), system)
+    session = Chat(medusa, *rules, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), system)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)
     stopped = answer(session, prompt, show_accepted, silent=output.json)

@@ -3,6 +3,7 @@
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import AdaptivePolicy, DraftPolicy, policy_of
+from medusa_cli.decode.processors import LogitsOptions
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Stats, Step
@@ -15,6 +16,7 @@ __all__ = [
     "Decoder",
     "DraftPolicy",
     "Likelihood",
+    "LogitsOptions",
     "Piece",
     "Request",
     "Sampling",

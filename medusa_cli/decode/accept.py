@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa_cli.decode.sampling import Sampler, Sampling
+from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import Draft
 
 # The accepted nodes from the root on, and the bonus token that the model adds after them.
@@ -16,27 +16,31 @@ Path = tuple[list[int], int]
 
 
 def accept(logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler]) -> list[Path]:
-    """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read."""
-    best = logits.argmax(-1).tolist() if any(sampler.greedy for sampler in samplers) else []
+    """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
+
+    Logits processors work on the nodes that are visited, in their order: drafts change nothing of what they see.
+    """
+    fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
+    best = logits.argmax(-1).tolist() if fast else []
     paths = []
     for i, (draft, sampler) in enumerate(zip(drafts, samplers, strict=True)):
         scores = logits[i, : draft.tree.size]
-        if sampler.greedy:
+        if sampler.sampling.mode == "typical" and not sampler.greedy:
+            paths.append(_typical(scores, draft, sampler))
+        elif sampler.greedy and sampler.processors is None:
             paths.append(_follow(draft, best[i].__getitem__))
-        elif sampler.sampling.mode == "typical":
-            paths.append(_typical(scores, draft, sampler.sampling))
         else:
-            paths.append(_sampled(scores, draft, sampler))
+            paths.append(_chosen(scores, draft, sampler))
     return paths
 
 
-def _sampled(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
-    """Follows the model's own draws: the same uniform numbers give the same tokens in plain decoding."""
-    depths, uniforms = draft.tree.depths, sampler.peek_uniforms(draft.tree.max_depth + 1)
-    if scores.device.type == "cpu":  # few nodes are visited, and each costs a softmax over the vocabulary
-        path = _follow(draft, lambda node: sampler.sample(scores[node, None], [uniforms[depths[node]]])[0])
-    else:  # each read of a value waits for the device, so all nodes are drawn at once
-        path = _follow(draft, sampler.sample(scores, [uniforms[depth] for depth in depths]).__getitem__)
+def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
+    """Follows the sampler's own choices: the same uniform numbers give the same tokens in plain decoding."""
+    if sampler.processors is not None or scores.device.type == "cpu":  # few nodes are visited
+        return _follow(draft, lambda node: sampler.choose(scores[node]))
+    # Each read of a value waits for the device, so all nodes are drawn at once.
+    uniforms = sampler.peek_uniforms(draft.tree.max_depth + 1)
+    path = _follow(draft, sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths]).__getitem__)
     sampler.advance(len(path[0]))
     return path
 
@@ -53,11 +57,14 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
         path.append(child)
 
 
-def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Path:
+def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
 
     Of equally long paths the likeliest wins. The bonus token is the model's most likely one.
     """
+    sampling, processors = sampler.sampling, sampler.processors
+    if processors is not None:
+        logits = processors.along(draft, logits)
     log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).nan_to_num(0.0).sum(-1)
     limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [N]
@@ -73,7 +80,10 @@ def _typical(logits: Tensor, draft: Draft, sampling: Sampling) -> Path:
         total = totals[-1]
         if total is not None and (tree.depths[node], total) > best_key:
             best, best_key = node, (tree.depths[node], total)
-    return tree.path(best), int(logits[best].float().argmax())
+    path, bonus = tree.path(best), int(logits[best].float().argmax())
+    if processors is not None:
+        processors.extend([*draft.tokens[path[1:]].tolist(), bonus])
+    return path, bonus
 
 
 @dataclass(eq=False)

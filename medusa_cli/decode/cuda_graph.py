@@ -60,13 +60,14 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor, kind: str) -> Tensor:
         return best
     sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
     uniforms = params[:, FIELDS:][:, depth]  # [B, N]
-    weights = (logits / temperature[..., None].float()).softmax(-1)
-    drawn = draw(weights, uniforms)
+    scores = logits / temperature[..., None].float()
+    drawn = draw(scores.softmax(-1), uniforms)
     if kind == TRUNCATED:
-        ordered, ids = weights.sort(dim=-1, descending=True)
-        rank = torch.arange(ordered.shape[-1], device=ordered.device)
-        ordered = ordered.masked_fill((rank >= top_k[..., None]) & (top_k[..., None] > 0), 0)
-        ordered = nucleus(ordered / ordered.sum(-1, keepdim=True), top_p[..., None].float())
+        ordered, ids = scores.sort(dim=-1, descending=True)
+        last = top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1
+        lowest = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))  # what ties with the k-th stays
+        ordered = ordered.masked_fill((ordered < lowest) & (top_k[..., None] > 0), -torch.inf)
+        ordered = nucleus(ordered.softmax(-1), top_p[..., None].float())
         among = ids.gather(-1, draw(ordered, uniforms)[..., None])[..., 0]
         # A sequence without top-p and top-k draws as if it were alone.
         drawn = torch.where((top_p < 1) | (top_k > 0), among, drawn)
@@ -86,9 +87,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle() if on_device else None
 
     def supports(self, sequences: Several[Sequence], drafts: Several[Draft]) -> bool:
-        """Returns True for greedy and exact steps over one tree for all, without log probabilities."""
-        rules = [sequence.sampler for sequence in sequences if sequence.request.top is None]
-        simple = len(rules) == len(drafts) and all(s.greedy or s.sampling.mode == "exact" for s in rules)
+        """Returns True for greedy and exact steps over one tree for all, without processors and log probabilities."""
+        rules = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
+        simple = len(rules) == len(drafts) and all(s.greedy or s.sampling.exact for s in rules)
         return simple and all(draft.tree is drafts[0].tree for draft in drafts)
 
     def verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted]:

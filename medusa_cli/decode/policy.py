@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from medusa_cli.decode.accept import AcceptanceEstimate
 from medusa_cli.decode.ngram import MAX_TOKENS, PAIR, NgramIndex, NgramMatch, NgramTrust, ngram_trust
-from medusa_cli.decode.sampling import Sampling
+from medusa_cli.decode.sampling import Sampling, cuts
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, Costs, SizedTree, node_values
 
@@ -363,6 +363,6 @@ def sampling_kind(sampling: Sampling) -> tuple[str, float]:
     rounded = round(4 * temperature) / 4
     if sampling.mode == "typical":
         return f"typical {rounded:g}", 1.0
-    truncated = sampling.top_p < 1 or sampling.top_k > 0
+    truncated = bool(cuts(sampling.top_p, sampling.top_k, sampling.min_p))
     prior = 1 / (1 + temperature) if truncated else 1 / (1 + temperature**3)
     return f"exact {rounded:g}{' truncated' if truncated else ''}", prior

@@ -1,13 +1,19 @@
 """Sampling: how a sequence chooses its next token from logits, with a random stream of its own."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from medusa_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from medusa_cli.decode.processors import SequenceProcessors
 
 MODES = ("greedy", "exact", "typical")
 # A nucleus is rarely larger, and finding so many likeliest tokens takes a tenth of sorting the vocabulary.
@@ -18,7 +24,10 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """Mode, temperature, top-p and top-k, epsilon and delta of typical acceptance, and the seed."""
+    """Mode, temperature, top-p and top-k, epsilon and delta of typical acceptance, the seed, and min-p.
+
+    min_p: None is the model's own, as in its generation config.
+    """
 
     mode: str = "greedy"
     temperature: float = 0.0
@@ -27,6 +36,7 @@ class Sampling:
     epsilon: float = 0.09
     delta: float = 0.3
     seed: int = 0
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -37,9 +47,10 @@ class Sampling:
             raise UsageError(f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"@top_k {self.top_k} is not valid", "use 0 for no cut, or a positive number")
-        cuts = {"@top_p": self.top_p if self.top_p < 1 else None, "@top_k": self.top_k or None}
-        for name, value in cuts.items():
-            if self.mode == "typical" and value is not None:
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UsageError(f"@min_p {self.min_p} is not valid", "use a number from 0 to 1")
+        for name, value in cuts(self.top_p, self.top_k, self.min_p).items():
+            if self.mode == "typical":
                 raise UsageError(
                     f"{name} {value} has no effect with @sampling typical, which has a rule of its own",
                     f"leave {name} out, or use @sampling exact",
@@ -50,7 +61,7 @@ class Sampling:
             )
 
     @classmethod
-    def by_name(cls, temperature: float, name: str) -> "Sampling":
+    def by_name(cls, temperature: float, name: str) -> Sampling:
         """Returns exact sampling with a seed derived from a name alone; greedy at temperature 0."""
         if temperature == 0:
             return cls()
@@ -61,24 +72,42 @@ class Sampling:
         """Returns True if every token is the most likely one; temperature 0 is greedy in every mode."""
         return self.mode == "greedy" or self.temperature < MIN_TEMPERATURE
 
+    @property
+    def exact(self) -> bool:
+        """Returns True if tokens are drawn from the model's own distribution, after temperature and cuts."""
+        return self.mode == "exact" and not self.greedy
+
+
+def cuts(top_p: float, top_k: int, min_p: float | None) -> dict[str, float]:
+    """Returns the settings that leave tokens out, by name."""
+    return {
+        **({"@top_p": top_p} if top_p < 1 else {}),
+        **({"@top_k": top_k} if top_k else {}),
+        **({"@min_p": min_p} if min_p else {}),
+    }
+
 
 def sampling_of(
-    mode: str | None, temperature: float | None, top_p: float, top_k: int, random_seed: int | None
+    mode: str | None,
+    temperature: float | None,
+    top_p: float,
+    top_k: int,
+    random_seed: int | None,
+    min_p: float | None = None,
 ) -> Sampling:
     """Returns the sampling that options ask for; a temperature alone means exact sampling.
 
-    Raises UsageError for top-p or top-k without a temperature: greedy decoding would not read them.
+    Raises UsageError for top-p, top-k or min-p without a temperature: greedy decoding would not read them.
     """
     if temperature is None:
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
-        for name, value in {"@top_p": top_p if top_p < 1 else None, "@top_k": top_k or None}.items():
-            if not temperature and value is not None:
+        for name, value in cuts(top_p, top_k, min_p).items():
+            if not temperature:
                 raise UsageError(
                     f"{name} {value} has no effect without a temperature", f"give @temperature, or leave {name} out"
                 )
-    return Sampling(
-        mode or ("exact" if temperature > 0 else "greedy"), temperature, top_p, top_k, seed=random_seed or 0
-    )
+    mode = mode or ("exact" if temperature > 0 else "greedy")
+    return Sampling(mode, temperature, top_p, top_k, seed=random_seed or 0, min_p=min_p)
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
@@ -88,7 +117,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
     """
     scores, ids = logits.float() / sampling.temperature, None
     if 0 < sampling.top_k < scores.shape[-1]:
-        scores, ids = scores.topk(sampling.top_k, dim=-1)
+        scores, ids = _top_k(scores, sampling.top_k)
     probs = scores.softmax(-1)
     if sampling.top_p < 1:
         if ids is None:
@@ -103,6 +132,17 @@ def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
     A token stays while the mass before it is below top_p, so the most likely one always stays.
     """
     return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+
+
+def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Returns the k largest scores in falling order, with all that tie with the k-th, as in transformers; token ids."""
+    values, ids = scores.topk(top_k, dim=-1)
+    lowest = values[..., -1:]
+    count = int((scores >= lowest).sum(-1).max())
+    if count > top_k:
+        values, ids = scores.topk(count, dim=-1)
+        values = values.masked_fill(values < lowest, -torch.inf)
+    return values, ids
 
 
 def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -129,11 +169,11 @@ class Sampler:
     """Chooses the tokens of one sequence by its sampling and its random stream, one uniform number a token.
 
     The numbers do not depend on the device or on drafts: an answer depends on its seed alone. `stream` selects the
-    random stream; stream 0 draws as the seed alone would.
+    random stream; stream 0 draws as the seed alone would. processors: change the logits first, None for none.
     """
 
-    def __init__(self, sampling: Sampling, stream: int = 0) -> None:
-        self.sampling, self.greedy = sampling, sampling.greedy
+    def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:
+        self.sampling, self.greedy, self.processors = sampling, sampling.greedy, processors
         self.generator = torch.Generator().manual_seed((sampling.seed + stream) % 2**63)
         self._uniforms: list[float] = []
 
@@ -150,15 +190,21 @@ class Sampler:
 
     def sample(self, logits: Tensor, uniforms: Several[float]) -> list[int]:
         """Returns one token for each row of logits [n, V] by its uniform number."""
-        weights, ids = candidates(logits, self.sampling)
+        # Temperature and cuts are among a sequence's processors.
+        weights, ids = candidates(logits, self.sampling) if self.processors is None else (logits.softmax(-1), None)
         drawn = draw(weights, torch.tensor(uniforms, dtype=torch.double, device=logits.device))
         tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
         return tokens
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the next token from one row of logits [V]."""
-        if self.greedy or self.sampling.mode == "typical":
-            return int(logits.float().argmax())
-        (token,) = self.sample(logits[None], self.peek_uniforms(1))
-        self.advance(1)
+        """Returns the next token from one row of logits [V]. With processors this chooses every token, in order."""
+        if self.processors is not None:
+            logits = self.processors(logits)
+        if self.sampling.exact:
+            (token,) = self.sample(logits[None], self.peek_uniforms(1))
+            self.advance(1)
+        else:
+            token = int(logits.float().argmax())
+        if self.processors is not None:
+            self.processors.extend([token])
         return token

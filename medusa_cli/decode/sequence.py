@@ -10,6 +10,7 @@ from itertools import takewhile
 import torch
 
 from medusa_cli.decode.policy import DraftState
+from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampling import Sampler, Sampling
 from medusa_cli.decode.stats import Accepted
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
@@ -24,6 +25,7 @@ class Request:
 
     stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report beside each token,
     None for no log probabilities. reuse: how many of the prompt's first tokens cached rows may serve, None for all.
+    Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
     """
 
     prompt: Several[int]
@@ -33,10 +35,13 @@ class Request:
     stop_strings: Several[str] = ()
     top: int | None = None
     reuse: int | None = None
+    logits_options: LogitsOptions = MODELS_OWN
 
 
 class StopCriteria:
     """Truncates new tokens at the first stop token, stop string or limit; `reason` is then "stop" or "length".
+
+    left: tokens that the answer may still have.
 
     Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the context.
     """
@@ -52,11 +57,11 @@ class StopCriteria:
                 f"the prompt has {length:,} tokens, {backbone.id!r} has a context of {backbone.max_positions:,}",
                 "shorten the prompt or clear the history",
             )
-        self._stop_ids = backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
+        self.stop_ids = backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
         self._strings = [text for text in request.stop_strings if text]
         self._tokenizer = backbone.tokenizer
         self._tokens: list[int] = []
-        self._left = min(request.max_new_tokens, backbone.max_positions - length)
+        self.left = min(request.max_new_tokens, backbone.max_positions - length)
         self.reason: str | None = None
 
     def truncate(self, tokens: Several[int]) -> list[int]:
@@ -65,10 +70,10 @@ class StopCriteria:
         for token in tokens:
             kept.append(token)
             self._tokens.append(token)
-            self._left -= 1
-            if token in self._stop_ids or (self._strings and self._has_stop_string()):
+            self.left -= 1
+            if token in self.stop_ids or (self._strings and self._has_stop_string()):
                 self.reason = "stop"
-            elif self._left <= 0:
+            elif self.left <= 0:
                 self.reason = "length"
             if self.reason:
                 break
@@ -96,7 +101,10 @@ class Sequence:
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
         self.request, self.number, self.draft = request, number, draft
         self.stop = StopCriteria(backbone, request)
-        self.sampler = Sampler(request.sampling, number)
+        processors = sequence_processors(
+            backbone, request.prompt, self.stop.left, self.stop.stop_ids, request.sampling, request.logits_options
+        )
+        self.sampler = Sampler(request.sampling, number, processors)
         self.tokens: list[int] = []
         self.drafter: Drafter | None = None
         self.unread: list[NewTokens] = []

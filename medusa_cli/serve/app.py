@@ -143,9 +143,16 @@ class Handler:
                     temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
                     top_k=body.top_k or 0,
+                    min_p=body.min_p,
                     seed=body.seed,
                     stop=body.stop_strings,
+                    stop_ids=() if body.ignore_eos else None,
                     logprobs=body.top,
+                    repetition_penalty=body.repetition_penalty,
+                    presence_penalty=body.presence_penalty or None,
+                    frequency_penalty=body.frequency_penalty or None,
+                    min_new_tokens=body.min_tokens,
+                    logit_bias=body.logit_bias or None,
                     raw=True,
                 )
         except UserError as reason:

@@ -73,7 +73,7 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
 
 def _field(setting: str) -> str:
     """Returns a setting's name in OpenAI's requests."""
-    return {"max_new_tokens": "max_tokens"}.get(setting, setting)
+    return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}.get(setting, setting)
 
 
 def refusal_for_http(path: str, reason: HTTPException) -> Refusal:

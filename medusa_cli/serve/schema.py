@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 MAX_STOPS = 16
 # Fields with a single possible value: clients send them, and any other value is refused.
 FIXED = {
-    *("n", "best_of", "echo", "suffix", "store", "logit_bias", "presence_penalty", "frequency_penalty"),
+    *("n", "best_of", "echo", "suffix", "store"),
     *("tools", "tool_calls", "tool_choice", "response_format", "annotations"),
 }
 # A field that may be a text or a list is checked in the form it was sent in; refusals leave out these names of forms.
@@ -16,7 +16,6 @@ TEXT, LIST = "<text>", "<list>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Strict(BaseModel):
@@ -55,9 +54,14 @@ class Common(Strict):
     ) = None
     user: str | None = Field(None, description="taken and not used")
     n: Literal[1] = 1
-    presence_penalty: Zero = 0
-    frequency_penalty: Zero = 0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    presence_penalty: float = Field(0, ge=-2, le=2)
+    frequency_penalty: float = Field(0, ge=-2, le=2)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    # vLLM's; null is the model's own value.
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool = False
 
     @property
     def limit_field(self) -> str | None:

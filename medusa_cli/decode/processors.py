@@ -1,0 +1,249 @@
+"""Logits processors: transformers' own, by the model's generation config and a request's options."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from medusa_cli.decode.sampling import Sampling
+from medusa_cli.errors import UsageError, UserError, first_line, shown
+from medusa_cli.model import Backbone
+from medusa_cli.tree import Draft
+
+# What generate() reads of a generation config, with the values that change nothing. Processors work in every mode,
+# warpers in exact sampling.
+PROCESSORS: dict[str, Any] = {
+    **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None},
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None},
+    **{"suppress_tokens": None, "begin_suppress_tokens": None, "min_length": 0, "min_new_tokens": 0},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "remove_invalid_values": False},
+    **{"renormalize_logits": False, "watermarking_config": None},
+}
+WARPERS: dict[str, Any] = {"min_p": 0.0, "top_h": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+# Taken from the caller alone: a model does not choose sampling or the length of an answer.
+CALLERS: dict[str, Any] = {
+    **{"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_length": 20, "max_new_tokens": None}
+}
+# Not done: other searches, other ends, other passes of the model.
+NOT_DONE: dict[str, Any] = {
+    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "dola_layers": None, "constraints": None},
+    **{"force_words_ids": None, "guidance_scale": 1.0, "token_healing": False, "num_return_sequences": 1},
+    **{"stop_strings": None, "max_time": None},
+}
+PENALTY_LIMIT = 2.0  # of OpenAI's penalties
+log = logging.getLogger(__name__)
+
+
+def _penalty(value: float) -> bool:
+    return abs(value) <= PENALTY_LIMIT
+
+
+def _count(value: int) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _ids(tokens: Iterable[int]) -> bool:
+    return all(map(_count, tokens))
+
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "use a positive number; 1 is no penalty"),
+    "presence_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
+    "frequency_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
+    "no_repeat_ngram_size": (_count, "use a whole number; 0 allows repetitions"),
+    "bad_words_ids": (lambda words: all(word and _ids(word) for word in words), "use lists of token ids"),
+    "suppress_tokens": (_ids, "use a list of token ids"),
+    "min_new_tokens": (_count, "use a whole number; 0 is no minimum"),
+    "logit_bias": (lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())), "use {token id: number}"),
+}
+
+
+@dataclass(frozen=True)
+class LogitsOptions:
+    """Changes of the logits before a token is chosen, by transformers' names; None takes the model's own value.
+
+    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of tokens; it replaces
+    the model's sequence_bias. Raises UsageError for values that are not valid.
+    """
+
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Several[Several[int]] | None = None
+    suppress_tokens: Several[int] | None = None
+    min_new_tokens: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            valid, remedy = CHECKS[name]
+            try:
+                well = valid(value)
+            except (TypeError, AttributeError):
+                well = False
+            if not well:
+                raise UsageError(f"@{name} {shown(value)} is not valid", remedy)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Returns the options that are not left to the model."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Raises UsageError for token ids beyond the vocabulary."""
+        ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
+        ids |= {"suppress_tokens": [*(self.suppress_tokens or ())], "logit_bias": [*(self.logit_bias or ())]}
+        for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
+            if largest >= vocabulary:
+                raise UsageError(f"@{name}: {largest} is no token id", f"use ids from 0 to {vocabulary - 1}")
+
+
+MODELS_OWN = LogitsOptions()
+
+
+class AdditivePenalties(LogitsProcessor):
+    """Subtracts OpenAI's penalties from the logits of tokens that are in the answer so far.
+
+    presence: once a token; frequency: times its count. The prompt does not count, as in vLLM.
+    """
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self._prompt_length, self._presence, self._frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns logits [B, V] after the text [B, L]."""
+        answer = input_ids[:, self._prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class SequenceProcessors:
+    """The processors of one sequence, and its text so far: each new token is processed once, in order.
+
+    In exact sampling temperature, top-k and top-p are among them.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, text: Tensor) -> None:
+        self._processors, self._text = processors, text[None]
+
+    def __call__(self, logits: Tensor, following: Tensor | None = None) -> Tensor:
+        """Returns the logits [V] after the text and the tokens that follow it, in fp32."""
+        text = self._text if following is None else torch.cat([self._text, following[None]], dim=1)
+        scores: Tensor = self._processors(text, logits[None].to(text.device, torch.float32))
+        return scores[0]
+
+    def along(self, draft: Draft, logits: Tensor) -> Tensor:
+        """Returns the logits [N, V] of a draft's nodes, each after its path; the root is the text's last token."""
+        paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
+        return torch.stack([self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)])
+
+    def extend(self, tokens: Several[int]) -> None:
+        """Adds tokens that were chosen to the text."""
+        self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
+
+
+def generate_arguments(sampling: Sampling, options: LogitsOptions, prompt_length: int) -> dict[str, Any]:
+    """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
+    arguments, penalties = {**NOT_DONE, **options.given}, []
+    presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
+    if presence or frequency:
+        penalties.append(AdditivePenalties(prompt_length, presence, frequency))
+    if (bias := arguments.pop("logit_bias", None)) is not None:
+        arguments["sequence_bias"] = [[[token], float(value)] for token, value in bias.items()] or None
+    if options.repetition_penalty is not None:
+        arguments["repetition_penalty"] = float(options.repetition_penalty)
+    if options.bad_words_ids is not None:
+        arguments["bad_words_ids"] = [list(word) for word in options.bad_words_ids] or None
+    if options.suppress_tokens is not None:
+        arguments["suppress_tokens"] = list(options.suppress_tokens) or None
+    if sampling.exact:
+        arguments |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
+        arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
+    else:  # transformers names what a greedy answer does not read
+        arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
+    return {**arguments, "do_sample": sampling.exact, "logits_processor": LogitsProcessorList(penalties)}
+
+
+def sequence_processors(
+    backbone: Backbone,
+    prompt: Several[int],
+    max_new_tokens: int,
+    stop_ids: Iterable[int],
+    sampling: Sampling,
+    options: LogitsOptions,
+) -> SequenceProcessors | None:
+    """Returns what generate would apply to a sequence's logits; None if that is nothing but temperature and cuts.
+
+    Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is not valid.
+    """
+    config, ends = backbone.model.generation_config, sorted(stop_ids) or None
+    defaults = {**PROCESSORS, **WARPERS} if sampling.exact else PROCESSORS
+    if not options.given and not sampling.min_p and not differing(config, defaults):
+        return None
+    options.check_ids(backbone.vocab_size)
+    text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
+    arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length)}
+    if ends is None:
+        arguments["exponential_decay_length_penalty"] = None
+    try:
+        processors = backbone.model.generate(
+            text,
+            attention_mask=torch.ones_like(text),
+            max_length=length + max_new_tokens,
+            max_new_tokens=None,
+            use_cache=False,
+            cache_implementation=None,
+            custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor,  # as prepared, not run
+            **arguments,
+        )
+    except (ValueError, TypeError, AttributeError, RuntimeError) as reason:
+        raise _invalid_config(backbone, reason) from reason
+    sampler = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+    return None if all(isinstance(own, sampler) for own in processors) else SequenceProcessors(processors, text[0])
+
+
+def check_generation_config(backbone: Backbone) -> None:
+    """Logs what the model's generation config sets, and what of that is not done; UserError if it is not valid."""
+    config = backbone.model.generation_config
+    try:
+        for sampling in (Sampling(), Sampling("exact", 1.0)):
+            processors = sequence_processors(
+                backbone, [0], backbone.max_positions - 1, backbone.eos_ids, sampling, MODELS_OWN
+            )
+            if processors is not None:
+                processors(torch.zeros(backbone.vocab_size, device=backbone.device))
+    except (ValueError, TypeError, IndexError, RuntimeError) as reason:
+        raise _invalid_config(backbone, reason) from reason
+    taken, left, ignored = (differing(config, names) for names in ({**PROCESSORS, **WARPERS}, CALLERS, NOT_DONE))
+    if taken:
+        log.info("the model's generation config changes logits: %s", ", ".join(taken))
+    if left:
+        log.info("the model's generation config suggests %s: give them to use them", ", ".join(left))
+    if ignored:
+        log.warning("the model's generation config sets %s, which is not done here", ", ".join(ignored))
+
+
+def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a generation config that are set to something else, with their values."""
+    values = {name: getattr(config, name, None) for name in defaults}
+    return [f"{name} {shown(value)}" for name, value in values.items() if value not in (None, defaults[name])]
+
+
+def _invalid_config(backbone: Backbone, reason: Exception) -> UserError:
+    text = f"the generation config of the model {backbone.id!r} is not valid: {first_line(reason)}"
+    return UserError(text, "correct its generation_config.json")
