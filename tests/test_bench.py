@@ -345,31 +345,6 @@ def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Pat
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "part"),
-    [
-        ("--methods hf,magic", 2, "magic"),
-        ("--mt-bench", 2, "--mt-bench"),
-        ("--limit 0", 2, "--limit 0"),
-        ("--questions nowhere.jsonl", 1, "nowhere.jsonl"),
-        ("--methods ar --gguf {place}/q.jsonl", 2, "--gguf"),
-        ("--methods llama.cpp", 2, "--methods llama.cpp"),
-        ("--methods ar,hf --drafter {place}/mine/drafter", 2, "--drafter"),
-        ("--values 3", 2, "--values"),
-        ("--batch-size 2 --methods ar,hf-lookup", 2, "hf-lookup"),
-        ("--methods hf,hf-assisted", 2, "--draft-model"),
-        ("--methods hf,ar --draft-model {place}/model", 2, "--draft-model"),
-    ],
-)
-def test_mistakes_end_in_one_line_before_anything_is_loaded(
-    place: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, part: str
-) -> None:
-    monkeypatch.setattr("medusa_cli.bench.run.load_backbone", lambda *args, **rest: pytest.fail("it was loaded"))
-    done = bench(place, *words.format(place=place).split())
-    assert done.exit_code == code and part in done.stderr and "Traceback" not in done.stderr
-    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
-
-
 def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
     save_tree(tmp_path / "deep.json", Tree.chain(5), {})
     refused(place, 1, "deep.json", "--tree", str(tmp_path / "deep.json"))

@@ -149,7 +149,6 @@ def test_run_that_learnt_from_other_data_is_measured_on_its_held_out_part(
 def test_other_data_is_used_whole_and_can_be_limited(run: Run, others: Path) -> None:
     assert calibrate(run, "--data", others)["answers"] == 10
     assert calibrate(run, "--data", others, "--max-samples", "3")["answers"] == 3
-    medusa("calibrate", "--run", run.path, "--data", others.parent, exit_code=2)
 
 
 def test_states_are_computed_for_measured_conversations_alone(run: Run, others: Path) -> None:
@@ -187,12 +186,3 @@ def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(run: Run
     run.distill_path.unlink()  # a run that learnt from other conversations has these alone to be calibrated on
     calibrate(run, "--data", others)
     assert run.calibration_path.is_file()
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "part"),
-    [(["--top", "0"], 2, "--top"), (["--run", "no/where"], 1, "no/where"), (["--drafter", "nowhere"], 1, "nowhere")],
-)
-def test_bad_words_end_in_one_line(run: Run, more: list[str], code: int, part: str) -> None:
-    result = medusa("calibrate", "--run", run.path, "--quiet", *more, exit_code=code)
-    assert len(result.stderr.splitlines()) == 1 and part in result.stderr

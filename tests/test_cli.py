@@ -24,7 +24,7 @@ from medusa_cli.options import LoadFlags, OutputFlags, spread_out
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import WORDS
 from medusa_cli.serve.errors import refusal_for
-from tests.helpers import medusa, medusa_json, program
+from tests.helpers import medusa, medusa_json, program, save_conversations, save_model, save_run, write_lines
 
 # Options of a command that share a name with another command's, but not its bounds.
 OWN = {("batch_size", "distill"), ("batch_size", "serve"), ("limit", "demo"), ("max_new_tokens", "serve")}
@@ -106,49 +106,159 @@ def test_version_and_completion() -> None:
     assert shown.returncode == 0 and "complete" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "words", "named"),
-    [
-        (2, ["nonsense"], "nonsense"),
-        (2, [LONG], "xxx"),
-        (2, ["tree", "--budgt", "3"], "--budgt"),
-        (2, ["tree", f"--{LONG}", "3"], "xxx"),
-        (2, ["tree", "--budget", "many"], "--budget"),
-        (2, ["tree", "--shape", LONG], "--shape"),
-        (2, ["train", f"train.lr={LONG}"], "train.lr"),
-        (2, ["train", f"{LONG}=3"], "xxx"),
-        (2, ["chat", "--json"], "--json"),
-        (2, ["chat", "--quantize", "int3"], "--quantize"),
-        (2, ["distill", "--temperature", "-1"], "--temperature"),
-        (2, ["distill", "--temperature", "nan"], "--temperature"),
-        (2, ["distill", "--max-new-tokens", "0"], "--max-new-tokens"),
-        (2, ["distill", "--max-samples", "-3"], "--max-samples"),
-        (2, ["chat", "--tree", "dynamic:²"], "--tree"),
-        (2, ["chat", "--temperature", "1e-300"], "--temperature"),
-        (2, ["chat", "--random-seed", str(10**30)], "--random-seed"),
-        (2, ["chat", "--run", "\udcff"], "--run"),
-        (2, ["chat", "--run", ".."], "--run"),
-        (2, ["chat", "--top-k", "-1"], "--top-k"),
-        (2, ["chat", "--prompt", " "], "--prompt"),
-        (2, ["distill", "--temperature", "1e-300"], "--temperature"),
-        (2, ["distill", "--device", "gpu"], "--device"),
-        (2, ["distill", "--dtype", "int7"], "--dtype"),
-        (2, ["assets", "imagenet"], "imagenet"),
-        (2, ["tree", "--shape", "2", "--output", "."], "--output"),
-        (2, ["compare", "x", "--data", "."], "--data"),
-        (1, ["tree", "--run", "no-such-run"], "--run"),
-        (1, ["chat", "--model", "./no-such-folder", "--baseline", "--prompt", "w1"], "--model"),
-        (1, ["compare", f"no-such-run-{LONG[:200]}"], "RUN"),
-        (1, ["distill", "--seed", f"./{LONG[:200]}.json"], "--seed"),
-    ],
-    ids=lambda value: ascii(" ".join(value))[:40] if isinstance(value, list) else "",
-)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a model, a calibrated run and questions, and a run with conversations alone."""
+    folder = tmp_path_factory.mktemp("cli")
+    save_run(folder / "mine", save_model(folder / "model"), calibrated=True)
+    write_lines(folder / "q.jsonl", [{"turns": ["w1"]}])
+    save_conversations(folder / "talks", 8)
+    return folder
+
+
+BENCH = "bench --questions {place}/q.jsonl --run {place}/mine --quiet"
+SWEEP = f"{BENCH} --sweep"
+STEPS = "bench --run {place}/mine --engine eager --steps"
+REPORT = "report {place}/mine"
+TREE = "tree --run {place}/mine"
+CALIBRATE = "calibrate --run {place}/mine --quiet"
+TRAIN = "train --run {place}/talks --model {place}/model --quiet"
+JOINT = f"{TRAIN} --stage 2"
+FIRP = f"{TRAIN} drafter=firp"
+JUDGE = f"{BENCH} --methods ar,medusa"
+EXPORT = "export --run {place}/mine --output out"
+MISTAKES = [
+    (2, "nonsense", "nonsense"),
+    (2, LONG, "xxx"),
+    (2, "tree --budgt 3", "--budgt"),
+    (2, f"tree --{LONG} 3", "xxx"),
+    (2, f"tree --shape {LONG}", "--shape"),
+    (2, "tree --shape 100,100,100", "1,024"),
+    (2, "tree --shape 4,x", "--shape"),
+    (2, "tree --shape 4,0", "--shape"),
+    (2, "tree --shape 2 --budget 3", "--budget and --shape"),
+    (2, "tree --shape 2 --heads 0", "--heads 0"),
+    (2, "tree --shape 2 --output .", "--output"),
+    (2, "tree --budget many", "--budget"),
+    (2, f"{TREE} --budget 0", "--budget 0"),
+    (2, f"{TREE} --budget -5", "--budget -5"),
+    (2, f"{TREE} --budget 41", "--budget 41"),
+    (2, f"{TREE} --heads 4", "--heads 4"),
+    (1, "tree --run default", "medusa calibrate"),
+    (1, "tree --run no-such-run", "--run"),
+    (1, "tree --calibration none.json", "none.json"),
+    (1, "tree --calibration {place}/mine/calibration.json --budget auto", "--budget auto"),
+    (1, "tree --choices none.json", "none.json"),
+    (2, "chat --json", "--json"),
+    (2, "chat --quantize int3", "--quantize"),
+    (2, "chat --tree dynamic:²", "--tree"),
+    (2, "chat --temperature 1e-300", "--temperature"),
+    (2, f"chat --random-seed {10**30}", "--random-seed"),
+    (2, "chat --run \udcff", "--run"),
+    (2, "chat --run ..", "--run"),
+    (2, "chat --top-k -1", "--top-k"),
+    (2, ["chat", "--prompt", " "], "--prompt"),
+    (1, "chat --model ./no-such-folder --baseline --prompt w1", "--model"),
+    (2, "distill --temperature -1", "--temperature"),
+    (2, "distill --temperature nan", "--temperature"),
+    (2, "distill --temperature 1e-300", "--temperature"),
+    (2, "distill --max-new-tokens 0", "--max-new-tokens"),
+    (2, "distill --max-samples -3", "--max-samples"),
+    (2, "distill --device gpu", "--device"),
+    (2, "distill --dtype int7", "--dtype"),
+    (1, f"distill --seed ./{LONG[:200]}.json", "--seed"),
+    (2, "assets imagenet", "imagenet"),
+    (2, "compare x --data .", "--data"),
+    (1, f"compare no-such-run-{LONG[:200]}", "RUN"),
+    (2, f"train train.lr={LONG}", "train.lr"),
+    (2, f"train {LONG}=3", "xxx"),
+    (2, f"{TRAIN} train.lrr=3", "train.lr"),
+    (2, f"{TRAIN} train.lr=x", "train.lr"),
+    (2, f"{TRAIN} drafter=medussa", "medusa"),
+    (2, f"{TRAIN} drafter.num_heads=0", "drafter.num_heads=0"),
+    (1, f"{TRAIN} gone.yaml", "gone.yaml"),
+    (2, f"{TRAIN} a.yaml b.yaml", "b.yaml"),
+    (1, f"{TRAIN} --data gone.jsonl", "gone.jsonl"),
+    (1, f"{TRAIN} --resume", "checkpoint.pt"),
+    (1, f"{TRAIN} --run nowhere/at/all", "--run"),
+    (1, f"{TRAIN} --from nowhere/at/all", "--from"),
+    (2, f"{TRAIN} --shard", "--shard"),
+    (2, f"{TRAIN} --tuning qlora", "--tuning qlora"),
+    (2, f"{TRAIN} --schedule sine", "--schedule sine"),
+    (2, f"{JOINT} --tuning full", "train.objective=kl"),
+    (2, f"{JOINT} --tuning full --quantize bnb.nf4 train.objective=ce", "train.tuning=full"),
+    (2, f"{JOINT} --stage 3", "train.stage=3"),
+    (2, f"{JOINT} --schedule cosine", "train.schedule='cosine'"),
+    (2, f"{JOINT} drafter.vocabulary=shared", "drafter.vocabulary=shared"),
+    (2, f"{FIRP} train.regress=1", "train.regress"),
+    (2, f"{FIRP} --engine fast", "engine"),
+    (2, f"{FIRP} --stage 2", "stage"),
+    (2, f"{CALIBRATE} --top 0", "--top"),
+    (2, f"{CALIBRATE} --data {{place}}", "--data"),
+    (1, f"{CALIBRATE} --run no/where", "no/where"),
+    (1, f"{CALIBRATE} --drafter nowhere", "nowhere"),
+    (2, f"{BENCH} --methods hf,magic", "magic"),
+    (2, f"{BENCH} --mt-bench", "--mt-bench"),
+    (2, f"{BENCH} --limit 0", "--limit 0"),
+    (1, f"{BENCH} --questions nowhere.jsonl", "nowhere.jsonl"),
+    (2, f"{BENCH} --methods ar --gguf {{place}}/q.jsonl", "--gguf"),
+    (2, f"{BENCH} --methods llama.cpp", "--methods llama.cpp"),
+    (2, f"{BENCH} --methods ar,hf --drafter {{place}}/mine/drafter", "--drafter"),
+    (2, f"{BENCH} --values 3", "--values"),
+    (2, f"{BENCH} --batch-size 2 --methods ar,hf-lookup", "hf-lookup"),
+    (2, f"{BENCH} --methods hf,hf-assisted", "--draft-model"),
+    (2, f"{BENCH} --methods hf,ar --draft-model {{place}}/model", "--draft-model"),
+    (2, f"{JUDGE} --judge http://127.0.0.1:9", "--judge-model"),
+    (2, f"{JUDGE} --judge-model wise", "--judge"),
+    (2, f"{SWEEP} width", "--sweep 'width'"),
+    (2, f"{SWEEP} nodes --values 2,x", "--values '2,x'"),
+    (2, f"{SWEEP} nodes --values 2.5", "--values"),
+    (2, f"{SWEEP} nodes --values 9999", "--values 9999"),
+    (2, f"{SWEEP} heads --values 7", "--values 7"),
+    (2, f"{SWEEP} context --values 5000", "--values 5000"),
+    (2, f"{SWEEP} temperature --values -1", "--values"),
+    (2, f"{SWEEP} temperature --values nan", "--values"),
+    (2, f"{SWEEP} nodes --tree static", "--tree"),
+    (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
+    (2, f"{SWEEP} nodes --methods ar", "--methods"),
+    (2, f"{STEPS} 9 --limit 2", "--limit"),
+    (2, f"{STEPS} 9 --methods ar", "--methods"),
+    (2, f"{STEPS} 9 --batch-size 1", "--batch-size"),
+    (2, f"{STEPS} 9 --mt-bench", "--mt-bench"),
+    (2, f"{STEPS} 5000", "--steps"),
+    (2, f"{STEPS} 20,510", "--steps"),
+    (2, f"{STEPS} 0", "--steps"),
+    (2, f"{STEPS} 20,", "--steps"),
+    (2, f"{STEPS} many", "--steps"),
+    (1, "report nowhere", "nowhere"),
+    (1, "report {place}/model", "medusa bench"),
+    (1, "report {place}/nowhere.json", "nowhere.json"),
+    (1, "report {place}/mine/calibration.json", "calibration.json"),
+    (2, f"{REPORT} --output page.txt", "--output page.txt"),
+    (2, f"{EXPORT} --budget few", "--budget"),
+    (2, f"{EXPORT} --budget 0", "--budget"),
+    (2, f"{EXPORT} --budget {'9' * 5000}", "--budget"),
+    (2, f"{EXPORT} --to eagle3 --budget 5", "--budget"),
+    (2, f"{EXPORT} --to onnx", "--to"),
+    (2, "serve --host nowhere.invalid", "--host nowhere.invalid"),
+    (2, f"serve --host {LONG[:300]}", "--host"),
+    (2, "serve --host \0", "--host"),
+    (2, "serve --port 65536", "--port"),
+    (1, "serve --run /no/such/run", "/no/such/run"),
+    (2, "serve --baseline --lookup", "--lookup"),
+]
+
+
+@pytest.mark.parametrize(("code", "words", "named"), MISTAKES, ids=[ascii(words)[:60] for _, words, _ in MISTAKES])
 def test_a_wrong_command_line_is_one_short_line(
-    code: int, words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, words: str | list[str], named: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if code == 2 and "--steps" not in words:
+        monkeypatch.setattr("medusa_cli.engine.load.load_network", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "default").mkdir(parents=True)
+    words = words.format(place=place).split(" ") if isinstance(words, str) else words
     shown = medusa(*words, exit_code=code)
     assert shown.stdout == "" and shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
     assert named in shown.stderr and len(shown.stderr) <= LONGEST + len("\n")

@@ -202,20 +202,6 @@ def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("--budget few", "--budget"),
-        ("--budget 0", "--budget"),
-        ("--budget " + "9" * 5000, "--budget"),
-        ("--to eagle3 --budget 5", "--budget"),
-        ("--to onnx", "--to"),
-    ],
-)
-def test_an_invalid_option_is_a_usage_error(tmp_path: Path, words: str, flag: str) -> None:
-    assert flag in medusa("export", "--output", tmp_path / "out", *words.split(), exit_code=2).stderr
-
-
 def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) -> None:
     run, other = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa"), tmp_path / "other"
     words = ["export", "--to", "hf", "--run", f"{run.path}/", "--output"]

@@ -157,9 +157,3 @@ def test_packed_weights_and_batches_without_traces_are_refused(model: str) -> No
     batch = Batch(torch.randn(4, 32), torch.arange(4), torch.zeros(4, dtype=torch.long))
     with pytest.raises(UserError, match="traces of whole sequences"):
         drafter_loss(drafter, backbone_of(), batch, TrainRecipe())
-
-
-@pytest.mark.parametrize("words", ["train.regress=1", "--engine fast", "--stage 2"])
-def test_settings_that_cannot_train_it_are_refused(run: Run, model: str, words: str) -> None:
-    refused = medusa(*words_of(run, model, *words.split()), exit_code=2)
-    assert words.lstrip("-").split()[0] in refused.stderr

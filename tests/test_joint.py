@@ -289,21 +289,10 @@ def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeyp
     assert {path: path.read_bytes() for path in tuned.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--tuning", "full"], "train.objective=kl"),
-        (["--tuning", "full", "--quantize", "bnb.nf4", "train.objective=ce"], "train.tuning=full"),
-        (["--stage", "3"], "train.stage=3"),
-        (["--schedule", "cosine"], "train.schedule='cosine'"),
-        (["drafter.vocabulary=shared"], "drafter.vocabulary=shared"),
-        (["train.max_length=16", "--data", "{data}"], "train.max_length"),
-    ],
-)
-def test_stage_2_refuses(place: tuple[str, str], tmp_path: Path, words: list[str], part: str) -> None:
+def test_length_without_a_token_to_learn_is_refused(place: tuple[str, str], tmp_path: Path) -> None:
     data = write_lines(tmp_path / "long.jsonl", [{"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}])
-    done = train(place, "--stage", "2", *(word.format(data=data) for word in words))
-    assert done.exit_code == (1 if "--data" in words else 2) and part in done.stderr, done.output
+    done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data))
+    assert done.exit_code == 1 and "train.max_length" in done.stderr, done.output
 
 
 def test_model_far_from_the_original_is_warned_of(place: tuple[str, str]) -> None:

@@ -76,21 +76,6 @@ def test_powers_on_an_axis_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "part"),
-    [
-        (["nowhere"], 1, "nowhere"),
-        (["{place}/model"], 1, "medusa bench"),
-        (["{place}/nowhere.json"], 1, "nowhere.json"),
-        (["{place}/mine/calibration.json"], 1, "calibration.json"),
-        (["{place}/mine", "--output", "page.txt"], 2, "--output page.txt"),
-    ],
-)
-def test_mistakes_end_in_one_line(place: Path, words: list[str], code: int, part: str) -> None:
-    done = medusa("report", *(word.format(place=place) for word in words))
-    assert done.exit_code == code and part in done.stderr and done.stderr.count("error:") == 1
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
     [("facts", [[0]]), ("drafting", 3), ("methods", {"ar": {"speedup": "x"}}), ("sampling", 3)],
 )

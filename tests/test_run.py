@@ -140,10 +140,6 @@ def test_a_run_file_without_a_model_is_named(tmp_path: Path, text: str) -> None:
         assert "run.json" in medusa(command, "--run", run.path, exit_code=1).stderr
 
 
-def test_training_before_distilling_says_to_distil(tmp_path: Path) -> None:
-    assert "`medusa distill`" in medusa("train", "--run", f"{tmp_path}/none", exit_code=1).stderr
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"), calibrated=True)

@@ -35,22 +35,6 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    ("words", "setting", "code"),
-    [
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid", 2),
-        (["--host", "x" * 300], "--host", 2),
-        (["--host", "\0"], "--host", 2),
-        (["--port", "65536"], "--port", 2),
-        (["--run", "/no/such/run"], "/no/such/run", 1),
-        (["--baseline", "--lookup"], "--lookup", 2),
-    ],
-)
-def test_an_unusable_setting_is_one_line(words: list[str], setting: str, code: int) -> None:
-    result = medusa("serve", *words, exit_code=code)
-    assert setting in result.stderr and "Traceback" not in result.stderr
-
-
 def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

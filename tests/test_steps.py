@@ -62,18 +62,12 @@ def test_the_command_prints_a_table_or_json(model: str) -> None:
     assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
 
 
-def test_a_run_names_the_model_and_what_passes_know_nothing_of_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_run_names_the_model(model: str, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", model, tree=None)
     words = ["bench", "--steps", "9", "--run", str(run.path), "--engine", "eager", "--dtype", "fp32"]
     shown = medusa(*words, "--json")
     assert shown.exit_code == 0 and json.loads(shown.stdout)["model"] == model
-    for more in (["--limit", "2"], ["--methods", "ar"], ["--batch-size", "1"], ["--mt-bench"]):
-        refused = medusa(*words, *more)
-        assert refused.exit_code == 2 and more[0] in refused.stderr
 
 
-@pytest.mark.parametrize("context", ["5000", "20,510", "0", "20,", "many"])
-def test_contexts_beyond_the_model_are_refused(model: str, context: str) -> None:
-    done = steps(model, context, "--engine", "eager")
-    assert done.exit_code == 2 and "--steps" in done.stderr
-    assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0  # the longest one
+def test_the_longest_context_is_timed(model: str) -> None:
+    assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0

@@ -15,8 +15,7 @@ from typer.testing import Result
 
 from medusa_cli.bench import sweep as sweeping
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.sweep import fill, parse_values
-from medusa_cli.errors import UsageError
+from medusa_cli.bench.sweep import fill
 from tests.helpers import medusa, save_model, save_questions, save_run, tiny_tokenizer
 
 
@@ -133,31 +132,3 @@ def test_prompts_are_filled_to_a_length_and_end_with_the_question() -> None:
         assert len(long.turns) == 1 and long.turns[0].endswith(question.turns[0])
         assert len(tokenizer(long.turns[0])["input_ids"]) == 20
     assert fill(questions, tokenizer, 1)[0].turns == ("w0 w0",)
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("width", "--sweep 'width'"),
-        ("nodes --values 2,x", "--values '2,x'"),
-        ("nodes --values 2.5", "--values"),
-        ("nodes --values 9999", "--values 9999"),
-        ("heads --values 7", "--values 7"),
-        ("context --values 5000", "--values 5000"),
-        ("nodes --tree static", "--tree"),
-        ("batch --batch-size 2", "--batch-size"),
-        ("nodes --methods ar", "--methods"),
-    ],
-)
-def test_mistakes_end_in_one_line(place: Path, more: str, part: str) -> None:
-    done = medusa(*words(place, "--sweep", *more.split()))
-    assert done.exit_code == 2 and part in done.stderr, done.stderr
-    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
-
-
-def test_values_are_sorted_and_unique() -> None:
-    assert parse_values("nodes", "8,2,8") == [2, 8] and parse_values("heads", None) == []
-    with pytest.raises(UsageError, match="values"):
-        parse_values("temperature", "-1")
-    with pytest.raises(UsageError, match="values"):
-        parse_values("temperature", "nan")

@@ -303,10 +303,3 @@ def test_damaged_or_incomplete_times_are_measured_again(tiny_run: Path, own_home
     done = medusa("tree", *words, exit_code=0)
     assert "timing decoding steps" in done.stderr and done.stderr.count("warning") <= 1
     assert "timing decoding steps" not in medusa("tree", *words).stderr
-
-
-def test_budgets_that_cannot_be_are_refused(tiny_run: Path) -> None:
-    done = medusa("tree", "--run", tiny_run, "--budget", "many")
-    assert done.exit_code == 2 and "--budget" in done.stderr
-    done = medusa("tree", "--calibration", tiny_run / "calibration.json", "--budget", "auto")
-    assert done.exit_code == 1 and "--budget auto" in done.stderr

@@ -21,10 +21,10 @@ POSSIBLE = 1 + 4 + 16 + 64
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the calibrated runs mine, wide and small; nothing ships."""
+    """A working directory with the calibrated runs mine and small; nothing ships."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, model: None))
-    for name, accuracies in (("mine", ACCURACIES), ("wide", [[0.01] * 100] * 3), ("small", [[0.4, 0.1], [0.2, 0.1]])):
+    for name, accuracies in (("mine", ACCURACIES), ("small", [[0.4, 0.1], [0.2, 0.1]])):
         calibrate(tmp_path / "runs" / name, accuracies)
     return tmp_path
 
@@ -108,31 +108,6 @@ def test_what_the_heads_lack_is_warned_of(folder: Path) -> None:
     (folder / "runs/bare/drafter").mkdir(parents=True)
     (folder / "runs/bare/drafter/config.json").write_text('{"medusa_num_heads": 2}')
     assert "--heads 2" in report("--run", "bare", "--shape", "1,1,1")["warnings"][0]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "part"),
-    [
-        ("--run mine --budget 0", 2, "--budget 0"),
-        ("--run mine --budget -5", 2, "--budget -5"),
-        (f"--run mine --budget {POSSIBLE + 1}", 2, f"--budget {POSSIBLE + 1}"),
-        ("--run wide --budget 5000", 2, "1,024"),
-        ("--shape 100,100,100", 2, "1,024"),
-        ("--shape 4,x", 2, "--shape"),
-        ("--shape 4,0", 2, "--shape"),
-        ("--shape 2 --budget 3", 2, "--budget and --shape"),
-        ("--shape 2 --heads 0", 2, "--heads 0"),
-        ("--run mine --heads 4", 2, "--heads 4"),
-        ("", 1, "medusa calibrate"),
-        ("--run none", 1, "none"),
-        ("--calibration none.json", 1, "none.json"),
-        ("--choices none.json", 1, "none.json"),
-    ],
-)
-def test_mistakes_end_in_one_line(folder: Path, words: str, code: int, part: str) -> None:
-    shown = medusa("tree", *words.split(), exit_code=code)
-    assert shown.stdout == "" and part in shown.stderr
-    assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("accuracies", ["", "{", "[]", "[[]]", "[[2.0]]", '[["a"]]'])
