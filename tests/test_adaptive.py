@@ -11,8 +11,7 @@ from medusa_cli.decode.accept import AcceptanceEstimate
 from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftPlan, DraftState, sampling_kind
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import Costs, SizedTree, budgets
-from tests.helpers import FAMILIES, PROMPT, Oracle, generate, generate_batch, plain, tiny_backbone, tokens_of
-from tests.test_drafters import hydra
+from tests.helpers import FAMILIES, PROMPT, Oracle, generate, plain, tiny_backbone, tokens_of
 
 ROOT, SMALL, LARGE = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
 SECONDS = {ROOT.size: 0.010, SMALL.size: 0.012, LARGE.size: 0.0135}
@@ -224,34 +223,6 @@ class Alternating(AdaptivePolicy):
     def plan(self, sequences, matches) -> list[DraftPlan]:
         self.turn += 1
         return [(self.sizes[self.turn % len(self.sizes)], []) for _ in sequences]
-
-
-@pytest.mark.parametrize("prefix", [0, 1])
-def test_drafter_gets_all_tokens_since_its_last_draft(prefix: int, monkeypatch) -> None:
-    backbone = tiny_backbone("qwen3")
-    heads = hydra(backbone, "own", prefix=prefix)
-    seen: list[tuple[int, int]] = []
-    inner = heads.draft
-
-    def draft(backbone, sequences, pending, tree):
-        seen.extend((new.start, len(new.tokens)) for new in pending)
-        assert all(new.hidden.shape == (len(new.tokens), backbone.hidden_size) for new in pending)
-        return inner(backbone, sequences, pending, tree)
-
-    monkeypatch.setattr(type(heads), "draft", lambda own, *given: draft(*given))
-    answer = generate(backbone, heads, Alternating(), PROMPT, max_new_tokens=60, stop_ids=())
-    assert tokens_of(answer) == plain(backbone, 60)
-    position = len(PROMPT) - 1
-    for start, count in seen:  # every position once
-        assert start == position
-        position += count
-    assert any(count > 2 for _, count in seen[1:])
-    prompts = [PROMPT, [8], PROMPT[::-1]]
-    rules = {"max_new_tokens": 40, "stop_ids": ()}
-    answers = generate_batch(backbone, heads, Alternating(), prompts, batch_size=2, **rules)
-    assert [tokens_of(steps) for steps in answers] == [
-        tokens_of(generate(backbone, None, None, prompt, **rules)) for prompt in prompts
-    ]
 
 
 def test_extra_rows_fit_the_next_tree() -> None:

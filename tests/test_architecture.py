@@ -1,8 +1,6 @@
 """Imports point one way and in no circle, the core prints nothing and names no flags, and --help stays light."""
 
 import ast
-import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +8,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from medusa_cli import cli
-from medusa_cli.errors import in_flags
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
 # A module may import from its own layer's folder, from the layers after it, and from the leaves.
@@ -117,36 +112,3 @@ def test_help_imports_no_command_and_nothing_heavy() -> None:
     loaded = done.stderr.split()
     assert "Commands:" in done.stdout and not {name.split(".")[0] for name in loaded} & (HEAVY | {"rich"})
     assert not [name for name in loaded if name.startswith("medusa_cli.commands")]
-
-
-# Lines for other programs hold their flags; so do commands that are started, pip's too, and a style sheet's variables.
-LAUNCHED = ("vllm serve", "python -m sglang.launch_server", "python convert_hf_to_gguf.py")
-FOREIGN = {"assets", "bench.report"}
-
-
-def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields each string of a module without `code`, with ... for the values of an f-string."""
-    for node in ast.iter_child_nodes(tree):
-        text = ""
-        if isinstance(node, ast.JoinedStr):
-            text = "...".join(part.value for part in node.values if isinstance(part, ast.Constant))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = node.value
-        if text and not any(word in text for word in LAUNCHED):
-            yield node.lineno, re.sub(r"`[^`]*`", "", text)
-        yield from texts(node) if not isinstance(node, ast.JoinedStr) else ()
-
-
-def test_the_core_names_settings_and_no_flags() -> None:
-    """Checks that @max_new_tokens becomes a flag that exists; --word would be wrong in Python and over HTTP."""
-    from medusa_cli.api import Medusa
-
-    commands = map(cli.load_command, cli.COMMANDS)
-    flags = {flag for command in commands for option in command.params for flag in option.opts + option.secondary_opts}
-    flags |= {in_flags(f"@{name}") for name in inspect.signature(Medusa.request).parameters}
-    for name, tree in TREES.items():
-        for line, text in texts(tree):
-            core = name.split(".")[0] not in SPOKEN and name not in FOREIGN
-            assert not (core and re.search(r"(?<![\w-])--[a-z]", text)), f"{name}, line {line}: {text}"
-            named = re.findall(r"(?<!\S)@[a-z]\w*(?![\w/@-])", text)
-            assert {in_flags(word) for word in named if not word.endswith("_")} <= flags, f"{name}, line {line}"

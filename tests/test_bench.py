@@ -193,13 +193,6 @@ def test_benches_of_the_same_second_have_names_of_their_own(tmp_path: Path) -> N
     assert sorted(tmp_path.glob("*.json")) == paths  # the newest one last
 
 
-def test_80_columns_hold_the_table(place: Path) -> None:
-    done = bench(place, "--limit", "2", "--methods", "ar,medusa,medusa-dynamic")
-    assert done.exit_code == 0 and "2/2" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("saved:")) <= 80
-    assert "…" not in done.stdout
-
-
 def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     document = bench_json(place, "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
     assert document["sampling"]["mode"] == "exact" and document["methods"]["medusa"]["identical"] is None

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -16,7 +15,7 @@ from medusa_cli.api import Stream
 from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
 from medusa_cli.decode.stream import TextStream
-from medusa_cli.errors import INTERRUPTED, UserError
+from medusa_cli.errors import INTERRUPTED
 from medusa_cli.model.chat_template import fit
 from tests.helpers import medusa, save_model, save_run
 
@@ -157,10 +156,9 @@ def encode(messages: list[dict[str, str]]) -> list[int]:
     return [0 for message in messages for _ in message["content"] + "|"]
 
 
-def turns(count: int, system: str = "") -> list[dict[str, str]]:
-    """Returns turns of eight tokens, question and answer, after a system prompt."""
-    head = [{"role": "system", "content": system}] if system else []
-    return head + [{"role": role, "content": "xxx"} for _ in range(count) for role in ("user", "assistant")]
+def turns(count: int) -> list[dict[str, str]]:
+    """Returns turns of eight tokens, question and answer."""
+    return [{"role": role, "content": "xxx"} for _ in range(count) for role in ("user", "assistant")]
 
 
 @pytest.mark.parametrize(
@@ -176,26 +174,14 @@ def test_the_oldest_turns_are_left_out(context: int, forgotten: int, expected: t
     assert (len(tokens), left_out) == expected
 
 
-def test_the_system_prompt_stays() -> None:
-    seen: list[Any] = []
-    keep = lambda messages: seen.append(messages) or encode(messages)  # noqa: E731
-    fit(keep, turns(5, system="be kind"), QUESTION, context=40, answer=8)
-    assert seen[-1][0]["role"] == "system" and len(seen[-1]) < 12 and seen[-1][-1] == QUESTION
-
-
-def test_a_question_that_fills_the_context_is_refused() -> None:
-    long = {"role": "user", "content": "x" * 40}
-    with pytest.raises(UserError, match="44 tokens.*context of 40"):
-        fit(encode, turns(2, system="ab"), long, context=40, answer=8)
-
-
 def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = [f"w{number} w9" for number in range(30)]
-    shown = short(place, input="\n".join([*lines, f"/save {saved}"]) + "\n")
+    shown = short(place, "--system", "w5", input="\n".join([*lines, f"/save {saved}"]) + "\n")
     assert shown.exit_code == 0 and "error" not in shown.stderr, shown.stderr
     assert shown.stderr.count("tokens a step") == 30 and shown.stderr.count("context of 64 tokens is full") >= 2
-    assert [message["content"] for message in json.loads(saved.read_text())["messages"][::2]] == lines
+    system, *messages = json.loads(saved.read_text())["messages"]
+    assert system["content"] == "w5" and [message["content"] for message in messages[::2]] == lines
 
 
 def test_a_line_too_long_costs_that_line(place: Path) -> None:

@@ -119,18 +119,6 @@ def test_vicunas_template_equals_its_authors() -> None:
     assert text == "<s>Be brief. USER: Hello! ASSISTANT: Hi!</s>"
 
 
-def test_recipe_reads_the_template_beside_it_and_keeps_its_text(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("chat_template: own.jinja\n")
-    with pytest.raises(UserError, match=r"chat_template.*own.jinja"):
-        load_recipe(path)
-    (tmp_path / "own.jinja").write_text(CHAT_TEMPLATE)
-    recipe = load_recipe(path)
-    assert recipe.chat_template == CHAT_TEMPLATE
-    path.write_text(recipe.to_yaml())
-    assert load_recipe(path) == recipe == load_recipe(None, [f"chat_template={tmp_path / 'own.jinja'}"])
-
-
 @pytest.fixture
 def bare(tmp_path: Path) -> str:
     """Saves a tiny model whose tokenizer has no template."""

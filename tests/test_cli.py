@@ -1,33 +1,22 @@
 """The program as a whole: help, version, shared options, and how every kind of failure ends."""
 
-import dataclasses
 import errno
-import inspect
 import os
 import resource
 import signal
 import subprocess
 import sys
-import typing
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from medusa_cli import __version__, cli, options
+from medusa_cli import __version__, cli
 from medusa_cli.commands import assets as assets_command
-from medusa_cli.commands import bench, chat, demo
 from medusa_cli.errors import LONGEST, UsageError, UserError, in_flags
-from medusa_cli.options import LoadFlags, OutputFlags, spread_out
-from medusa_cli.runs.recipe import DistillRecipe
-from medusa_cli.runs.resolve import WORDS
 from medusa_cli.serve.errors import refusal_for
 from tests.helpers import medusa, medusa_json, program, save_conversations, save_model, save_run, write_lines
 
-# Options of a command that share a name with another command's, but not its bounds.
-OWN = {("batch_size", "distill"), ("batch_size", "serve"), ("limit", "demo"), ("max_new_tokens", "serve")}
 LONG = "x" * 5000
 
 
@@ -55,49 +44,6 @@ def test_help_is_instant() -> None:
 def test_help_lists_every_command(words: list[str]) -> None:
     listed = medusa(*words, exit_code=0).stdout.split("Commands:")[1]
     assert [line.split()[0] for line in listed.splitlines() if line.strip()] == list(cli.COMMANDS)
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_shared_options_are_alike_everywhere(name: str) -> None:
-    shown = medusa(name, "--help", exit_code=0).stdout
-    assert "--quiet" in shown and "--debug" in shown
-    shared = {"run": {options.Run, options.RunOrShipped, options.RunOrDefault, options.RunOrNew}}
-    shared["model"] = {options.Model, options.ModelOfDrafter}
-    for option in vars(options).values():
-        if typing.get_origin(option) is Annotated:
-            info = typing.get_args(option)[1]
-            word = info.default.split("/")[0].removeprefix("--").replace("-", "_")
-            shared.setdefault(word, {option})
-        elif dataclasses.is_dataclass(option) and option.__module__ == options.__name__:
-            hints = typing.get_type_hints(option, include_extras=True)
-            for field in dataclasses.fields(option):
-                shared.setdefault(field.name, {hints[field.name]})
-    for word, parameter in inspect.signature(cli.function_of(name)).parameters.items():
-        if word in shared and (word, name) not in OWN:
-            assert parameter.annotation in shared[word], word
-
-
-def test_options_of_a_dataclass_are_spread_and_gathered() -> None:
-    @spread_out
-    def shout(asked: typer.Context, *, word: str = "a", place: LoadFlags, output: OutputFlags) -> None:
-        typer.echo(f"{asked.info_name} {word} {place.device} {place.engine} {place.trust_remote_code} {output.json}")
-
-    app = typer.Typer()
-    app.command()(shout)
-    shown = CliRunner().invoke(app, ["--word", "b", "--device", "cuda:1", "--trust-remote-code", "--json"])
-    assert shown.stdout == "shout b cuda:1 auto True True\n"
-
-
-def test_help_texts_name_the_real_values() -> None:
-    texts = {
-        name: typing.get_args(hint)[1].help
-        for kind in (options.LoadFlags, options.SamplingFlags)
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
-    }
-    lengths = {"chat": chat.MAX_NEW_TOKENS, "distill and bench": bench.MAX_NEW_TOKENS, "demo": demo.MAX_NEW_TOKENS}
-    assert ", ".join(f"{number} in {name}" for name, number in lengths.items()) in texts["max_new_tokens"]
-    assert DistillRecipe().max_new_tokens == bench.MAX_NEW_TOKENS
-    assert all(word in texts[name] for name, words in WORDS.items() for word in words)
 
 
 def test_version_and_completion() -> None:

@@ -24,7 +24,6 @@ from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.distill import Outcome, Records, answer_locally
 from medusa_cli.distill.distillation import merge_parts, part_of
 from medusa_cli.distill.local import choose_batch_size
-from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as memory
@@ -286,19 +285,6 @@ def test_torn_line_and_orphan_states_are_dropped_on_resume(run: Run) -> None:
     assert torch.equal(read_rows(run.states_path, width, first, count), outcomes[2].states)
 
 
-@pytest.mark.parametrize(
-    "middle", [b'{"id": "torn", "mess\n', b'{"id": "\xff\xfe"}\n', b'{"conversations": []}\n', b"[1]\n"]
-)
-def test_damaged_line_within_the_file_is_named_and_nothing_is_cut(run: Run, middle: bytes) -> None:
-    distilled(run, SEEDS[:3])
-    lines = run.distill_path.read_bytes().splitlines(keepends=True)
-    run.distill_path.write_bytes(b"".join([lines[0], middle, *lines[1:]]))
-    before = run.distill_path.read_bytes(), run.states_path.read_bytes()
-    with pytest.raises(UserError, match=r"distill\.jsonl line 2"):
-        Records(run, 32, {})
-    assert (run.distill_path.read_bytes(), run.states_path.read_bytes()) == before
-
-
 def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
     lines = [f'{{"id": "{name}", "messages": [], "tokens": [1, 2], "spans": [[1, 2]]}}\n' for name in "ab"]
     run.distill_path.write_text("".join(lines).rstrip())
@@ -414,19 +400,6 @@ def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: P
 def test_context_without_room_for_an_answer_is_named(words: list[str], flags: list[str], code: int) -> None:
     result = medusa(*words, *flags, exit_code=code)
     assert "--context" in result.stderr and not result.stdout
-
-
-def test_kernel_is_chosen_for_the_rows_of_the_batch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def choose(*given):
-        asked.append(given[-1])
-        return choose_kernel(*given)
-
-    monkeypatch.setattr("medusa_cli.engine.load.choose_kernel", choose)
-    medusa(*words, exit_code=0)
-    medusa(*words, "--run", words[-3] + "2", "--batch-size", "3", exit_code=0)
-    assert asked == [64, 3]
 
 
 def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from medusa_cli.decode import Request
-from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, heads, load_drafter
+from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, TokenBias, head_count, truncate_caches
@@ -26,6 +26,7 @@ from tests.helpers import (
     FAMILIES,
     PROMPT,
     Recording,
+    conversation,
     decoder_of,
     drafted,
     generate,
@@ -33,6 +34,7 @@ from tests.helpers import (
     generate_plain,
     guesses,
     medusa,
+    medusa_json,
     save_model,
     save_questions,
     tiny_backbone,
@@ -311,32 +313,6 @@ def test_traced_drafters_draft_as_untraced_ones(kind: str, shape: str, monkeypat
     assert steps_of(kind, SHAPES[shape]) == traced
 
 
-def test_a_trace_over_a_rounded_kernel_serves_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A growing cache brings no trace for each of its lengths."""
-    backbone, current, rows = tiny_backbone(layers=4), [0], dict[int, set[int]]()
-    call, score = heads.TracedModule.__call__, heads.HeadDrafter.score
-
-    def record_call(self: heads.TracedModule, *inputs: Any) -> torch.Tensor:
-        current[0] = id(self)
-        return call(self, *inputs)
-
-    def record_score(self: Any, backbone: Backbone, head: int, states: torch.Tensor) -> torch.Tensor:
-        rows.setdefault(current[0], set()).add(states.shape[:-1].numel())
-        return score(self, backbone, head, states)
-
-    monkeypatch.setattr(jit, "trace", lambda *args: None)
-    monkeypatch.setattr(heads.TracedModule, "__call__", record_call)
-    monkeypatch.setattr(heads.HeadDrafter, "score", record_score)
-    for kind in ("hydra++-prompt", "hydra", "eagle"):
-        drafter = drafter_of(backbone, kind)
-        drafter._kernel = drafter.kernel
-        drafter._kernel.exact = False
-        for shape in (Tree.chain(3), SHAPES["sure"], Tree.dense([4, 4, 4])):
-            list(generate(backbone, drafter, shape, [5, 9, 23], max_new_tokens=16, stop_ids=()))
-        assert len(drafter._repeated) < 60
-    assert rows and all(len(counts) == 1 for counts in rows.values())
-
-
 def test_drafting_follows_the_weights_when_they_change() -> None:
     backbone = tiny_backbone()
     drafter = drafter_of(backbone, "medusa")
@@ -548,6 +524,15 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
     for tree in ([], ["--tree", "dynamic"]):
         answer = json.loads(medusa("chat", *words, *tree, exit_code=0).stdout)
         assert answer["answer"] == plain["answer"] != "" and answer["acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) -> None:
+    run, data = place / "run" / name, write_lines(place / "other.jsonl", [conversation(n) for n in range(50, 56)])
+    words = ["--data", data, "--dtype", "fp32"]
+    [row] = medusa_json("compare", run, *words)
+    calibrated = medusa_json("calibrate", "--run", run, *words, "--top", "1", "--output", place / "c.json")
+    assert row["kl"] == 0 and row["accuracies"] == pytest.approx(sum(calibrated["accuracies"], []), abs=1e-6)
 
 
 def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:

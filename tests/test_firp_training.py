@@ -1,6 +1,5 @@
-"""FIRP in training: its states are decoding's, its loss by hand, learning, resuming, the commands, refusals."""
+"""FIRP in training: its states are decoding's, its loss by hand, refusals."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,9 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.runs.run import Run
 from medusa_cli.train.losses import drafter_loss
-from tests import test_training as stage_1
-from tests.helpers import FAMILIES, conversation, medusa, save_network, write_lines
+from tests.helpers import FAMILIES, save_network
 from tests.test_firp import DEPTH, backbone_of, firp, reference
-
-SETTINGS = [*stage_1.SETTINGS, "drafter=firp", "train.batch_tokens=128", "train.warmup_steps=0"]
 
 
 def conversations(*lengths: int) -> list[Conversation]:
@@ -103,42 +98,10 @@ def test_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run.open(f"{tmp_path}/run", create=True)
-    write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(40)])
-    return run
-
-
-@pytest.fixture
 def model(tmp_path: Path) -> str:
     backbone = backbone_of()
     backbone.model.set_attn_implementation("eager")
     return save_network(backbone.model, tmp_path / "model")
-
-
-def words_of(run: Run, model: str, *more: str) -> list[str]:
-    return ["train", *SETTINGS, *more, "--run", str(run.path), "--model", model, "--dtype", "fp32", "--quiet"]
-
-
-def test_commands_from_train_to_chat(run: Run, model: str, tmp_path: Path) -> None:
-    medusa(*words_of(run, model), exit_code=0)
-    config = json.loads((run.drafter_dir / "config.json").read_text())
-    assert (config["drafter"], config["layers"], config["masked"]) == ("firp", [3, 5], False)
-    lines = [json.loads(line) for line in (run.path / "train.jsonl").read_text().splitlines()]
-    checked = [line for line in lines if line["event"] == "validated"][-1]
-    place = ["--run", run.path, "--dtype", "fp32", "--quiet"]
-    document = json.loads(medusa("calibrate", *place, "--top", "4", "--json", exit_code=0).stdout)
-    assert document["positions"] == checked["positions"]
-    assert [row[0] for row in document["accuracies"]] == pytest.approx(checked["accuracies"], abs=0.05)
-    for words in (["--engine", "eager"], ["--engine", "fast"], ["--tree", "dynamic:5"]):
-        medusa("chat", *place, "--tree", "static:5", *words, "--prompt", "w3", "--max-new-tokens", "9", exit_code=0)
-    # Compared on other conversations, its model is the original.
-    data = write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(50, 56)])
-    other = ["--data", data, "--dtype", "fp32", "--json"]
-    [row] = json.loads(medusa("compare", run.path, *other, exit_code=0).stdout)
-    assert (row["kl"], row["agreement"], row["measured"]) == (0.0, 1.0, 60)
-    calibrated = json.loads(medusa("calibrate", "--run", run.path, "--top", "1", *other, exit_code=0).stdout)
-    assert row["accuracies"] == pytest.approx([first for [first] in calibrated["accuracies"]], abs=1e-6)
 
 
 def test_packed_weights_and_batches_without_traces_are_refused(model: str) -> None:

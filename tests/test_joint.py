@@ -1,7 +1,6 @@
 """Stage 2: the joint loss by hand, schedules, who learns when, quality, resume, adapters merged at load."""
 
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.log import Stepped, Validated, read_log
+from medusa_cli.train.log import read_log
 from medusa_cli.train.loop import peak_rates
 from medusa_cli.train.losses import BatchLoss
 from medusa_cli.train.setup import joint_backbone
@@ -207,36 +206,6 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
         engines.load_backbone(model, LoadOptions(dtype="fp32"), adapter=tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("tuning", "dropout"), [("lora", 0.0), ("lora", 0.05), ("full", 0.0)])
-def test_resumed_training_gives_the_same_losses(tmp_path: Path, tuning: str, dropout: float) -> None:
-    model = save_model(tmp_path / "model")
-    words = [*SETTINGS, f"model={model}", "train.batch_tokens=64", "train.checkpoint_every=3", "train.epochs=1"]
-    words += [f"train.tuning={tuning}", f"train.objective={'kl' if tuning == 'lora' else 'ce'}", "train.schedule=sine"]
-    words += [f"train.lora_dropout={dropout}", "train.backbone_lr=0.02"]
-    recipe = load_recipe(None, words)
-
-    def trainer(run: Run, resume: bool = False) -> Trainer:
-        backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
-        data = split_conversations(random_conversations(24), ReadReport(), max_length=24, fraction=0.2)
-        torch.manual_seed(0)
-        return Trainer(backbone, MedusaHeads.create(backbone, 2, 1, "own"), data, recipe, run, resume=resume)
-
-    whole, broken = (Run.open(str(tmp_path / name) + "/", create=True) for name in ("whole", "broken"))
-    expected = [e for e in trainer(whole).events() if isinstance(e, Stepped | Validated)]
-    stopped = []
-    for event in trainer(broken).events():
-        stopped.append(event)
-        if isinstance(event, Stepped) and event.step == 5:  # past the checkpoint of step 3
-            break
-    again = [e for e in trainer(broken, resume=True).events() if isinstance(e, Stepped | Validated)]
-    tail = [e for e in expected if e.step > 3]
-    assert [e.loss for e in again] == pytest.approx([e.loss for e in tail], rel=1e-6)
-    steps = [e for e in expected if isinstance(e, Stepped)]
-    assert steps[0].parts["lambda_0"] == 0 and steps[-1].parts["lambda_0"] == recipe.train.lambda_0
-    losses = [e.parts["lm"] for e in steps]
-    assert all(math.isfinite(item) for item in losses) and (tuning == "full" or losses[0] == pytest.approx(0, abs=1e-6))
-
-
 def test_bf16_model_is_trained_in_fp32_by_the_recipe(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_model().to(torch.bfloat16).save_pretrained(model)
@@ -383,23 +352,3 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     assert any(float(grad.abs().max()) > 0 for grad in kept)
     for item, other in zip(kept, again, strict=True):
         assert torch.allclose(item, other, atol=1e-6)
-
-
-def test_hydra_learns_in_stage_2(place: tuple[str, str]) -> None:
-    run, kind = Path(place[1]), ["drafter=hydra", "drafter.prefix_layers=1"]
-    assert train(place, *kind).exit_code == 0
-    before = load_file(run / "drafter" / "drafter.safetensors")
-    words = ["--schedule", "constant", "train.loss=lk", "train.backbone_lr=0.01"]
-    done = train(place, *kind, "--stage", "2", *words)
-    assert done.exit_code == 0 and "the heads start from" in done.stderr, done.output
-    log = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
-    checks = [line for line in log if line["event"] == "validated"]
-    assert checks[0]["parts"]["kl"] == pytest.approx(0, abs=1e-6) and checks[-1]["parts"]["kl"] > 1e-4
-    after = load_file(run / "drafter" / "drafter.safetensors")
-    assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("weight"))
-    calibrated = medusa("calibrate", "--run", str(run), "--top", "3", "--dtype", "fp32", "--quiet")
-    assert calibrated.exit_code == 0, calibrated.output
-    result = medusa("doctor", "--run", str(run), "--quick", "--json", "--dtype", "fp32")
-    assert result.exit_code == 0, result.output
-    backbone = json.loads(result.stdout)["findings"][0]
-    assert backbone["status"] == "pass"

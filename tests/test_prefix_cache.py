@@ -22,7 +22,7 @@ from tests.helpers import (
     tiny_backbone,
     tokens_of,
 )
-from tests.test_drafters import amphista, hydra
+from tests.test_drafters import amphista, drafter_of, hydra
 from tests.test_firp import firp
 
 OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -33,6 +33,9 @@ MAKE = {
     "hydra": hydra,
     "hydra++": lambda backbone: hydra(backbone, prefix=1),
     "amphista": amphista,
+    "amphista, prompts": lambda backbone: drafter_of(backbone, "amphista-prompt"),
+    "hydra, prompts": lambda backbone: drafter_of(backbone, "hydra++-prompt"),
+    "eagle": lambda backbone: drafter_of(backbone, "eagle-draft"),
     "firp": lambda backbone: firp(backbone, layers=[2, 3, 4]),
 }
 
@@ -112,7 +115,8 @@ def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: py
     ):
         rows.clear()
         tokens = tokens_of(answer(decoder, prompt, **RULES))
-        assert rows[0] == fresh
+        told = name in ("amphista, prompts", "eagle")  # their last row was told of the next token
+        assert fresh <= rows[0] <= fresh + told
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 

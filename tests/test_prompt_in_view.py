@@ -7,7 +7,6 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, batch_of, positions_of, read_dataset, split_conversations
-from medusa_cli.decode import Decoder, Request, policy_of
 from medusa_cli.drafters import DRAFTERS, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
@@ -21,12 +20,8 @@ from medusa_cli.train.setup import build_drafter, longest, runs_model, taps_of
 from medusa_cli.train.stages import stage_1_loss, stage_2_loss
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
-    answer,
     answers_of,
     conversation,
-    decoder_of,
-    generate,
-    guesses,
     load_dataset,
     tiny_backbone,
     write_lines,
@@ -57,40 +52,6 @@ def drafted(drafter: HeadDrafter, backbone: Backbone, confirmed: NewTokens, shap
 def whole(backbone: Backbone, number: int, turns: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     tokens, spans = encode(backbone, conversation(number, turns=turns)["messages"])
     return torch.tensor(tokens), spans
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_training_and_decoding_see_the_same_at_every_position(name: str, tmp_path: Path) -> None:
-    """A packed batch of two conversations against the same tokens accepted run by run, prompts at once."""
-    backbone = tiny_backbone(layers=4)
-    drafter = trained(backbone, name)
-    run = Run.open(f"{tmp_path}/run", create=True)
-    write_lines(run.distill_path, [conversation(n, turns=1 + n % 2) for n in range(6)])
-    dataset = load_dataset(run, backbone, fraction=0.0, taps=drafter.taps)
-    (items,) = dataset.micro_batches(dataset.train, 10_000)
-    batch = dataset.batch(backbone, drafter, items, torch.float32)
-    guessed, first = guesses(drafter, backbone, batch, 6), 0
-    chain, checked = Tree.chain(3), 0
-    for item in items:
-        tokens, count = item.tokens, len(item.tokens) - 1
-        learnt = batch.segment[first : first + count] >= 0
-        hidden = batch.hidden[first : first + count]  # bf16's, as they were cached
-        starts = torch.nonzero(learnt & ~torch.cat([learnt.new_zeros(1), learnt[:-1]])).squeeze(1).tolist()
-        drafter.truncate(0)
-        begun = 0
-        for end in sorted({*starts, *range(starts[0], len(learnt), 2)}):
-            if not learnt[end]:
-                continue
-            stretch = slice(begun, end + 1)
-            confirmed = NewTokens(torch.tensor(tokens)[stretch], hidden[stretch], tokens[end + 1], begun)
-            draft = drafted(drafter, backbone, confirmed, chain)
-            begun, k = end + 1, 0
-            # As far as the guesses are the true tokens, and one further, training must have made the same.
-            while k < 3 and (not k or (end + k < len(learnt) and learnt[end + k] and draft[k] == tokens[end + 1 + k])):
-                assert draft[k + 1] == guessed[batch.learnt_index[first + end], k, 0], (item.id, end, k)
-                checked, k = checked + 1, k + 1
-        first += count
-    assert checked > 20
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -126,49 +87,6 @@ def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> 
     again = drafted(drafter, backbone, NewTokens(tokens[at:], hidden[at:], 11, at), TREE)
     drafter.truncate(0)
     assert torch.equal(again, drafted(drafter, backbone, NewTokens(tokens, hidden, 11, 0), TREE))
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_conversations_second_turn_is_answered_and_drafted_as_in_a_decoder_of_its_own(name: str) -> None:
-    backbone = tiny_backbone(layers=4)
-    rules = {"max_new_tokens": 12, "stop_ids": ()}
-
-    def begin() -> tuple[Decoder, list[list[int]]]:
-        drafter, drawn = trained(backbone, name), []
-
-        def watched(*words: object) -> list:
-            drafts = type(drafter).draft(drafter, *words)
-            drawn.extend(each.tokens.tolist() for each in drafts)
-            return drafts
-
-        drafter.draft = watched
-        return decoder_of(backbone, drafter, TREE), drawn
-
-    (decoder, drawn), prompt = begin(), [5, 9, 20, 11]
-    answered = [token for step in answer(decoder, prompt, **rules) for token in step.tokens]
-    for bridge in ([30, 31, 7], []):  # the next turn, and the same one with its last words put in another way
-        again = [*prompt, *(answered if bridge else answered[:-3]), *bridge, 6]
-        fresh, expected = begin()
-        drawn.clear()
-        ours, theirs = ([s.tokens for s in answer(each, again, **rules)] for each in (decoder, fresh))
-        assert ours == theirs and drawn == expected
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_what_a_drafter_was_not_asked_for_is_kept_for_the_next_turn(name: str) -> None:
-    backbone, drafter = (online := tiny_backbone(layers=4)), trained(online, name)
-    decoder, prompt = decoder_of(backbone, drafter, Tree.root_only()), [5, 9, 20, 11]
-    for limit, more in ((1, [30, 31]), (9, [7, 8]), (6, [])):
-        sequence, first = decoder.admit(Request(prompt, max_new_tokens=limit, stop_ids=()))
-        answered = list(first.tokens)
-        while decoder.sequences:
-            answered += decoder.step()[0][1].tokens
-        prompt = [*prompt, *answered, *more]
-    assert sequence.reused == 4 + 1 + 2 + 9 - 1
-    decoder.policy = policy_of(TREE)
-    ours = answer(decoder, prompt, max_new_tokens=12, stop_ids=())
-    theirs = generate(backbone, drafter, TREE, prompt, max_new_tokens=12, stop_ids=())
-    assert [(s.tokens, s.path) for s in ours] == [(s.tokens, s.path) for s in theirs]
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -1,12 +1,13 @@
 """Recipes: every shipped file loads, overrides are typed, and what is wrong is named."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from medusa_cli.distill.distillation import check_settings
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import LONGEST, UsageError, UserError
 from medusa_cli.runs.recipe import Recipe, differences, load_recipe, types
 from medusa_cli.train.setup import check_recipe
 
@@ -57,16 +58,8 @@ def test_papers_stage_1_gives_the_heads_of_its_stage_2(size: str) -> None:
 
 def test_defaults_and_overrides() -> None:
     assert load_recipe() == Recipe()
-    recipe = load_recipe(
-        None,
-        [
-            "train.lr=1e-4",
-            "drafter.num_heads=4",
-            "drafter=medusa",
-            "train.max_tokens=null",
-            "distill.seed=a: b",
-        ],
-    )
+    words = ["train.lr=1e-4", "drafter.num_heads=4", "drafter=medusa", "train.max_tokens=null", "distill.seed=a: b"]
+    recipe = load_recipe(None, words)
     assert (recipe.train.lr, recipe.drafter.num_heads, recipe.drafter.name) == (1e-4, 4, "medusa")
     assert recipe.train.max_tokens is None
     large = 2**53 + 1  # more than a float tells apart
@@ -108,21 +101,51 @@ def test_bad_override_names_key_value_and_remedy(override: str, part: str) -> No
         load_recipe(None, [override])
 
 
+DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 5000
+
+
 @pytest.mark.parametrize(
-    ("text", "part"),
-    [("", "is empty"), ("- 1\n", "no mapping"), ("a: [", "no YAML"), ("train: {speed: 3}", "train.speed")],
+    "text",
+    ["", "- 1\n", "a: [", "train: {speed: 3}", "a: &x [1]\nb: *x\n", "a: &x\n  b: *x\n", DEEP, f"a: {LONG}", "a: \x01"]
+    + ["train: {lr: 1}\ntrain: {lr: 2}\n", "train:\n  lr: 1\n  epochs: 2\n  lr: 2\n", "? [a, b]\n: 1\n"]
+    + ["a: !!python/object/apply:os.system [ls]", "a: 1:" + ":".join(["59"] * 12) + ".5e", None],
 )
-def test_bad_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+def test_bad_file_is_named(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=part) as caught:
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=r"bad\.yaml") as raised:
         load_recipe(path)
-    assert "bad.yaml" in str(caught.value)
+    assert len(str(raised.value)) < 2 * LONGEST
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="gone.yaml does not exist"):
-        load_recipe(tmp_path / "gone.yaml")
+@pytest.mark.parametrize(
+    "override",
+    ["train.lr=" + "x" * 100_000, "train.lr=[" + "1, " * 50_000 + "1]", "drafter.num_layers=1000000000"]
+    + ["drafter.num_heads=1e9", "train.epochs=1e12", "train.seed=1e30"],
+    ids=lambda override: override[:30],
+)
+def test_values_that_nobody_has_are_refused_briefly(override: str) -> None:
+    with pytest.raises(UserError, match=override.partition("=")[0]) as raised:
+        load_recipe(None, [override])
+    assert len(str(raised.value)) < LONGEST
+
+
+def test_template_is_kept_as_text_and_read_from_the_recipes_own_folder_alone(tmp_path: Path) -> None:
+    folder, template = tmp_path / "recipes", "{{ messages }}"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("key")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    path = folder / "recipe.yaml"
+    for name in ("../secret", str(tmp_path / "secret"), "link", "/etc/passwd", "own.jinja"):
+        path.write_text(json.dumps({"chat_template": name}))
+        with pytest.raises(UserError, match="chat_template|outside"):
+            load_recipe(path)
+    (folder / "own.jinja").write_text(template)
+    recipe = load_recipe(path)
+    assert recipe.chat_template == template
+    path.write_text(recipe.to_yaml())
+    assert load_recipe(path) == recipe == load_recipe(None, [f"chat_template={folder / 'own.jinja'}"])
 
 
 def test_differences_are_dotted_keys_of_the_sections() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from medusa_cli.bench.report import lines
-from tests.chromium import PROGRAM, look
 from tests.helpers import bench, medusa, save_model, save_questions, save_run
 
 
@@ -87,21 +86,3 @@ def test_figures_that_no_bench_writes_are_refused_in_one_line(
     done = medusa("report", str(tmp_path / "bench.json"))
     assert done.exit_code == 1 and "bench" in done.stderr, done.output
     assert "internal error" not in done.stderr and not list(tmp_path.glob("*.html"))
-
-
-SEEN = """({
-  wide: document.documentElement.scrollWidth, room: window.innerWidth,
-  ground: getComputedStyle(document.body).backgroundColor,
-  loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
-})"""
-
-
-@pytest.mark.skipif(not PROGRAM, reason="needs Chromium")
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
-def test_the_page_opens_in_a_browser(place: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    seen, console = look(only(place / "mine/bench", "*.html"), SEEN, tmp_path, width=width, dark=dark)
-    assert console == [] and [name for name in seen["loaded"] if not name.startswith("data:")] == []
-    assert seen["room"] == width and seen["wide"] <= width, "the page is wider than its window"
-    light = sum(map(int, re.findall(r"\d+", seen["ground"])[:3])) > 3 * 128
-    assert light is not dark
