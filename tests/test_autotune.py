@@ -61,10 +61,10 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Sets the time to `now`, and makes the next measurements as `busy` as said."""
+    """Sets the time to `now`, and makes the next measurements as `busy` as said, however busy the machine is."""
     state = SimpleNamespace(now=1e9, busy=False)
     monkeypatch.setattr(autotune.time, "time", lambda: state.now)
-    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.0 if state.busy else time.perf_counter())
+    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.0 if state.busy else 1e3 * time.perf_counter())
     monkeypatch.setattr(autotune, "SHORT", 0.0)
     return state
 

@@ -192,8 +192,8 @@ def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> Ke
     for name, curve in seconds.items():  # disturbances only add
         before = kept.seconds.get(name, {})
         merged[name] = {size: min(s, before.get(size, s)) for size, s in curve.items()}
-    variant = tuple({*kept.variant} - {*names} | {*variant})
-    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, variant, kept.busy + 1 if busy else 0, time.time())
+    others = tuple(sorted({*kept.variant} - {*names} | {*variant}))
+    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, others, kept.busy + 1 if busy else 0, time.time())
     keep_timings(key, kept)
     return kept
 
