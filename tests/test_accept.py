@@ -124,7 +124,7 @@ def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int) -> None
     for first in range(VOCAB):
         expected[first] = probs[0, first] * probs[first]
     generator = torch.Generator().manual_seed(7)
-    runs = 20_000
+    runs = 10_000
     seen = torch.zeros(VOCAB, VOCAB, dtype=torch.double)
     for _ in range(runs):
         accepted, bonus = accept(logits, draft, rule, generator)

@@ -209,10 +209,3 @@ def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None
     after = seen.until()[len(before) :]
     assert seen.process.wait(30) == TERMINATED == 143
     assert restored in after and "Traceback" not in after
-
-
-def test_sigterm_is_the_systems_again_afterwards() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with console.terminated():
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -44,7 +44,7 @@ def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None
 
 
 def test_bf16_runs_on_real_questions() -> None:
-    words = ["--limit", "2", "--max-new-tokens", "32", "--methods", "hf,ar,medusa", "--tree", "static"]
+    words = ["--limit", "2", "--max-new-tokens", "20", "--methods", "ar,medusa", "--tree", "static"]
     document = medusa_json("bench", "--mt-bench", *words)
     methods = document["methods"]
     assert methods["medusa"]["acceptance_length"] > 1.3 and methods["medusa"]["overhead"] > 0

@@ -1,8 +1,6 @@
 """Python files that come with a model, tokenizer or adapter: never run without the flag, and nobody is asked."""
 
-import ast
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,6 @@ from medusa_cli.model import lora
 from tests.checkpoints import medusa_heads, write
 from tests.helpers import medusa, save_model, save_run, tiny_model
 
-PACKAGE = Path(__file__).parent.parent / "medusa_cli"
 FLAG = "--trust-remote-code"
 CODE = """
 from pathlib import Path
@@ -157,33 +154,3 @@ def test_modules_that_an_adapter_names_are_not_imported(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     lora.merge(tiny_model(), save_adapter(tmp_path, megatron_config={"a": 1}, megatron_core="medusa_foreign"))
     assert "medusa_foreign" not in sys.modules
-
-
-@pytest.fixture(scope="module")
-def calls() -> list[tuple[str, ast.Call, set[str]]]:
-    """Returns every call of the package with its place and the names imported from datasets in its file."""
-    calls = []
-    for path in PACKAGE.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "datasets"]
-        names = {alias.name for node in imports for alias in node.names}
-        calls += [(f"{path.name}:{node.lineno}", node, names) for node in nodes if isinstance(node, ast.Call)]
-    return calls
-
-
-def test_every_load_passes_trust_remote_code(calls: list[tuple[str, ast.Call, set[str]]]) -> None:
-    loads = 0
-    for place, call, names in calls:
-        if ast.unparse(call.func) in names or re.fullmatch(r"Auto\w+\.from_\w+", ast.unparse(call.func)):
-            loads += 1
-            assert "trust_remote_code" in {word.arg for word in call.keywords}, place
-    assert loads >= 7
-
-
-def test_nothing_is_unpickled(calls: list[tuple[str, ast.Call, set[str]]]) -> None:
-    for place, call, _ in calls:
-        module, _, name = ast.unparse(call.func).rpartition(".")
-        if (module, name) == ("torch", "load"):
-            assert {w.arg: ast.unparse(w.value) for w in call.keywords}.get("weights_only") == "True", place
-        unpickles = module in {"pickle", "dill", "joblib", "shelve", "marshal"} and name in {"load", "loads"}
-        assert not unpickles and name != "Unpickler", place

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from tests import helpers
-from tests.helpers import medusa, save_model, tiny_backbone
+from tests import forked, helpers
+from tests.helpers import medusa, save_model, tiny_backbone, write_lines
 from tests.test_distributed import TWO
 
 COUNT = 40
@@ -34,23 +33,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def seed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("sharding") / "seed.jsonl"
     rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i} w1"}]} for i in range(COUNT)]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
+    return str(write_lines(tmp_path_factory.mktemp("sharding") / "seed.jsonl", rows))
 
 
-def command(launcher: list[str], model: str, seed: str, run: Path) -> list[str]:
-    words = [*launcher, "-m", "medusa_cli", "distill", "--seed", seed, "--model", model, "--dtype", "fp32", "--json"]
-    return [*words, "--device", "cpu", "--max-new-tokens", "200", "--batch-size", "2", "--run-dir", str(run)]
+def distill(model: str, seed: str, run: Path) -> list[str]:
+    words = ["distill", "--seed", seed, "--model", model, "--dtype", "fp32", "--json", "--device", "cpu"]
+    return [*words, "--max-new-tokens", "200", "--batch-size", "2", "--run-dir", str(run)]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def finish(words: list[str]) -> dict:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment(), check=False)
+def finish(size: int, words: list[str], place: Path) -> dict:
+    """Runs the command to its end by so many processes; returns its document."""
+    done = forked.run(words, place, size)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -69,21 +63,16 @@ def check_states(run: Path, model: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     for line in (run / "distill.jsonl").read_text().splitlines()[:: COUNT // 4]:
         item = json.loads(line)
-        hidden = helpers.forward(backbone, item["tokens"]).hidden[:-1]
-        assert torch.allclose(
-            read_rows(run / "states.bin", backbone.hidden_size, *item["state_rows"]).float(),
-            hidden,
-            atol=0.02,
-            rtol=0.02,
-        )
+        rows = read_rows(run / "states.bin", backbone.hidden_size, *item["state_rows"]).float()
+        assert torch.allclose(rows, helpers.forward(backbone, item["tokens"]).hidden[:-1], atol=0.02, rtol=0.02)
 
 
 def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
     model: str, seed: str, tmp_path: Path
 ) -> None:
-    single = finish(command([sys.executable], model, seed, tmp_path / "one"))
-    words = command(TWO, model, seed, tmp_path / "two")
-    child = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    single = finish(1, distill(model, seed, tmp_path / "one"), tmp_path / "output")
+    words = distill(model, seed, tmp_path / "two")
+    child = subprocess.Popen([*TWO, "-m", "medusa_cli", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parts = [tmp_path / "two" / "parts" / f"00{rank}" / "distill.jsonl" for rank in (0, 1)]
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and child.poll() is None:
@@ -95,7 +84,7 @@ def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
     assert child.wait(timeout=60) != 0  # torchrun ends the others
     kept = sum(part.read_bytes().count(b"\n") for part in parts)
     assert 4 <= kept < COUNT
-    two = finish(words)
+    two = finish(2, words, tmp_path / "output")
     assert two["conversations"] == single["conversations"] == COUNT
     assert two["answer_tokens"] == single["answer_tokens"] and two["new_tokens"] < single["new_tokens"]
     assert answers(tmp_path / "two") == answers(tmp_path / "one")
@@ -137,10 +126,8 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
     for line in run.distill_path.read_text().splitlines():
         item = json.loads(line)
         assert item["tokens"] == by_id[item["id"]].conversation.tokens
-        assert torch.equal(
-            read_rows(run.states_path, backbone.hidden_size, *item["state_rows"]),
-            by_id[item["id"]].states.to(torch.bfloat16),
-        )
+        rows = read_rows(run.states_path, backbone.hidden_size, *item["state_rows"])
+        assert torch.equal(rows, by_id[item["id"]].states.to(torch.bfloat16))
     other = Records(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
     other.write(samples[0].conversation, samples[0].states)
     other.close()

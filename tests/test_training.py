@@ -426,9 +426,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     assert [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"] == steps
 
 
-@pytest.mark.parametrize("kind", ["medusa", "firp"])
-def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path: Path, kind: str) -> None:
-    words = [f"drafter={kind}", "train.max_tokens=200", *(["drafter.vocabulary=shared"] if kind == "firp" else [])]
+def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path: Path) -> None:
+    words = ["train.max_tokens=200"]
     medusa(*words_of(run, model, *words), exit_code=0)
 
     def started(name: str, *more: str) -> Result:
