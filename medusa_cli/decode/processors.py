@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -200,19 +201,21 @@ def sequence_processors(
     arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length)}
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
-    try:
-        processors = backbone.model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            max_length=length + max_new_tokens,
-            max_new_tokens=None,
-            use_cache=False,
-            cache_implementation=None,
-            custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor,  # as prepared, not run
-            **arguments,
-        )
-    except (ValueError, TypeError, AttributeError, RuntimeError) as reason:
-        raise _invalid_config(backbone, reason) from reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a minimum that the answer's limit does not allow
+        try:
+            processors = backbone.model.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                max_length=length + max_new_tokens,
+                max_new_tokens=None,
+                use_cache=False,
+                cache_implementation=None,
+                custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor,  # nothing runs
+                **arguments,
+            )
+        except Exception as reason:  # options are checked, and a file may hold anything
+            raise _invalid_config(backbone, reason) from reason
     sampler = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
     return None if all(isinstance(own, sampler) for own in processors) else SequenceProcessors(processors, text[0])
 
@@ -220,15 +223,12 @@ def sequence_processors(
 def check_generation_config(backbone: Backbone) -> None:
     """Logs what the model's generation config sets, and what of that is not done; UserError if it is not valid."""
     config = backbone.model.generation_config
-    try:
-        for sampling in (Sampling(), Sampling("exact", 1.0)):
-            processors = sequence_processors(
-                backbone, [0], backbone.max_positions - 1, backbone.eos_ids, sampling, MODELS_OWN
-            )
-            if processors is not None:
-                processors(torch.zeros(backbone.vocab_size, device=backbone.device))
-    except (ValueError, TypeError, IndexError, RuntimeError) as reason:
-        raise _invalid_config(backbone, reason) from reason
+    for sampling in (Sampling(), Sampling("exact", 1.0)):
+        processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
+        try:  # the only token of an answer is its first and its last
+            processors and processors(torch.zeros(backbone.vocab_size))
+        except Exception as reason:
+            raise _invalid_config(backbone, reason) from reason
     taken, left, ignored = (differing(config, names) for names in ({**PROCESSORS, **WARPERS}, CALLERS, NOT_DONE))
     if taken:
         log.info("the model's generation config changes logits: %s", ", ".join(taken))

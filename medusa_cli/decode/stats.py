@@ -9,7 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A token's log probability in the model's own distribution (temperature 1), and those of the likeliest tokens."""
+    """A token's log probability in the model's own distribution, and those of the likeliest tokens.
+
+    That is before logits processors, temperature and cuts.
+    """
 
     token: int
     logprob: float

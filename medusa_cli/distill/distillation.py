@@ -18,6 +18,7 @@ from torch import Tensor
 from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
 from medusa_cli.data.states import StateStore, read_rows, seal
+from medusa_cli.decode.processors import check_generation_config
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
 from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
 from medusa_cli.drafters.base import check_layers
@@ -129,6 +130,7 @@ def _source(
         return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
     rows = settings.batch_size or MAX_BATCH
     backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows, chat=True)
+    check_generation_config(backbone)
     check_layers(settings.taps, backbone.num_layers, "distill.taps")
     if settings.batch_size is None:
         settings = replace(settings, batch_size=choose_batch_size(backbone, settings, processes))
