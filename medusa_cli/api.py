@@ -225,7 +225,7 @@ class Medusa:
         quantize: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Medusa":
-        """Loads a model (a name, a folder, a hub id) with its drafter; arguments mean what the options mean.
+        """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
 
         drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
         whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -10,11 +11,14 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from medusa_cli import gguf
 from medusa_cli.errors import UserError, first_line
 
+log = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SEED = "sharegpt"
 
@@ -65,25 +69,30 @@ def mt_bench_path() -> Path:
 
 
 def gguf_path(name: str) -> Path | None:
-    """Returns the quantised file that a named model was made from, fetched if need be; None for other models."""
-    return _member(MODELS[name]) if name in MODELS else None
+    """Returns the GGUF file that a model is made from, fetched for a named one if need be; None for other models."""
+    if name in MODELS:
+        return _member(MODELS[name])
+    path = Path(name).expanduser()
+    return path if path.is_file() else None
 
 
 def model_dir(name: str) -> str:
-    """Returns the folder or hub id that from_pretrained can load for a named model, a local folder or a hub id.
+    """Returns the folder or hub id that from_pretrained can load for a named model, a GGUF file, a folder or a hub id.
 
-    Raises UserError for a path that is no model folder, and within seconds for a hub id without a network.
+    Raises UserError for a path that holds no model, and within seconds for a hub id without a network.
     """
     if name in MODELS:
         return str(_converted(name))
     path = Path(name).expanduser()
+    if gguf.is_gguf(path):
+        return str(_unpacked(path))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
         return str(path)
-    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        fault = f"@model {name!r} is no model folder"
-        raise UserError(fault, "give a folder with config.json, a hub id, or a named model")
+    if path.is_file() or name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+        fault = f"@model {name!r} is {'no GGUF file' if path.is_file() else 'no model folder and no file'}"
+        raise UserError(fault, "give a folder with config.json, a GGUF file, a hub id, or a named model")
     check_hub(name)
     return name
 
@@ -123,27 +132,32 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
 
 
 def _converted(name: str) -> Path:
-    """Returns a named model's folder of safetensors in bf16, unpacked once from its quantised file."""
-    return _build_once(home() / "models" / name, lambda part: _convert(_member(MODELS[name]), part))
+    """Returns a named model's folder of safetensors in bf16, unpacked once from its GGUF file."""
+
+    def make(part: Path) -> None:
+        file = _member(MODELS[name])
+        gguf.unpack(file, gguf.read_header(file), part)
+        file.unlink()
+
+    return _build_once(home() / "models" / name, make)
 
 
-def _convert(gguf: Path, part: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+def _unpacked(path: Path) -> Path:
+    """Returns the checkpoint folder of a GGUF file's content, unpacked once."""
 
-    logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        **source,
-        trust_remote_code=False,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    model.save_pretrained(part)
-    AutoTokenizer.from_pretrained(**source, trust_remote_code=False).save_pretrained(part)
-    gguf.unlink()
+    def make(part: Path) -> None:
+        header = gguf.read_header(path)
+        log.info(f"unpacking {path} into {home()}, once")
+        gguf.unpack(path, header, part)
+
+    stat = path.stat()
+    return _build_once(home() / "models" / f"gguf-{_digest(path, stat.st_size, stat.st_mtime_ns)}", make)
+
+
+@lru_cache
+def _digest(path: Path, size: int, changed: int) -> str:
+    """Returns a file's digest, read again if its size or the time of its last change is another."""
+    return sha256_of(path)[:16]
 
 
 def _member(wheel: Wheel) -> Path:
@@ -181,8 +195,11 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
         if not target.exists():  # no other process was faster
             part = target.with_name(target.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
-            make(part)
-            part.rename(target)
+            try:
+                make(part)
+                part.rename(target)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
     return target
 
 

@@ -43,7 +43,7 @@ def check_temperature(value: float | None) -> float | None:
 
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
-_MODEL = "A named model, a folder, or a Hugging Face id."
+_MODEL = "A named model, a folder, a GGUF file, or a Hugging Face id."
 _SEED = "Prompts: sharegpt, a JSON/JSONL file of conversations, or a hub dataset's id."
 _TREE = (
     "auto: the size that pays on this machine for this text, down to no drafts. static: the run's tree.json, or the "

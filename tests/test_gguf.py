@@ -1,0 +1,275 @@
+"""GGUF files as models: decoded as what they were made from, unpacked once, refused if damaged or not read whole."""
+
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from medusa_cli import Medusa, assets
+from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UserError
+from medusa_cli.gguf import read_header
+from medusa_cli.model.identity import weights_of
+from medusa_cli.runs.resolve import LoadOptions
+from tests.helpers import CHAT_TEMPLATE, PROMPT, generate_plain, medusa, medusa_json, tiny_model, tokens_of
+
+FP32 = LoadOptions(dtype="fp32")
+VOCAB, HEADS, KV_HEADS = 288, 4, 2
+END = VOCAB - 1
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Change = Callable[[gguf.GGUFWriter], Any]
+
+
+def write_gguf(
+    path: Path, kind: Kind = Kind.F32, *, arch: str = "llama", template: str | None = CHAT_TEMPLATE,
+    change: Change = lambda writer: None, leave_out: str = "nothing", seed: int = 0,
+) -> Any:  # fmt: skip
+    """Writes a tiny llama as a GGUF file; returns its network with the weights that the file holds, in fp32."""
+    network = tiny_model(vocab=VOCAB, seed=seed)
+    config, writer = network.config, gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // HEADS)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    special = ["<start>", "<end>"]
+    letters = list(bytes_to_unicode().values())
+    words = [*letters, "ab", *(f"<unused{i}>" for i in range(VOCAB - len(letters) - 3)), *special]
+    writer.add_token_list(words)
+    writer.add_token_types([1] * (len(letters) + 1) + [3] * (VOCAB - len(letters) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(END)
+    if template:
+        writer.add_chat_template(template)
+    change(writer)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if leave_out in name:
+                continue
+            own = Kind.F32 if weight.dim() == 1 else kind
+            heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+            values = weight.numpy() if heads is None else interleaved(weight.numpy(), heads)
+            packed = gguf.quantize(values, own)
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=own)
+            values = gguf.dequantize(packed, own).reshape(values.shape)
+            kept = torch.from_numpy(np.array(values if heads is None else halves(values, heads)))
+            weight.copy_(kept if kind in (Kind.F32, Kind.F16) else kept.bfloat16())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return network
+
+
+def gguf_name(name: str) -> str:
+    layer = name.split(".")[2] if name.startswith("model.layers.") else None
+    for theirs, own in NAMES.items():
+        if f"{theirs}." in name:
+            return f"blk.{layer}.{own}.weight" if layer else f"{own}.weight"
+    raise KeyError(name)
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Returns query or key rows in llama.cpp's order, where the halves that rotate together alternate."""
+    return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tiny.gguf"
+
+
+def refused(path: Path, *parts: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_backbone(str(path), FP32)
+    text = str(raised.value)
+    assert str(path) in text and len(text.splitlines()) == 1 and raised.value.remedy, text
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda k: k.name)
+def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) -> None:
+    network = write_gguf(file, kind)
+    ids = network.generate(
+        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    backbone = load_backbone(str(file), FP32)
+    steps = generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=())
+    assert tokens_of(steps) == ids[0, len(PROMPT) :].tolist()
+    assert backbone.eos_ids == {END} and backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
+
+
+def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> None:
+    write_gguf(file)
+    words = ["chat", "--model", file, "--dtype", "fp32", "--prompt", "ab", "--max-new-tokens", "8"]
+    drafted, plain = medusa_json(*words, "--lookup"), medusa_json(*words, "--baseline")
+    loaded = Medusa.from_pretrained(file, drafter=None, dtype="fp32")
+    answer = loaded.generate([{"role": "user", "content": "ab"}], max_new_tokens=8)
+    assert drafted["answer"] == plain["answer"] == answer.text and plain["tokens"] > 0
+    identity = loaded.backbone.identity
+    assert identity["id"] == str(file) and identity["weights"] == weights_of(assets.model_dir(str(file)))
+    assert assets.gguf_path(str(file)) == file
+
+
+def test_a_file_is_unpacked_once_and_again_when_it_changes(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(file)
+    before = Path(assets.model_dir(str(file)))
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_cli.gguf.unpack", lambda *_: pytest.fail("it was unpacked again"))
+        copy = file.with_name("copy.gguf")
+        copy.write_bytes(file.read_bytes())
+        assert assets.model_dir(str(file)) == assets.model_dir(str(copy)) == str(before)
+    write_gguf(file, seed=1)
+    after = Path(assets.model_dir(str(file)))
+    assert after != before and weights_of(str(after)) != weights_of(str(before))
+    (after / "config.json").unlink()
+    after.rename(after.with_name(after.name + ".part"))  # what a killed process leaves
+    assert (Path(assets.model_dir(str(file))) / "config.json").is_file()
+    assert sorted(path.suffix for path in cache.iterdir() if path.suffix != ".lock") == ["", ""]
+
+
+def test_files_beside_it_are_not_read(file: Path) -> None:
+    write_gguf(file)
+    for name in ("adapter_config.json", "config.json", "tokenizer_config.json", "generation_config.json"):
+        file.with_name(name).write_text("{")
+    load_backbone(str(file), FP32)
+
+
+def test_the_end_of_a_turn_ends_an_answer(file: Path) -> None:
+    write_gguf(file, change=lambda writer: writer.add_eot_token_id(END - 1))
+    assert load_backbone(str(file), FP32).eos_ids == {END, END - 1}
+
+
+def test_chat_needs_a_template(file: Path) -> None:
+    write_gguf(file, template=None)
+    done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
+    assert "template" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"arch": "clip"}, "clip"),
+        ({"arch": "no_such"}, "no_such"),
+        ({"leave_out": "layers.1.mlp.up_proj"}, "weights"),
+        ({"change": lambda writer: writer.add_tokenizer_model("no_such")}, "no_such"),
+        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))}, "weights"),
+        ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "yarn")}, "yarn"),
+        ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "part"),
+        ({"change": lambda writer: writer.add_uint32("general.alignment", 0)}, "alignment"),
+        ({"change": lambda writer: writer.add_uint64("other.block_count", 10**9)}, "1000000000"),
+    ],
+)
+def test_files_that_would_not_be_read_whole_are_refused(
+    file: Path, cache: Path, options: dict[str, Any], part: str
+) -> None:
+    write_gguf(file, **options)
+    refused(file, part)
+    assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(
+    "name", ["embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "context_length"]
+)
+def test_impossible_sizes_are_refused(file: Path, name: str) -> None:
+    write_gguf(file)
+    data, key = file.read_bytes(), f"llama.{name}".encode()
+    place = data.index(key) + len(key) + 4  # behind the type
+    file.write_bytes(data[:place] + struct.pack("<I", 2**31 - 1) + data[place + 4 :])
+    refused(file)
+
+
+def text(data: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(data) if length is None else length) + data
+
+
+def header(tensors: int = 0, entries: int = 1, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + rest
+
+
+def hostile() -> Iterator[tuple[str, bytes]]:
+    key = text(b"general.architecture")
+    yield "version", header(version=99)
+    yield "other byte order", header(version=3 << 24)
+    yield "tensors", header(2**62, 0)
+    yield "entries", header(0, 2**62)
+    yield "key", header(rest=text(b"a", 2**62))
+    yield "text", header(rest=key + struct.pack("<I", 8) + text(b"llama", 2**40))
+    yield "no utf-8", header(rest=key + struct.pack("<I", 8) + text(b"\xff\xfe"))
+    yield "unknown type", header(rest=key + struct.pack("<I", 77))
+    yield "array", header(rest=key + struct.pack("<IIQ", 9, 0, 2**62))
+    yield "array of texts", header(rest=key + struct.pack("<IIQ", 9, 8, 2**62))
+    yield "array of arrays", header(rest=key + struct.pack("<IIQ", 9, 9, 1) * 1000)
+    yield "dimensions", header(1, 0, text(b"a") + struct.pack("<I", 2**31))
+    yield "shape", header(1, 0, text(b"a") + struct.pack("<I4QIQ", 4, *[2**62] * 4, 0, 0))
+    yield "offset", header(1, 0, text(b"a") + struct.pack("<I1QIQ", 1, 32, 0, 2**63))
+    yield "type of tensor", header(1, 0, text(b"a") + struct.pack("<I1QIQ", 1, 32, 250, 0))
+
+
+@pytest.mark.parametrize("data", [pytest.param(data, id=name) for name, data in hostile()])
+def test_hostile_headers_are_refused_before_they_take_memory(file: Path, data: bytes) -> None:
+    file.write_bytes(data + bytes(1 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError):
+            read_header(file)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    refused(file)
+
+
+def test_a_file_that_ends_too_early_is_refused(file: Path) -> None:
+    write_gguf(file)
+    data = file.read_bytes()
+    for size in (5, 20, 30, 200, 2000, len(data) // 2, len(data) - 64):
+        file.write_bytes(data[:size])
+        refused(file, "ends too early")
+
+
+@pytest.mark.parametrize("data", [b"", b"GGU", b"PK\x03\x04 anything else"])
+def test_other_files_are_no_models(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
+    assert str(file) in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(UserError, match=r"missing\.gguf"):
+        assets.model_dir("missing.gguf")
