@@ -50,6 +50,12 @@ def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
     assert document["acceptance_length"] >= 1 and document["tokens"] <= 15
 
 
+def test_penalty_and_min_p_change_the_answer_alike_with_and_without_drafts(place: Path) -> None:
+    for words in (["--repetition-penalty", "1.8"], ["--temperature", "1.5", "--min-p", "0.9"]):
+        drafted, plain = (chat(place, "--prompt", "w1 w2", *words, *more) for more in ([], ["--baseline"]))
+        assert drafted.stdout == plain.stdout != chat(place, "--prompt", "w1 w2", *words[:-2]).stdout
+
+
 def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:
     words = ["chat", "--model", place / "model", "--dtype", "fp32", "--prompt", "w1 w2 w1 w2", "--max-new-tokens", "15"]
     assert "--lookup" in medusa(*words, exit_code=1).stderr
