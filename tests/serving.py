@@ -79,7 +79,7 @@ class Served:
 def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
     """Runs a server for the time of a test."""
     listener = listen("127.0.0.1", 0)
-    server = Server(medusa, Limits(**{"name": MODEL, "max_new_tokens": 400, **settings}))
+    server = Server(medusa, Limits(**{"names": (MODEL,), "max_new_tokens": 400, **settings}))
     thread = threading.Thread(target=server.run, args=(listener,), daemon=True)
     thread.start()
     while not server.started:

@@ -194,6 +194,9 @@ MISTAKES = [
     (2, f"serve --host {LONG[:300]}", "--host"),
     (2, "serve --host \0", "--host"),
     (2, "serve --port 65536", "--port"),
+    (2, "serve --ssl-certfile /no/such/file", "--ssl-certfile /no/such/file"),
+    (2, "serve --ssl-certfile {place}/model/config.json", "--ssl-certfile"),
+    (2, "serve --ssl-keyfile key.pem", "--ssl-certfile"),
     (1, "serve --run /no/such/run", "/no/such/run"),
     (2, "serve --baseline --lookup", "--lookup"),
 ]

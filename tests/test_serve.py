@@ -50,7 +50,7 @@ def test_a_model_is_served_under_the_name_of_its_folder_or_link(
     names = list[str]()
 
     def record(medusa: Medusa, limits: Limits) -> None:
-        names.append(limits.name)
+        names.extend(limits.names)
         raise UserError("enough", "no more")
 
     monkeypatch.setattr(server, "Server", record)

@@ -3,8 +3,12 @@
 import gzip
 import json
 import logging
+import shutil
 import socket
+import ssl
+import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -20,7 +24,8 @@ from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Request
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Ticket
-from medusa_cli.serve.server import OnceAMinute
+from medusa_cli.serve.schema import ChatRequest, CompletionRequest
+from medusa_cli.serve.server import OnceAMinute, check_certificate
 from tests.helpers import save_model, save_run, tiny_backbone
 from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
 
@@ -94,9 +99,10 @@ def test_chat_logprobs_are_the_backbones(server: Served, medusa: Medusa) -> None
 def logprobs_of(backbone, *chunks: list[Likelihood], chat: bool) -> list[dict]:
     """Returns the log probabilities of each chunk of one answer."""
     ticket = Ticket(Request((1,), 8, top=3), Answer(backbone), lambda event: None)
-    answer = OpenAIFormat(backbone, "m", ticket, chat=chat)
+    body = ChatRequest(**CHAT) if chat else CompletionRequest(**SHORT)
+    answer = OpenAIFormat(backbone, body, [ticket])
     events = [Event([], tuple(chunk)) for chunk in chunks]
-    return [answer.chunk(event)["choices"][0]["logprobs"] for event in events]
+    return [answer.chunk(0, event)["choices"][0]["logprobs"] for event in events]
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:
@@ -177,7 +183,8 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [
-        ("n", 2, "n"),
+        ("n", 0, "n"),
+        ("n", 129, "n"),
         ("logit_bias", {"64": 1}, "logit_bias"),
         ("logit_bias", {"5": 101}, "logit_bias.5"),
         ("logit_bias", {"w5": 1}, "logit_bias.w5.[key]"),
@@ -197,13 +204,15 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
         ("top_p", -0.1, "top_p"),
         ("max_tokens", True, "max_tokens"),
         ("max_tokens", 0, "max_tokens"),
-        ("max_tokens", 401, "max_tokens"),
         ("max_tokens", "many", "max_tokens"),
         ("max_completion_tokens", 4, None),
         ("stop", "", "stop"),
         ("stop", ["w1", ""], "stop.1"),
         ("seed", 2**63, "seed"),
         ("stream_options", {"loud": True}, "stream_options.loud"),
+        ("chat_template_kwargs", {"chat_template": "x"}, "chat_template_kwargs.chat_template"),
+        ("chat_template_kwargs", {"tokenize": True}, "chat_template_kwargs.tokenize"),
+        ("continue_final_message", "yes", "continue_final_message"),
         ("messages", [], "messages"),
         ("messages", [{"role": "tool", "content": "w1"}], "messages.0.role"),
         ("messages", [{"role": "user", "content": 5}], "messages.0.content"),
@@ -263,6 +272,160 @@ def test_paths_that_are_not_served_are_named(server: Served) -> None:
         assert status == 404 and path in text
     status, headers, text = server.request("HEAD", "/")
     assert (status, text) == (200, "") and int(headers["content-length"]) > 1000
+
+
+def test_harmless_fields_are_taken(server: Served) -> None:
+    unused = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "reasoning_effort": "low"}
+    more = {"parallel_tool_calls": False, "prediction": {"type": "content", "content": "w1"}}
+    messages = [{"role": "user", "content": "w1 w2", "name": "me"}]
+    create = server.openai().chat.completions.create
+    answers = [create(model=MODEL, messages=messages, max_tokens=4, **fields) for fields in ({}, {**unused, **more})]
+    assert answers[0].choices == answers[1].choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_of_several_choices_has_its_own_seed(server: Served, medusa: Medusa, stream: bool) -> None:
+    prompts = [IDS, [9, 8]]
+    body = {"model": MODEL, "prompt": prompts, "n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 12, "echo": True}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = server.openai().completions.create(**body, stream=stream, **options)
+    texts, chunks = [""] * 4, list(answer) if stream else [answer]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+    rules = {"max_new_tokens": 12, "temperature": 1.5, "raw": True}
+    alone = [medusa.generate(prompts[i // 2], seed=5 + i, **rules) for i in range(4)]
+    assert texts == [medusa.backbone.decode(prompts[i // 2]) + alone[i].text for i in range(4)]
+    assert len(set(texts)) == 4
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, sum(len(a.tokens) for a in alone))
+
+
+def test_several_chats_at_the_largest_seed(server: Served) -> None:
+    answer = server.openai().chat.completions.create(**CHAT, n=3, max_tokens=6, temperature=1, seed=2**63 - 1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+
+
+def test_several_texts_are_continued_in_turn(server: Served, medusa: Medusa) -> None:
+    choices = server.openai().completions.create(model=MODEL, prompt=["w1 w2", "w9"], max_tokens=6).choices
+    alone = [medusa.generate(text, max_new_tokens=6, raw=True).text for text in ("w1 w2", "w9")]
+    assert [choice.text for choice in choices] == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_token_at_all_echoes_the_prompt(server: Served, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": ["w1 w2", "w9"], "max_tokens": 0, "echo": True}
+    answer = server.openai().completions.create(**body, stream=stream)
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+    assert {c.index: c.text for c in choices if c.text} == {0: "w1 w2", 1: "w9"}
+    assert {c.finish_reason for c in choices} - {None} == {"length"}
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "logprobs"])
+def test_fields_that_echo_excludes_or_needs_are_named(server: Served, field: str) -> None:
+    status, _, answer = server.post({**SHORT, "echo": field != "max_tokens", field: 0})
+    assert status == 400 and field in answer["error"]["message"] and "echo" in answer["error"]["message"]
+
+
+def test_more_choices_than_can_ever_run_are_refused_at_once(medusa: Medusa) -> None:
+    with serving(medusa, slots=2, waiting=1) as server:
+        assert server.post({**SHORT, "n": 3})[0] == 200
+        status, _, answer = server.post({**SHORT, "n": 4})
+        assert (status, answer["error"]["param"]) == (400, "n")
+
+
+def test_all_names_of_the_model_are_served(medusa: Medusa) -> None:
+    with serving(medusa, names=("first", "second")) as server:
+        assert [model.id for model in server.openai().models.list()] == ["first", "second"]
+        assert server.openai().completions.create(**{**SHORT, "model": "second"}).model == "second"
+        assert server.post(SHORT)[0] == 404
+
+
+def test_the_last_message_goes_on(server: Served, medusa: Medusa) -> None:
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    client = server.openai()
+    body = {"model": MODEL, "messages": messages, "extra_body": {"continue_final_message": True}}
+    answer = client.chat.completions.create(**body, max_tokens=6)
+    text = medusa.backbone.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ids = medusa.backbone.tokenizer.encode(text, add_special_tokens=False)
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.choices[0].message.content == medusa.generate(ids, max_new_tokens=6).text
+    body["extra_body"]["add_generation_prompt"] = True
+    with pytest.raises(openai.BadRequestError, match="add_generation_prompt"):
+        client.chat.completions.create(**body)
+
+
+def test_template_variables_reach_the_chat_template(
+    server: Served, medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} w5{% endif %}"
+    monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
+    for thinking, text in ((False, "w1 w2"), (True, "w1 w2 w5")):
+        body = {"messages": CHAT["messages"], "chat_template_kwargs": {"enable_thinking": thinking}}
+        _, _, answer = server.post(body, "/tokenize")
+        assert server.post({"tokens": answer["tokens"]}, "/detokenize")[2] == {"prompt": text}
+
+
+def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
+    status, _, answer = server.post({"model": MODEL, "prompt": "w1 w2", "return_token_strs": True}, "/tokenize")
+    ids = medusa.backbone.tokenizer.encode("w1 w2")
+    assert (status, answer["count"], answer["tokens"]) == (200, len(ids), ids)
+    assert answer["max_model_len"] == medusa.backbone.max_positions and len(answer["token_strs"]) == len(ids)
+    assert server.post({"tokens": ids}, "/detokenize")[2] == {"prompt": medusa.backbone.tokenizer.decode(ids)}
+    assert server.request("GET", "/version")[0] == 200
+    for body in ({"prompt": 5}, {"prompt": "\ud800"}, {"model": "other", "prompt": "w1"}, {"messages": []}, {}):
+        assert server.post(body, "/tokenize")[0] in (400, 404)
+    for tokens in ([10**30], [64], [-1], [True], "w1"):
+        status, _, refused = server.post({"tokens": tokens}, "/detokenize")
+        assert status == 400 and refused["error"]["param"].startswith("tokens")
+
+
+def test_web_pages_of_an_allowed_origin_may_ask(medusa: Medusa) -> None:
+    ours = "http://localhost:3000"
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with serving(medusa, cors=(ours,), api_keys=("k",)) as server:
+        for origin, allowed in ((ours, ours), ("http://evil.example", None)):
+            _, headers, _ = server.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **preflight})
+            assert headers.get("access-control-allow-origin") == allowed
+            status, headers, _ = server.post(SHORT, Origin=origin)
+            assert (status, headers.get("access-control-allow-origin")) == (401, allowed)
+    with serving(medusa) as server:
+        _, headers, _ = server.request("OPTIONS", "/v1/completions", headers={"Origin": ours, **preflight})
+        assert "access-control-allow-origin" not in headers
+
+
+def test_https_is_served_and_a_silent_client_loses_its_connection(medusa: Medusa, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    words = [
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=DNS:localhost",
+    ]
+    subprocess.run(["openssl", "req", *words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    check_certificate(certificate, key)
+    with serving(medusa, ssl_certfile=certificate, ssl_keyfile=key, head_s=0.5) as server:
+        context = ssl.create_default_context(cafile=str(certificate))
+        with urllib.request.urlopen(f"https://localhost:{server.port}/health", context=context) as answer:
+            assert answer.status == 200
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
+            assert silent.recv(1) == b""
+
+
+def test_requests_are_logged_if_asked_for(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "medusa_cli.serve")
+    for wanted in (False, True):
+        with serving(medusa, access_log=wanted) as server:
+            server.post(SHORT)
+            server.request("GET", "/x%1b[2J")
+        lines = [record.getMessage() for record in caplog.records if record.name == "medusa_cli.serve.middleware"]
+        assert len(lines) == 2 * wanted
+    assert "/v1/completions" in lines[0] and "200" in lines[0] and lines[1].isprintable() and "404" in lines[1]
 
 
 def test_top_p_0_takes_the_likeliest_token(server: Served) -> None:
@@ -340,8 +503,8 @@ def test_prompt_answer_and_body_are_limited(medusa: Medusa) -> None:
         assert server.post({"model": MODEL, "prompt": [8] * 20, "max_tokens": 1})[0] == 200
         status, _, answer = server.post({"model": MODEL, "prompt": IDS})  # less than OpenAI's default of 16
         assert status == 200 and answer["usage"]["completion_tokens"] <= 8
-        status, _, answer = server.post({"model": MODEL, "prompt": IDS, "max_tokens": 16})
-        assert status == 400 and answer["error"]["param"] == "max_tokens"
+        answer = server.openai().completions.create(**LONG)  # a larger limit is this one
+        assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "length"
         assert server.post({"model": MODEL, "prompt": "w1 " * 1000})[0] == 413
         with send(server, b"Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (3000, b" " * 3000)) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 413")

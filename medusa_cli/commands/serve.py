@@ -1,5 +1,6 @@
 """`medusa serve`: the model and its drafter behind an OpenAI-compatible HTTP server."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,35 +12,38 @@ from medusa_cli.options import DraftFlags, LoadFlags
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+_access = partial(options.flag, panel="Access")
+_limit = partial(options.flag, panel="Limits", min=1, show_default=True)
+_NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
+_HOST = "Address to listen at; 0.0.0.0 is all of them."
+_KEY = (
+    "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
+    "can read command lines."
+)
+_CORS = "An origin whose web pages may use the server, such as http://localhost:3000; * is any. More than once."
+
+
 def serve(
     *,
     drafting: DraftFlags,
     baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is all of them.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0 is any free one.")] = 8000,
+    batch_size: Annotated[int, _limit("--batch-size N", "Answers that are decoded side by side.")] = 8,
+    queue: Annotated[int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)] = 64,
+    max_prompt_tokens: Annotated[int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")] = 4096,
+    max_new_tokens: Annotated[int, _limit("--max-new-tokens N", "Longest answer, in tokens.")] = 2048,
+    max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
+    name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
+    host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
+    port: Annotated[
+        int, _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True)
+    ] = 8000,
     api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="MEDUSA_API_KEY",
-            show_envvar=False,
-            help="A key that clients must send; may be given more than once. Better set MEDUSA_API_KEY, keys apart by "
-            "blanks: others can read command lines.",
-        ),
+        list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
     ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The model's name in the API. [default: --model's]", show_default=False),
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Answers that are decoded side by side.")
-    ] = 8,
-    queue: Annotated[int, typer.Option(metavar="N", min=0, help="Requests that wait beyond those; more get 429.")] = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest prompt, in tokens.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = 2048,
-    max_body: Annotated[int, typer.Option(metavar="KIB", min=1, help="Largest body of a request.")] = 1024,
+    cors: Annotated[list[str] | None, _access("--cors ORIGIN", _CORS)] = None,
+    ssl_certfile: Annotated[Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")] = None,
+    ssl_keyfile: Annotated[Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")] = None,
+    access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False,
     temperature: options.Temperature = None,
     place: LoadFlags,
     quiet: options.Quiet = False,
@@ -56,13 +60,14 @@ def serve(
     from medusa_cli.options import load
     from medusa_cli.runs.run import called
     from medusa_cli.serve.middleware import Limits
-    from medusa_cli.serve.server import Server, listen
+    from medusa_cli.serve.server import Server, check_certificate, listen
 
+    check_certificate(ssl_certfile, ssl_keyfile)
     listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
     choice = drafting.or_plain(baseline)
     loaded = load(choice, place)
     limits = Limits(
-        name=name or (called(choice.model) if Path(choice.model).is_dir() else choice.model),
+        names=tuple(name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]),
         host=host,
         api_keys=tuple(filter(None, api_key or ())),
         slots=batch_size,
@@ -71,11 +76,17 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_body=max_body << 10,
         temperature=temperature or 0.0,
+        cors=tuple(cors or ()),
+        access_log=access_log,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     )
     if host not in LOOPBACK and not limits.api_keys:
         console.warn("anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
     server = Server(Medusa(loaded), limits)
     listener.listen()  # before the address is printed
     address = f"[{host}]" if ":" in host else host
-    console.info(f"serving {limits.name!r} at http://{address}:{listener.getsockname()[1]}/v1, a page to try it at /")
+    console.info(
+        f"serving {limits.names[0]!r} at http://{address}:{listener.getsockname()[1]}/v1, a page to try it at /"
+    )
     server.run(listener)

@@ -79,10 +79,15 @@ class Backbone:
         """
         return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
 
-    def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Returns the token ids of a conversation; UserError where the model's chat template fails or is missing."""
+    def encode_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """Returns the token ids of a conversation, `template`: more arguments of transformers' chat templates.
+
+        Raises UserError where the model's chat template fails or is missing.
+        """
         try:
-            text = render(self, messages, prompt=add_generation_prompt)
+            text = render(self, messages, prompt=add_generation_prompt, **template)
         except Malformed as reason:
             raise UserError(
                 f"the model {self.id!r} cannot take this conversation: {reason}",

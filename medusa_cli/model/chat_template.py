@@ -27,14 +27,17 @@ class ChatTokenizer(Protocol):
 HALF = "half a character"
 
 
-def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool) -> str:
+def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool, **template: Any) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
+
+    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to the template.
 
     Raises UserError if the model has no template, Malformed if the template refuses the messages.
     """
     check_template(model)
     try:
-        text = str(model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        arguments = {"tokenize": False, "add_generation_prompt": prompt, **template}
+        text = str(model.tokenizer.apply_chat_template(messages, **arguments))
     except MemoryError:
         raise
     except Exception as reason:  # a template is a program, and may fail as any
@@ -54,7 +57,12 @@ def check_template(model: ChatTokenizer) -> None:
 
 
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
-    """Returns the token ids of a text, `begin` with special tokens; UserError for ids beyond the model's vocabulary."""
+    """Returns the token ids of a text, `begin` with special tokens.
+
+    Raises UserError for a text that is no UTF-8, and for ids beyond the model's vocabulary.
+    """
+    if not is_whole(text):
+        raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8")
     ids: list[int] = model.tokenizer.encode(text, add_special_tokens=begin)
     if ids and max(ids) >= model.vocab_size:
         raise UserError(

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,29 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from medusa_cli import __version__
 from medusa_cli.api import Medusa
-from medusa_cli.decode import Request
+from medusa_cli.decode import Answer, Request
 from medusa_cli.errors import UserError, shown
+from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body, refusal_for_http
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
-from medusa_cli.serve.schema import ChatRequest, CompletionRequest
+from medusa_cli.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    TokenizeChat,
+    TokenizeRequest,
+    TokenizeText,
+)
 
+Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -42,7 +56,10 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
     scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
     handler = Handler(medusa, scheduler, limits)
-    model = {"id": limits.name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
+    started = int(time.time())
+
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "medusa"}
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat(body: ChatRequest, http: HttpRequest) -> Any:
@@ -54,14 +71,26 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
 
     @app.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [model(name) for name in limits.names]}
 
     @app.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def retrieve(name: str) -> dict[str, Any]:
         if not name:
             raise HTTPException(404)
         handler.check_model(name)
-        return model
+        return model(name)
+
+    @app.post("/tokenize", responses=REFUSALS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return await handler.tokenize(body)
+
+    @app.post("/detokenize", responses=REFUSALS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        return await handler.detokenize(body)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health", responses={503: {}})
     async def health() -> JSONResponse:
@@ -90,7 +119,11 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
         response.headers.update(reason.headers or {})
         return response
 
-    return Middleware(app, limits, metrics), scheduler
+    checked = Middleware(app, limits, metrics)
+    if not limits.cors:
+        return checked, scheduler
+    # Before the key is checked: browsers ask without it whether they may send it.
+    return CORSMiddleware(checked, limits.cors, allow_methods=["*"], allow_headers=["*"]), scheduler
 
 
 class Handler:
@@ -101,50 +134,74 @@ class Handler:
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     def check_model(self, name: str) -> None:
-        if name != self._limits.name:
-            text = f"the model {shown(name)} is not served here; ask for {self._limits.name!r}"
+        names = self._limits.names
+        if name not in names:
+            text = f"the model {shown(name)} is not served here; ask for {names[0]!r}"
             raise Refusal(404, text, param="model", code="model_not_found")
 
     async def answer(self, body: ChatRequest | CompletionRequest, receive: Receive) -> Response:
         """Returns the whole answer, or a stream of it; raises Refusal."""
         self.check_model(body.model)
-        request = await self._request(body)
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        requests = await self._requests(body)
+        backbone = self._medusa.backbone
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def deliver(event: Event) -> None:
+        def deliver(index: int, event: Event) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        ticket = self._scheduler.submit(request, deliver)
-        answer = OpenAIFormat(self._medusa.backbone, body.model, ticket, chat=isinstance(body, ChatRequest))
+        tickets = [
+            Ticket(request, Answer(backbone, request.stop_strings), partial(deliver, index))
+            for index, request in enumerate(requests)
+        ]
+        if body.limit == 0:  # only the prompt is echoed
+            for ticket in tickets:
+                ticket.reply.finish_reason = "length"
+                ticket.deliver(Event(last=True))
+        else:
+            self._scheduler.submit(tickets)
+        answer = OpenAIFormat(backbone, body, tickets)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            lines = _stream(answer, ticket, _until_gone(ticket, events, receive), usage)
+            lines = _stream(answer, _until_gone(tickets, events, receive), usage)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async for event in _until_gone(ticket, events, receive):
-            if event.error is not None:
-                raise _failure(event.error)
+        async with aclosing(_until_gone(tickets, events, receive)) as received:
+            async for _, event in received:
+                if event.error is not None:
+                    raise _failure(event.error)
         return JSONResponse(answer.whole())
 
-    async def _request(self, body: ChatRequest | CompletionRequest) -> Request:
-        """Returns the decoder's request, within the server's limits."""
-        limits, backbone = self._limits, self._medusa.backbone
-        limit = body.limit or limits.max_new_tokens
-        if limit > limits.max_new_tokens and body.limit_field is not None:
-            text = f"{body.limit_field} {limit:,} is more than the {limits.max_new_tokens:,} that this server gives"
-            raise Refusal(400, text, param=body.limit_field, code="invalid_value")
+    async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
+        """Returns the token ids of a text or a conversation in vLLM's form; raises Refusal."""
+        [tokens], backbone = await self._encode(body), self._medusa.backbone
+        texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": backbone.max_positions, "tokens": tokens, "token_strs": texts}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Returns the text of token ids, special tokens included; raises Refusal."""
+        [tokens] = await self._encode(body)
+        return {"prompt": self._medusa.backbone.tokenizer.decode(tokens)}
+
+    async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
+        """Returns the decoder's requests, one a choice, within the server's limits."""
+        limits, prompts = self._limits, await self._encode(body)
+        limit = limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
+        longest = min(limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
+        for prompt in prompts:
+            if len(prompt) > longest:
+                text = f"the prompt has {len(prompt):,} tokens, this server takes {longest:,}"
+                raise Refusal(400, text, code="context_length_exceeded")
         try:
-            async with self._encoding:
-                request = await run_in_threadpool(
-                    self._medusa.request,
-                    body.content,
-                    max_new_tokens=min(limit, limits.max_new_tokens),
+            return [
+                self._medusa.request(
+                    prompt,
+                    max_new_tokens=limit,
                     temperature=limits.temperature if body.temperature is None else body.temperature,
                     top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
                     top_k=body.top_k or 0,
                     min_p=body.min_p,
-                    seed=body.seed,
+                    seed=None if body.seed is None else body.seed + index,
                     stop=body.stop_strings,
                     stop_ids=() if body.ignore_eos else None,
                     logprobs=body.top,
@@ -155,57 +212,81 @@ class Handler:
                     logit_bias=body.logit_bias or None,
                     raw=True,
                 )
+                for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
+            ]
         except UserError as reason:
-            refusal = refusal_for(reason, "messages" if isinstance(body, ChatRequest) else "prompt")
-            # Clients must not learn the model's path on this machine.
-            text = str(refusal).replace(backbone.id, limits.name)
-            raise Refusal(refusal.status, text, param=refusal.param, code=refusal.code) from reason
-        longest = min(limits.max_prompt_tokens, backbone.max_positions - 1)
-        if len(request.prompt) > longest:
-            text = f"the prompt has {len(request.prompt):,} tokens, this server takes {longest:,}"
-            raise Refusal(400, text, code="context_length_exceeded")
-        return request
+            raise self._refusal(reason, "prompt") from reason
+
+    async def _encode(self, body: Body) -> list[list[int]]:
+        """Returns the token ids of a request's prompts."""
+        if body.model is not None:
+            self.check_model(body.model)
+        try:
+            async with self._encoding:
+                return await run_in_threadpool(self._token_ids, body)
+        except UserError as reason:
+            field = next(field for field in ("messages", "prompt", "tokens") if field in body.model_fields_set)
+            raise self._refusal(reason, field) from reason
+
+    def _token_ids(self, body: Body) -> list[list[int]]:
+        backbone = self._medusa.backbone
+        if isinstance(body, Conversation):
+            own = signature(backbone.tokenizer.apply_chat_template).parameters
+            for name in body.chat_template_kwargs:
+                if name in own:
+                    param = f"chat_template_kwargs.{name}"
+                    raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
+            return [backbone.encode_chat([message.plain for message in body.messages], **body.template)]
+        if isinstance(body, TokenizeText):
+            return [token_ids(backbone, body.prompt, begin=body.add_special_tokens)]
+        return [self._medusa.encode(prompt, raw=True) for prompt in body.prompts]
+
+    def _refusal(self, reason: UserError, param: str) -> Refusal:
+        """Returns the refusal for an error of the core; clients must not learn the model's path on this machine."""
+        refusal = refusal_for(reason, param)
+        text = str(refusal).replace(self._medusa.backbone.id, self._limits.names[0])
+        return Refusal(refusal.status, text, param=refusal.param, code=refusal.code)
 
 
-async def _until_gone(ticket: Ticket, events: asyncio.Queue[Event], receive: Receive) -> AsyncIterator[Event]:
-    """Yields the events up to the last; a client that goes away, or stops reading, frees its slot."""
+async def _until_gone(
+    tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
+) -> AsyncGenerator[tuple[int, Event]]:
+    """Yields all choices' events; a client that goes away, or stops reading, frees its slots."""
+
+    def abandon() -> None:
+        for ticket in tickets:
+            ticket.abandoned = True
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.abandoned = True
+        abandon()
 
-    watcher = asyncio.create_task(watch())
+    watcher, unfinished = asyncio.create_task(watch()), len(tickets)
     try:
-        while True:
-            event = await events.get()
-            if ticket.abandoned:
+        while unfinished:
+            index, event = await events.get()
+            if tickets[0].abandoned:
                 return
-            yield event
-            if event.last:
-                return
+            yield index, event
+            unfinished -= event.last
     finally:
         watcher.cancel()
-        ticket.abandoned = True
+        abandon()
 
 
-async def _stream(
-    answer: OpenAIFormat, ticket: Ticket, events: AsyncIterator[Event], usage: bool
-) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events, one a step."""
+async def _stream(answer: OpenAIFormat, events: AsyncGenerator[tuple[int, Event]], usage: bool) -> AsyncIterator[str]:
+    """Yields the answer as server-sent events, one a step of a choice."""
     no_usage = {"usage": None} if usage else {}
-    try:
+    async with aclosing(events):
         for chunk in answer.first_chunks():
             yield _line({**chunk, **no_usage})
-        async for event in events:
+        async for index, event in events:
             if event.error is not None:
                 yield _line(_failure(event.error).body)
                 return
             if event.pieces or event.likelihoods or event.last:
-                yield _line({**answer.chunk(event), **no_usage})
-    finally:
-        ticket.abandoned = True
-        await events.aclose()  # type: ignore[attr-defined]
+                yield _line({**answer.chunk(index, event), **no_usage})
     if usage:
         yield _line(answer.usage_chunk())
     yield "data: [DONE]\n\n"

@@ -2,10 +2,13 @@
 
 import asyncio
 import hmac
+import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,19 +20,22 @@ from medusa_cli.serve.metrics import Metrics
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/openapi.json", "/")
+OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # without a key
+PATHS = (*OPEN, "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Name, key and limits of a server.
+    """Names, keys and limits of a server.
 
     host: the address or name that the server listens at. slots: requests that decode side by side. waiting: requests in
     the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head, body_s for its body, read_s
     without reading its answer, idle_s between two requests. temperature: of requests that name none.
+    cors: origins whose web pages may use the server.
     """
 
-    name: str
+    names: tuple[str, ...]
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
     slots: int = 8
@@ -43,12 +49,16 @@ class Limits:
     read_s: float = 30
     idle_s: int = 30
     temperature: float = 0.0
+    cors: tuple[str, ...] = ()
+    access_log: bool = False
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
 
 class Middleware:
     """Passes requests on with their whole body.
 
-    Refuses a wrong key (under /v1), a large body, a slow one, and without a key a foreign Host: a web page whose name
+    Refuses a wrong key, a large body, a slow one, and without a key a foreign Host: a web page whose name
     was made to point at this machine (DNS rebinding) must not use the model.
     """
 
@@ -60,17 +70,23 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
+        started = time.monotonic()
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.responses.labels(path, str(message["status"])).inc()
+                status = message["status"]
+                self._metrics.responses.labels(path, str(status)).inc()
+                if self._limits.access_log:
+                    client = scope["client"][0] if scope["client"] else "-"
+                    seconds = f"{time.monotonic() - started:.3f} s"
+                    log.info(" ".join((client, scope["method"], shown(scope["path"]), str(status), seconds)))
             await send(message)
 
         headers = Headers(scope=scope)
         try:
             if not self._limits.api_keys:
                 self._check_host(headers)
-            elif scope["path"].startswith("/v1/"):
+            elif scope["path"] not in OPEN:
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:

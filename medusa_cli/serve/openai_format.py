@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_cli.decode import Likelihood
+from medusa_cli.decode import Likelihood, Stats
 from medusa_cli.decode.stream import REPLACEMENT
 from medusa_cli.model import Backbone
 from medusa_cli.serve.scheduler import Event, Ticket
+from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 
 # OpenAI's value for an impossible token: JSON has no infinity.
 NEVER = -9999.0
@@ -16,32 +17,41 @@ MAX_CHARACTER_BYTES = 4
 
 
 class OpenAIFormat:
-    """Formats the answer of one ticket: all its chunks have the same id, time and model."""
+    """Formats the answers to one request: all chunks have the same id, time and model, and each choice its index."""
 
-    def __init__(self, backbone: Backbone, model: str, ticket: Ticket, *, chat: bool) -> None:
-        self._chat, self._tokens, self._ticket = chat, TokenTexts(backbone), ticket
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created, self._model = int(time.time()), model
-        self._offset = 0  # characters of the answer so far
+    def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
+        self._chat, self._tickets, self._n = isinstance(body, ChatRequest), tickets, body.n
+        self._tokens = [TokenTexts(backbone) for _ in tickets]
+        self._offsets = [0] * len(tickets)  # characters of each answer so far
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created, self._model = int(time.time()), body.model
+        self._echoes = [""] * len(tickets)
+        if isinstance(body, CompletionRequest) and body.echo:
+            texts = [text if isinstance(text, str) else backbone.decode(text) for text in body.prompts]
+            self._echoes = [text for text in texts for _ in range(body.n)]
 
     def whole(self) -> dict[str, Any]:
-        """Returns the finished answer."""
-        reply = self._ticket.reply
-        message = {"role": "assistant", "content": reply.text, "refusal": None}
-        content: dict[str, Any] = {"message": message} if self._chat else {"text": reply.text}
-        choice = self._choice(content, reply.likelihoods, reply.finish_reason)
-        return {**self._body([choice], "chat.completion"), "usage": self._usage()}
+        """Returns the finished answers."""
+        choices = []
+        for index, ticket in enumerate(self._tickets):
+            reply = ticket.reply
+            message = {"role": "assistant", "content": reply.text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": self._echoes[index] + reply.text}
+            choices.append(self._choice(index, content, reply.likelihoods, reply.finish_reason))
+        return {**self._body(choices, "chat.completion"), "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks before the first text: in a chat, the role."""
+        """Returns the chunks before the first text: the role in a chat, else what is echoed."""
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return [self._body([self._choice(delta, None, None)])] if self._chat else []
+        contents = [delta if self._chat else {"text": text} for text in self._echoes if self._chat or text]
+        return [self._body([self._choice(index, content, None, None)]) for index, content in enumerate(contents)]
 
-    def chunk(self, event: Event) -> dict[str, Any]:
-        """Returns the chunk of one step."""
+    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+        """Returns the chunk of one step of a choice."""
         text = "".join(piece.text for piece in event.pieces)
         content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        choice = self._choice(content, event.likelihoods, self._ticket.reply.finish_reason if event.last else None)
+        reason = self._tickets[index].reply.finish_reason if event.last else None
+        choice = self._choice(index, content, event.likelihoods, reason)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -53,13 +63,16 @@ class OpenAIFormat:
         return {"id": self._id, "created": self._created, "model": self._model, "object": kind, "choices": choices}
 
     def _usage(self) -> dict[str, Any]:
-        """Returns token counts, and how many draft tokens were accepted."""
-        stats, prompt = self._ticket.reply.stats, len(self._ticket.request.prompt)
+        """Returns token counts, each prompt's once, and how many draft tokens were accepted."""
+        prompts = self._tickets[:: self._n]
+        stats, prompt = Stats(), sum(len(ticket.request.prompt) for ticket in prompts)
+        for ticket in self._tickets:
+            stats += ticket.reply.stats
         return {
             "prompt_tokens": prompt,
             "completion_tokens": stats.tokens,
             "total_tokens": prompt + stats.tokens,
-            "prompt_tokens_details": {"cached_tokens": self._ticket.reused},
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.reused for ticket in prompts)},
             "medusa": {
                 "drafted_tokens": stats.drafted,
                 "accepted_tokens": stats.accepted,
@@ -69,23 +82,23 @@ class OpenAIFormat:
         }
 
     def _choice(
-        self, content: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
+        self, index: int, content: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self._ticket.request.top is not None and likelihoods is not None:
-            rows = [self._tokens.row(likelihood) for likelihood in likelihoods]
-            logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(rows)
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
+        if self._tickets[index].request.top is not None and likelihoods is not None:
+            rows = [self._tokens[index].row(likelihood) for likelihood in likelihoods]
+            logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(index, rows)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
         content = [{**_entry(*token), "top_logprobs": [_entry(*other) for other in top]} for token, *top in rows]
         return {"content": content, "refusal": None}
 
-    def _completion_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
+    def _completion_logprobs(self, index: int, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
         offsets, likeliest = list[int](), list[dict[str, float]]()
         for (text, _), *top in rows:
-            offsets.append(self._offset)
-            self._offset += len(text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
             # The likeliest comes first: of tokens with one text it is the one that stays.
             likeliest.append({text: logprob for text, logprob in reversed(top)})
         return {

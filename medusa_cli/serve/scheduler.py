@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
@@ -65,17 +65,19 @@ class Scheduler:
         metrics.running.set_function(lambda: len(self._running))
         metrics.waiting.set_function(lambda: len(self._waiting))
 
-    def submit(self, request: Request, deliver: Callable[[Event], None]) -> Ticket:
-        """Queues a request; the decoding thread calls `deliver`. Raises Refusal."""
-        ticket = Ticket(request, Answer(self._medusa.backbone, request.stop_strings), deliver)
+    def submit(self, tickets: Collection[Ticket]) -> None:
+        """Queues all requests of a client or none; the decoding thread delivers their events. Raises Refusal."""
+        capacity = self._max_waiting + self._slots
+        if len(tickets) > capacity:
+            text = f"{len(tickets)} answers are more than the {capacity} that this server decodes or queues"
+            raise Refusal(400, f"n: {text}", param="n", code="invalid_value")
         with self._changed:
             if self.closing:
                 raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
-            if len(self._waiting) >= self._max_waiting + max(0, self._slots - len(self._running)):
+            if len(self._waiting) + len(tickets) > self._max_waiting + max(0, self._slots - len(self._running)):
                 raise Refusal(429, "too many requests; try again later", code="queue_full", retry_s=RETRY_S)
-            self._waiting.append(ticket)
+            self._waiting.extend(tickets)
             self._changed.notify()
-        return ticket
 
     def drain(self) -> None:
         """Takes no more requests; `run` returns after those under way are answered."""

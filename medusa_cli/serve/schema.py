@@ -1,21 +1,24 @@
 """Bodies of requests, in OpenAI's words. A field that has no effect here is refused by name, never ignored."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-# OpenAI allows four.
-MAX_STOPS = 16
+# OpenAI allows 4 and 128.
+MAX_STOPS, MAX_CHOICES = 16, 128
 # Fields with a single possible value: clients send them, and any other value is refused.
 FIXED = {
-    *("n", "best_of", "echo", "suffix", "store"),
+    *("best_of", "suffix"),
     *("tools", "tool_calls", "tool_choice", "response_format", "annotations"),
 }
-# A field that may be a text or a list is checked in the form it was sent in; refusals leave out these names of forms.
-TEXT, LIST = "<text>", "<list>"
+# A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
+TEXT, LIST, TEXTS, LISTS = FORMS = "<text>", "<list>", "<texts>", "<lists>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Unused = Annotated[Any, Field(description="taken and not used")]
 
 
 class Strict(BaseModel):
@@ -52,21 +55,19 @@ class Common(Strict):
         ]
         | None
     ) = None
-    user: str | None = Field(None, description="taken and not used")
-    n: Literal[1] = 1
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     # vLLM's; null is the model's own value.
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
-
-    @property
-    def limit_field(self) -> str | None:
-        """Returns the name of the field that limits the answer's tokens, if it was sent."""
-        return next((name for name in ("max_tokens", "max_completion_tokens") if name in self.model_fields_set), None)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -87,6 +88,7 @@ class Message(Strict):
     content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], FORM]
     tool_calls: NoList | None = None
     annotations: NoList | None = None
+    name: Unused = None
 
     @property
     def plain(self) -> dict[str, str]:
@@ -99,10 +101,31 @@ class TextFormat(Strict):
     type: Literal["text"] = "text"
 
 
-class ChatRequest(Common):
-    """Body of /v1/chat/completions."""
+class Conversation(Strict):
+    """Messages, and how the chat template renders them."""
 
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field({}, description="more variables for the chat template")
+    continue_final_message: bool = Field(False, description="the answer goes on with the last message")
+    add_generation_prompt: bool | None = Field(None, description="default: true unless the last message goes on")
+
+    @model_validator(mode="after")
+    def _one_way_on(self) -> "Conversation":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Returns the arguments of the chat template."""
+        new = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
+        return {**self.chat_template_kwargs, **ways}
+
+
+class ChatRequest(Common, Conversation):
+    """Body of /v1/chat/completions."""
+
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -110,7 +133,9 @@ class ChatRequest(Common):
     response_format: TextFormat | None = None
     tools: NoList | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    store: Literal[False] = False
+    parallel_tool_calls: Unused = None
+    reasoning_effort: Unused = None
+    prediction: Unused = None
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatRequest":
@@ -130,25 +155,37 @@ class ChatRequest(Common):
         """Returns how many of the likeliest tokens to report beside each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def content(self) -> list[dict[str, str]]:
-        """Returns the prompt as `Medusa.request` takes it."""
-        return [message.plain for message in self.messages]
+
+def _form_of_prompt(value: Any) -> str:
+    if not isinstance(value, list):
+        return TEXT
+    first = value[0] if value else None
+    return TEXTS if isinstance(first, str) else LISTS if isinstance(first, list) else LIST
 
 
 class CompletionRequest(Common):
-    """Body of /v1/completions: a text, or token ids, to continue."""
+    """Body of /v1/completions: texts, or lists of token ids, to continue."""
 
     prompt: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(LIST)],
-        FORM,
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES), Tag(LISTS)]
+        | Annotated[TokenIds, Tag(LIST)],
+        Discriminator(_form_of_prompt),
     ]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0, description="0 only with echo")
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: Literal[1] = 1
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 needs echo to be true")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs exclude each other: a prompt's log probabilities are not computed")
+        return self
 
     @property
     def limit(self) -> int:
@@ -159,5 +196,40 @@ class CompletionRequest(Common):
         return self.logprobs
 
     @property
-    def content(self) -> str | list[int]:
-        return self.prompt
+    def prompts(self) -> Sequence[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class TokenizeText(Strict):
+    """Body of /tokenize with a text, in vLLM's words."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(Conversation):
+    """Body of /tokenize with messages."""
+
+    model: str | None = None
+    add_special_tokens: Literal[False] = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+    @property
+    def prompts(self) -> Sequence[list[int]]:
+        return [self.tokens]
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag(TEXT)] | Annotated[TokenizeChat, Tag(LIST)],
+    Discriminator(lambda body: LIST if isinstance(body, dict) and "messages" in body else TEXT),
+]

@@ -5,12 +5,14 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -33,6 +35,7 @@ class Server:
 
     def __init__(self, medusa: Medusa, limits: Limits) -> None:
         app, self._scheduler = build(medusa, limits)
+        self._head_s = limits.head_s
         # A quarter is for other files: the listener, the log, the model.
         limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
         config = uvicorn.Config(
@@ -46,6 +49,8 @@ class Server:
             timeout_keep_alive=limits.idle_s,
             backlog=BACKLOG,
             server_header=False,
+            ssl_certfile=limits.ssl_certfile,
+            ssl_keyfile=limits.ssl_keyfile,
         )
         for name in LOGS:
             logging.getLogger(name).addFilter(_once_a_minute)
@@ -78,9 +83,15 @@ class Server:
 
     def _listen(self, listener: socket.socket) -> None:
         try:
-            asyncio.run(self._web.serve(sockets=[listener]))
+            asyncio.run(self._serve(listener))
         finally:
             self._scheduler.drain()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        if self._web.config.is_ssl:  # uvicorn leaves a silent client asyncio's minute
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._head_s)  # type: ignore
+        await self._web.serve(sockets=[listener])
 
 
 class OnceAMinute(logging.Filter):
@@ -115,6 +126,21 @@ def file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         limit = hard
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raises UsageError for files that do not serve HTTPS: missing, no PEM, not a pair, or with a password."""
+    if certificate is None:
+        if key is not None:
+            raise UsageError(f"@ssl_keyfile {key} has no effect alone", "give its @ssl_certfile, too")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as reason:
+        fault = getattr(reason, "strerror", None) or str(reason)
+        files = f"@ssl_certfile {certificate}" + (f" @ssl_keyfile {key}" if key else "")
+        remedy = "give a certificate and its key as PEM, without a password"
+        raise UsageError(f"{files} cannot be used: {fault}", remedy) from reason
 
 
 def listen(host: str, port: int) -> socket.socket:
