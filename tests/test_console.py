@@ -27,18 +27,13 @@ HARMLESS = "tab\there, Grüße, 世界 🙂 [bold]no markup[/bold] :smile:"
 CONTROLS = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0xDCFF) if chr(code) not in "\n\t"]
 
 
-def test_results_on_stdout_the_rest_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+def test_results_on_stdout_the_rest_on_stderr(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    console.configure(quiet=quiet)
     for say in (console.result, console.info, console.warn, console.error):
         say("first\n  second" if say is console.error else "a text")
-    shown = capsys.readouterr()
-    assert shown.out == "a text\n" and shown.err == "a text\nwarning: a text\nerror: first second\n"
-
-
-def test_quiet_keeps_results_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    console.configure(quiet=True)
-    for say in (console.info, console.warn, console.result):
-        say("a text")
-    assert capsys.readouterr() == ("a text\n", "warning: a text\n")
+    told = "" if quiet else "a text\n"
+    assert capsys.readouterr() == ("a text\n", f"{told}warning: a text\nerror: first second\n")
 
 
 def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
