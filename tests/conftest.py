@@ -50,3 +50,11 @@ def loud() -> Iterator[None]:
     console.configure()
     yield
     console.configure()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns the path of a tiny Llama, whose files no test changes."""
+    from tests.helpers import save_model
+
+    return save_model(tmp_path_factory.mktemp("model") / "model")

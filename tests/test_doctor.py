@@ -21,12 +21,7 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.train.log import Stepped, TrainLog, Validated
 from medusa_cli.tree.io import save_tree
-from tests.helpers import TREE, generate_plain, medusa, save_model, save_questions, save_run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("doctor") / "model")
+from tests.helpers import TREE, generate_plain, medusa, save_questions, save_run
 
 
 @pytest.fixture(scope="module")

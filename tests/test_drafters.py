@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from medusa_cli.decode import Request
 from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
@@ -27,7 +26,6 @@ from tests.helpers import (
     PROMPT,
     Recording,
     conversation,
-    decoder_of,
     drafted,
     generate,
     generate_batch,
@@ -105,16 +103,6 @@ def batch_of(drafter: HeadDrafter, backbone: Backbone, segment: list[int]) -> Ba
     return Batch(hidden, ids[torch.randint(0, len(ids), (count,))], torch.tensor(segment))
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_is_identical(kind: str, shape: str, engine: str) -> None:
-    backbone = tiny_backbone("qwen3", layers=4, engine=engine)
-    rules = {"max_new_tokens": 40, "stop_ids": ()}
-    steps = generate(backbone, drafter_of(backbone, kind), SHAPES[shape], PROMPT, **rules)
-    assert tokens_of(steps) == tokens_of(generate_plain(tiny_backbone("qwen3", layers=4), PROMPT, **rules))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["medusa", "hydra++-prompt", "amphista-prompt", "eagle-draft", "firp"])
 def test_greedy_output_is_identical_in_every_family(kind: str, family: str) -> None:
@@ -153,18 +141,23 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
                 assert draft.tokens[node] == ranked[head, draft.tree.ranks[node]], (number, node)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "family", "engine"),
+    [("static", "qwen3", "fast"), ("dynamic", "gemma3", "fast"), ("sure", "llama", "eager")],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(kind: str, shape: str) -> None:
-    family, engine = ("gemma3", "fast") if shape == "dynamic" else ("llama", "eager")
+def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(
+    kind: str, shape: str, family: str, engine: str
+) -> None:
     backbone = tiny_backbone(family, layers=4, engine=engine)
-    drafter, prompts, rules = drafter_of(backbone, kind), [PROMPT, [8], PROMPT[::-1] * 2], {"stop_ids": ()}
-    together = generate_batch(backbone, drafter, SHAPES[shape], prompts, batch_size=2, max_new_tokens=24, **rules)
+    drafter, prompts = drafter_of(backbone, kind), [PROMPT, [8], PROMPT[::-1] * 2]
+    rules = {"max_new_tokens": 24, "stop_ids": ()}
+    together = generate_batch(backbone, drafter, SHAPES[shape], prompts, batch_size=2, **rules)
     for prompt, steps in zip(prompts, together, strict=True):
-        alone = list(generate(backbone, drafter, SHAPES[shape], prompt, max_new_tokens=24, **rules))
+        alone = list(generate(backbone, drafter, SHAPES[shape], prompt, **rules))
         # A sequence that read another's state would draft otherwise.
         assert [(s.tokens, s.nodes, s.path) for s in steps] == [(s.tokens, s.nodes, s.path) for s in alone]
-        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, max_new_tokens=24, **rules))
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,16 +283,11 @@ def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family
 
 
 def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
-    """Returns the steps of two sequences, of which one begins later."""
+    """Returns the steps of two sequences side by side."""
     backbone = tiny_backbone(layers=4)
-    decoder = decoder_of(backbone, drafter_of(backbone, kind).requires_grad_(False), shape, slots=2)
-    decoder.admit(Request([5, 9, 23, 17, 8], max_new_tokens=40, stop_ids=()))
-    steps = []
-    for number in range(14):
-        if number == 5:
-            decoder.admit(Request([7, 6], max_new_tokens=12, stop_ids=()))
-        steps.append([(step.tokens, step.path, step.nodes) for _, step in decoder.step()])
-    return steps
+    drafter, prompts = drafter_of(backbone, kind).requires_grad_(False), [[5, 9, 23, 17, 8], [7, 6]]
+    together = generate_batch(backbone, drafter, shape, prompts, batch_size=2, max_new_tokens=16, stop_ids=())
+    return [[(step.tokens, step.path, step.nodes) for step in steps] for steps in together]
 
 
 @pytest.mark.parametrize("shape", ["static", "dynamic"])

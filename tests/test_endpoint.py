@@ -19,7 +19,7 @@ from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
-from tests.helpers import ChatServer, medusa, medusa_json, save_model, write_lines
+from tests.helpers import ChatServer, medusa, medusa_json, write_lines
 
 
 def words_of(body: dict) -> tuple[str, str]:
@@ -36,11 +36,6 @@ def server() -> Iterator[ChatServer]:
 
 
 other = server
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("endpoint") / "model")
 
 
 seed = Conversation.from_turns

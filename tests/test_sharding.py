@@ -20,15 +20,10 @@ from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from tests import forked, helpers
-from tests.helpers import medusa, save_model, tiny_backbone, write_lines
+from tests.helpers import medusa, tiny_backbone, write_lines
 from tests.test_distributed import TWO
 
 COUNT = 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("sharding") / "model")
 
 
 @pytest.fixture(scope="module")

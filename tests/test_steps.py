@@ -11,12 +11,7 @@ from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
 from medusa_cli.engine import attach
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model import Backbone, random_model
-from tests.helpers import medusa, save_model, save_run, tiny_backbone, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("steps") / "model")
+from tests.helpers import medusa, save_run, tiny_backbone, tiny_model
 
 
 def steps(model: str, contexts: str, *words: str) -> Result:
@@ -27,8 +22,9 @@ def steps(model: str, contexts: str, *words: str) -> Result:
 def test_every_size_is_timed(engine: str) -> None:
     times = time_rows(tiny_backbone(engine=engine), (1, 2, 7), context=9, rounds=2)
     assert list(times["step_ms"]) == ["1", "2", "7"] and min(times["prefill_s"], *times["step_ms"].values()) > 0
-    # Two layers, keys and values, two key heads, 9 + 7 positions, 8 wide, fp32.
-    assert times["cache_bytes"] == 2 * 2 * 2 * 16 * 8 * 4
+    # Two layers, keys and values, two key heads, 9 + 7 positions, 8 wide, fp32; the fast engine's cache has blocks.
+    exact = 2 * 2 * 2 * 16 * 8 * 4
+    assert times["cache_bytes"] == exact if engine == "eager" else times["cache_bytes"] >= exact
     assert copy_bandwidth(torch.device("cpu")) > 1e8
 
 
@@ -55,9 +51,9 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
 def test_the_command_prints_a_table_or_json(model: str) -> None:
     shown = steps(model, "20")
     assert shown.exit_code == 0 and "eager" in shown.stdout and "fast" in shown.stdout, shown.stderr
-    document = json.loads(steps(model, "40,20", "--json", "--engine", "fast").stdout)
-    assert list(document["contexts"]) == ["20", "40"] and list(document["contexts"]["40"]) == ["fast"]
-    small, large = (document["contexts"][size]["fast"] for size in ("20", "40"))
+    document = json.loads(steps(model, "440,20", "--json", "--engine", "fast").stdout)
+    assert list(document["contexts"]) == ["20", "440"] and list(document["contexts"]["440"]) == ["fast"]
+    small, large = (document["contexts"][size]["fast"] for size in ("20", "440"))
     assert list(small["step_ms"]) == [str(n) for n in ROWS] and small["cache_bytes"] < large["cache_bytes"]
     assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
 

@@ -70,11 +70,6 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return save_model(tmp_path / "model")
-
-
 def trainer(
     run: Run,
     *words: str,
