@@ -21,7 +21,6 @@ from medusa_cli.decode import (
     policy_of,
 )
 from medusa_cli.decode.costs import costs_for
-from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
@@ -148,7 +147,7 @@ def load_drafting(
     else:
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
-    add_ngrams(choice, policy, backbone, drafter)
+    add_ngrams(choice, policy, drafter)
     return drafter, policy
 
 
@@ -161,25 +160,18 @@ def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: Cos
     return list(budgets([row[:known] for row in accuracies], costs))
 
 
-def add_ngrams(choice: Choice, policy: DraftPolicy, backbone: Backbone, drafter: Drafter) -> None:
+def add_ngrams(choice: Choice, policy: DraftPolicy, drafter: Drafter) -> None:
     """Lets a policy draft n-gram matches if they were chosen; warns if they were named and cannot be.
 
-    They cannot with CUDA graphs, which replay fixed trees, and do not pay with FIRP, whose nodes cost extra rows each.
+    They do not pay with FIRP, whose nodes cost extra rows each.
     """
-    policy.ngrams = choice.lookup and not (
-        drafter.uses_verify_pass or (policy.fixed_trees and captures(backbone.engine))
-    )
+    policy.ngrams = choice.lookup and not drafter.uses_verify_pass
     if choice.lookup_named and not policy.ngrams:
-        log.warning("@lookup has no effect with this %s drafter on %s", drafter.name, backbone.device)
+        log.warning("@lookup has no effect with a %s drafter", drafter.name)
 
 
 def ngrams_alone(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> DraftPolicy:
-    """Returns the policy that drafts n-gram matches without a drafter; raises UsageError with CUDA graphs."""
-    if captures(backbone.engine):
-        raise UsageError(
-            f"n-gram drafts cannot be used with CUDA graphs, as on {backbone.device}",
-            "leave out @lookup and the method lookup",
-        )
+    """Returns the policy that drafts n-gram matches without a drafter."""
     return AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress), ngrams=True)
 
 

@@ -6,11 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import LogitsOptions, Request, Sampling, cuda_graph
+from medusa_cli.decode import Decoder, LogitsOptions, Request, Sampling, cuda_graph
+from medusa_cli.decode.policy import AdaptivePolicy, DynamicTreePolicy, SizedTree, StaticTreePolicy
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, PROMPT, SPARSE, Oracle, answer, decoder_of, plain, tiny_backbone, tokens_of
+from medusa_cli.tree.search import Costs
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    SPARSE,
+    Oracle,
+    answer,
+    decoder_of,
+    medusa_drafter,
+    plain,
+    tiny_backbone,
+    tokens_of,
+)
 from tests.test_accept import target_probs
+from tests.test_firp import firp
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -20,53 +34,136 @@ SAMPLINGS = {
 }
 
 
+class StandIn:
+    """Stands for a CUDA graph on a CPU: it runs a step's computation again, and spoils what the run before returned."""
+
+    def __init__(self) -> None:
+        self.captured, self.runs = 0, 0
+
+    def __call__(self, run: Any) -> Any:
+        self.captured += 1
+        before: list[torch.Tensor] = []
+
+        def replay() -> Any:
+            self.runs += 1
+            for tensor in before:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -999)
+            before[:] = run()
+            return tuple(before)
+
+        return replay
+
+
 @pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the kinds of sampling of the graph steps that run."""
-    seen: list[str] = []
-    call = cuda_graph._GraphStep.__call__
-
-    def record(self: Any, *args: Any) -> Any:
-        seen.append(self.kind)
-        return call(self, *args)
-
-    monkeypatch.setattr(cuda_graph._GraphStep, "__call__", record)
-    return seen
+def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Captures the steps of every decoder with cuda_graphs=True by a stand-in."""
+    stand_in, init = StandIn(), cuda_graph.CudaGraphs.__init__
+    monkeypatch.setattr(cuda_graph.CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=stand_in))
+    return stand_in
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sampling, kinds: list[str]) -> None:
+def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sampling, graphs: StandIn) -> None:
     backbone = tiny_backbone(family, engine="fast")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = list(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling))
     assert tokens_of(steps) == expected
-    assert len(kinds) == len(steps) - 1 and sum(step.accepted for step in steps) > 5
+    assert graphs.runs == len(steps) - 1 and sum(step.accepted for step in steps) > 5
 
 
-def test_sequences_of_every_sampling_step_side_by_side(kinds: list[str]) -> None:
+@pytest.mark.parametrize("policy", ["dynamic", "adaptive", "n-grams"])
+def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: StandIn) -> None:
     backbone = tiny_backbone("qwen3", engine="fast")
-    decoder = decoder_of(backbone, slots=4, cuda_graphs=True)
-    requests = [Request(PROMPT, max_new_tokens=20, stop_ids=(), sampling=sampling) for sampling in SAMPLINGS.values()]
-    admitted = [decoder.admit(request) for request in requests]
-    tokens = {id(sequence): list(first.tokens) for sequence, first in admitted}
-    while decoder.sequences:
-        for sequence, step in decoder.step():
-            tokens[id(sequence)] += step.tokens
-    for (sequence, _), sampling in zip(admitted, SAMPLINGS.values(), strict=True):
-        assert tokens[id(sequence)] == plain(backbone, 20, sampling=sampling)
-    assert set(kinds) == {cuda_graph.TRUNCATED}
+    prompt = [*PROMPT, *range(8, 20), *PROMPT, *range(8, 14)]
+    expected = tokens_of(answer(decoder_of(backbone), prompt, max_new_tokens=60, stop_ids=()))
+    trees = [SizedTree(SPARSE.truncate(2), 1.5), SizedTree(SPARSE, 2.0)]
+    policies = {
+        "dynamic": DynamicTreePolicy(DynamicTree(12, 4)),
+        "adaptive": AdaptivePolicy(trees, Costs({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
+        "n-grams": StaticTreePolicy(SPARSE, ngrams=True),
+    }
+    decoder = Decoder(backbone, medusa_drafter(backbone), policies[policy], cuda_graphs=True)
+    captured = graphs.captured
+    steps = list(answer(decoder, prompt, max_new_tokens=60, stop_ids=()))
+    assert tokens_of(steps) == expected and graphs.runs == len(steps) - 1
+    assert len({step.nodes for step in steps}) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
 
 
-def test_dynamic_trees_typical_acceptance_and_processors_run_without_graphs(kinds: list[str]) -> None:
+def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(graphs: StandIn) -> None:
+    backbone = tiny_backbone("qwen3", engine="fast")
+    decoder = Decoder(
+        backbone, medusa_drafter(backbone), StaticTreePolicy(SPARSE, ngrams=True), slots=8, cuda_graphs=True
+    )
+    before = graphs.captured
+    assert before <= 24
+    for _ in range(2):  # slots hold prefixes the second time
+        samplings = [*SAMPLINGS.values(), *SAMPLINGS.values()]
+        requests = [
+            Request(PROMPT * (1 + i), max_new_tokens=12 + i, stop_ids=(), sampling=sampling)
+            for i, sampling in enumerate(samplings)
+        ]
+        tokens: list[list[int]] = [[] for _ in requests]
+        for sequence, step in decoder.run(requests):
+            tokens[sequence.number] += step.tokens
+        for number, request in enumerate(requests):
+            alone = decoder_of(backbone)
+            sequence, first = alone.admit(request, number)
+            expected = list(first.tokens)
+            while not sequence.done:
+                expected += [token for _, step in alone.step() for token in step.tokens]
+            assert tokens[number] == expected
+    assert graphs.captured == before and graphs.runs > 20
+
+
+def test_growth_of_the_cache_drops_graphs_and_changes_no_token(graphs: StandIn) -> None:
     backbone = tiny_backbone(engine="fast")
-    decoder = decoder_of(backbone, cuda_graphs=True)
-    for rules in ({"sampling": Sampling("typical", 0.7)}, {"logits_options": LogitsOptions(1.3)}):
-        assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), **rules))) == 5 and not kinds
-    backbone.engine.captures = True
-    assert decoder_of(backbone, Oracle([1], 0.6), DynamicTree(8, 3)).cuda_graphs is None
-    assert decoder_of(backbone, Oracle([1], 0.6), SPARSE).cuda_graphs is not None
+    expected = plain(backbone, 300)
+    decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
+    before = graphs.captured
+    assert tokens_of(answer(decoder, PROMPT, max_new_tokens=300, stop_ids=())) == expected
+    assert graphs.captured > before
+
+
+def test_failed_graph_is_given_up_and_the_step_runs_as_usual(graphs: StandIn, caplog: Any) -> None:
+    backbone = tiny_backbone(engine="fast")
+    expected = plain(backbone, 40)
+    decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
+    steps = answer(decoder, PROMPT, max_new_tokens=40, stop_ids=())
+    tokens = [token for _ in range(4) for token in next(steps).tokens]
+    runs = graphs.runs
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more lines")
+
+    for step in decoder.cuda_graphs._steps.values():
+        step._run_again = fail
+    with caplog.at_level(logging.WARNING):
+        assert tokens + tokens_of(steps) == expected
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert graphs.runs == runs and len(warnings) == 1 and "\n" not in warnings[0]
+    assert backbone.engine.captures is False
+
+
+@pytest.mark.parametrize("sampling", [Sampling("exact", 1.2, 0.95, seed=5), Sampling("exact", 1.2, 1.0, 6, seed=5)])
+def test_step_that_needs_more_than_the_likeliest_tokens_runs_as_usual(
+    sampling: Sampling, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graph, "LIKELIEST", 6)
+    backbone = tiny_backbone(engine="fast")
+    expected = plain(backbone, 40, sampling=sampling)
+    decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
+    assert tokens_of(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling)) == expected
+
+
+def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: StandIn) -> None:
+    backbone = tiny_backbone(engine="fast", layers=4)
+    decoder, sampling = decoder_of(backbone, cuda_graphs=True), Sampling("typical", 0.7)
+    assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5
+    options = LogitsOptions(repetition_penalty=1.3)
+    assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), logits_options=options))) == 5
+    assert not graphs.runs and decoder_of(backbone, firp(backbone), SPARSE, cuda_graphs=True).cuda_graphs is None
 
 
 @pytest.mark.parametrize("sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy])
@@ -76,8 +173,9 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
     logits = 1.5 * torch.randn(nodes, 12, generator=torch.Generator().manual_seed(3))
     logits = (2 * logits).round() / 2  # with ties
     tree, samplers = Tree.from_choices([[0], [1]]), [Sampler(sampling, stream) for stream in range(draws)]
-    kind, params = cuda_graph.sampling_kind(samplers), cuda_graph.sampling_params(samplers, tree)
-    chosen = cuda_graph.choose(logits.expand(draws, -1, -1), params, tree.depth, kind)
+    params = cuda_graph.sampling_params(samplers, draws, tree.max_depth + 1)
+    chosen, certain = cuda_graph.choose(logits.expand(draws, -1, -1), params, tree.depth.expand(draws, -1))
+    assert certain.all()
     expected = draws * target_probs(logits, sampling).double()
     for node in range(nodes):
         seen = torch.bincount(chosen[:, node], minlength=12).double()

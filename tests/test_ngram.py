@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.api import add_ngrams, ngrams_alone
 from medusa_cli.decode import AdaptivePolicy, DraftPolicy, Request, Sampling, Step
 from medusa_cli.decode.ngram import (
     MAX_BRANCHES,
@@ -24,8 +23,7 @@ from medusa_cli.decode.ngram import (
 )
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
 from medusa_cli.engine import load_backbone
-from medusa_cli.errors import UsageError
-from medusa_cli.runs.resolve import Choice, LoadOptions
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Costs, SizedTree, node_values, search
@@ -342,16 +340,6 @@ def test_drafter_that_skipped_steps_drafts_what_it_would_have(name: str) -> None
     common = always.keys() & rarely.keys()
     assert len(common) > 5 and len(always) > len(rarely)
     assert all(rarely[length] == always[length] for length in common)
-
-
-def test_cuda_graphs_exclude_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, choice = tiny_backbone(), Choice("model", Path("drafter"), None, None, lookup=True)
-    monkeypatch.setattr("medusa_cli.api.captures", lambda engine: True)
-    for policy, ngrams in ((StaticTreePolicy(TREE), False), (DynamicTreePolicy(DynamicTree(8, 3)), True)):
-        add_ngrams(choice, policy, backbone, hydra(backbone))
-        assert policy.ngrams is ngrams and policy.fixed_trees is not ngrams
-    with pytest.raises(UsageError, match="lookup"):
-        ngrams_alone(backbone)
 
 
 @pytest.mark.parametrize("tree", ["--tree=static:4", "--tree=auto"])

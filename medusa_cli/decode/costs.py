@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.stats import Step
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.autotune import Timings, keep_timings, machine_key, read_timings
+from medusa_cli.engine.autotune import Timings, device_name, keep_timings, machine_key, read_timings
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Costs
@@ -103,8 +104,9 @@ def costs_for(
     key = "|".join(
         (
             machine_key(backbone.config),
-            str(backbone.device),
+            device_name(backbone.device),
             backbone.engine.title,
+            "graphs" if captures(backbone.engine) else "",
             str(backbone.dtype),
             *((drafter.name, str(drafter.num_heads)) if drafter is not None else ()),
             stamp or "",

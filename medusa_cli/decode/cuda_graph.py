@@ -1,6 +1,13 @@
-"""Whole decoding steps captured as CUDA graphs: draft tokens in, accepted paths out, by tensors alone."""
+"""Whole decoding steps captured as CUDA graphs: draft tokens and trees in, accepted paths out, by tensors alone.
+
+The tree is data: a graph serves every tree of up to so many nodes, and every batch of up to so many sequences. So a few
+graphs, captured before the first step, serve static and dynamic trees and n-gram matches.
+"""
+
+from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
@@ -14,176 +21,263 @@ from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stats import Accepted
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
-from medusa_cli.engine.fast import TOLERANCE
+from medusa_cli.engine.fast import TOLERANCE, FastEngine
 from medusa_cli.engine.plan import lay_out_at
 from medusa_cli.errors import first_line
 from medusa_cli.tree import Draft, Tree
 
-# The sampling that a step's sequences need: all greedy; some sampled; some of those with top-p or top-k.
-GREEDY, SAMPLED, TRUNCATED = "greedy", "sampled", "truncated"
+# Nodes that a graph has room for; batches are powers of two.
+ROWS = (1, 16, 64)
+# Accepted nodes of a path at most.
+DEPTHS = 32
 # Parameters of a sequence before its random numbers: 1 if it samples, temperature, top-p, top-k.
 FIELDS = 4
-# Attention reads a multiple of so many columns: few graphs, and few columns read in vain.
-COLUMNS = 512
-# Passes before a capture, in which libraries choose kernels and make workspaces.
+# The likeliest tokens that top-p and top-k choose among.
+LIKELIEST = 1024
+# Parents of the root, and of nodes beyond a tree.
+ROOT, PADDING = -1, -2
+# Runs before a capture, in which libraries choose kernels and make workspaces.
 WARM_UPS = 2
+# A larger share of a device's free memory is not reserved for a cache.
+FREE_SHARE = 0.8
 # The trial: tokens before the step, levels of its draft, laps.
 BEFORE, LEVELS, LAPS = 12, 4, 5
 log = logging.getLogger(__name__)
 
-
-def sampling_kind(samplers: Several[Sampler]) -> str:
-    """Returns the kind of sampling that serves all sequences."""
-    sampled = [sampler.sampling for sampler in samplers if not sampler.greedy]
-    if not sampled:
-        return GREEDY
-    return TRUNCATED if any(sampling.top_p < 1 or sampling.top_k for sampling in sampled) else SAMPLED
+# Makes of a computation on fixed buffers one that runs again on the same buffers.
+Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], Callable[[], tuple[Tensor, Tensor]]]
 
 
-def sampling_params(samplers: Several[Sampler], tree: Tree) -> Tensor:
-    """Returns each sequence's FIELDS parameters and the random numbers of its next tokens [B, FIELDS + depths]."""
+def sampling_params(samplers: Several[Sampler], batch: int, count: int) -> Tensor:
+    """Returns each sequence's FIELDS parameters and `count` random numbers [batch, FIELDS + count].
+
+    Sequences that are missing in the batch are greedy.
+    """
     rows = []
     for sampler in samplers:
-        sampling, count = sampler.sampling, tree.max_depth + 1
+        sampling = sampler.sampling
         if sampler.greedy:
-            rows.append([0.0, 1.0, 1.0, 0.0, *[0.0] * count])
+            rows.append([0.0, 1.0, 2.0, 0.0, *[0.0] * count])
         else:
             top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # no sum reaches 2
             rows.append([1.0, sampling.temperature, top_p, float(sampling.top_k), *sampler.peek_uniforms(count)])
+    rows += [[0.0, 1.0, 2.0, 0.0, *[0.0] * count]] * (batch - len(rows))
     return torch.tensor(rows, dtype=torch.double)
 
 
-def choose(logits: Tensor, params: Tensor, depth: Tensor, kind: str) -> Tensor:
-    """Returns the token after each node [B, N] by logits [B, N, V], `sampling_params` and the nodes' depth [N]."""
-    best = logits.argmax(-1)
-    if kind == GREEDY:
-        return best
+def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the token after each node [B, N], and False where it would need more than the likeliest tokens.
+
+    logits [B, N, V]; params: those of `sampling_params`; depth [B, N] of the nodes.
+    """
     sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
-    uniforms = params[:, FIELDS:][:, depth]  # [B, N]
-    scores = logits / temperature[..., None].float()
-    drawn = draw(scores.softmax(-1), uniforms)
-    if kind == TRUNCATED:
-        ordered, ids = scores.sort(dim=-1, descending=True)
-        last = top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1
-        lowest = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))  # what ties with the k-th stays
-        ordered = ordered.masked_fill((ordered < lowest) & (top_k[..., None] > 0), -torch.inf)
-        ordered = nucleus(ordered.softmax(-1), top_p[..., None].float())
-        among = ids.gather(-1, draw(ordered, uniforms)[..., None])[..., 0]
-        # A sequence without top-p and top-k draws as if it were alone.
-        drawn = torch.where((top_p < 1) | (top_k > 0), among, drawn)
-    return torch.where(sampled > 0, drawn, best)
+    uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
+    weights = (logits / temperature[..., None].float()).softmax(-1)
+    ordered, ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1)
+    whole, cut = ordered.shape[-1] == weights.shape[-1], top_k > 0
+    lowest = ordered.gather(-1, (top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1).expand(*depth.shape, 1))
+    kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
+    # Without top-k the mass is that of the whole vocabulary.
+    kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
+    enough = torch.where(cut, ordered[..., -1] < lowest[..., 0], (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
+    among = ids.gather(-1, draw(nucleus(kept, top_p[..., None].float()), uniforms)[..., None])[..., 0]
+    # A sequence without top-p and top-k draws as if it were alone.
+    drawn = torch.where((top_p < 1) | cut, among, draw(weights, uniforms))
+    return torch.where(sampled > 0, drawn, logits.argmax(-1)), enough | (sampled == 0)
 
 
 class CudaGraphs:
-    """Runs steps over a cache by its first B slots; each reads one small tensor back from the device."""
+    """Runs steps over a cache by its first B slots; each reads one small tensor back from the device.
 
-    def __init__(self, engine: Engine, cache: Cache, taps: tuple[int, ...]) -> None:
-        self._engine, self._cache, self._taps = engine, cache, taps
-        self._lengths = torch.zeros(cache.slots, dtype=torch.long, device=engine.backbone.device)
-        self._steps: dict[tuple[Tree, int, int, str], _GraphStep] = {}
-        self._buffer = 0  # the cache's address when the graphs were captured
-        # One step runs at a time, so all graphs may use the same memory.
-        on_device = engine.backbone.device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if on_device else None
+    capture: makes a graph of a step; None captures CUDA graphs, and on other devices runs steps as they are.
+    """
+
+    def __init__(self, engine: Engine, cache: Cache, taps: tuple[int, ...], capture: Capture | None = None) -> None:
+        self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
+        self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
+        self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
+        self._pool: Any = None
+        self.count = 0  # graphs captured so far
+        self.failed = False
+        if engine.backbone.device.type == "cuda":
+            self._reserve(engine)
+
+    def _reserve(self, engine: Engine) -> None:
+        """Makes the cache large enough for the context at once, if the device's memory allows: growing drops graphs."""
+        cache = self._cache
+        assert isinstance(engine, FastEngine)  # no other engine's steps are captured
+        rows = engine.backbone.max_positions + ROWS[-1]
+        numbers = 2 * cache.layers * cache.slots * rows * engine.kv * engine.dim
+        if numbers * engine.dtype.itemsize < FREE_SHARE * torch.cuda.mem_get_info(engine.backbone.device)[0]:
+            cache.reserve(rows)
+
+    def warm_up(self) -> None:
+        """Captures the graphs of all sizes, so that no step waits for one."""
+        started, batch = time.perf_counter(), 1
+        try:
+            while batch < 2 * self._cache.slots:
+                for rows in ROWS:
+                    for sampled in (False, True):
+                        self._step(min(batch, self._cache.slots), rows, sampled)
+                batch *= 2
+        except RuntimeError as reason:
+            self._fail(reason)
+        log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
     def supports(self, sequences: Several[Sequence], drafts: Several[Draft]) -> bool:
-        """Returns True for greedy and exact steps over one tree for all, without processors and log probabilities."""
-        rules = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
-        simple = len(rules) == len(drafts) and all(s.greedy or s.sampling.exact for s in rules)
-        return simple and all(draft.tree is drafts[0].tree for draft in drafts)
+        """Returns True for greedy and exact steps over trees that a graph has room for.
 
-    def verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted]:
-        """Verifies drafts over one tree and keeps each sequence's accepted path."""
-        cache, tree, size, kind = self._cache, drafts[0].tree, len(drafts), sampling_kind(samplers)
-        wide = -(-(max(cache.lengths[:size]) + tree.size) // COLUMNS) * COLUMNS
-        cache.reserve(wide)
-        assert cache.values is not None
-        if cache.values.data_ptr() != self._buffer:
-            self._steps, self._buffer = {}, cache.values.data_ptr()
-        self._lengths.copy_(torch.tensor(cache.lengths))
-        key = (tree, wide, size, kind)
-        if key not in self._steps:
-            self._steps[key] = _GraphStep(self._engine, cache, self._lengths[:size], tree, wide, self._taps, kind)
-        params = sampling_params(samplers, tree) if kind != GREEDY else None
-        results, hidden = self._steps[key](torch.stack([draft.tokens for draft in drafts]), params, self._pool)
+        Not with processors of logits, nor where log probabilities are asked for.
+        """
+        samplers = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
+        simple = len(samplers) == len(drafts) and all(s.greedy or s.sampling.exact for s in samplers)
+        fits = all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts)
+        return not self.failed and simple and fits and all(s.sampling.top_k <= LIKELIEST for s in samplers)
+
+    def verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted] | None:
+        """Verifies each sequence's draft and keeps its accepted path.
+
+        Returns None if an ordinary step has to take its place: where a graph failed, or top-p needs more tokens.
+        """
+        try:
+            return self._verify(samplers, drafts)
+        except RuntimeError as reason:
+            self._fail(reason)
+            return None
+
+    def _fail(self, reason: RuntimeError) -> None:
+        log.warning("CUDA graphs are given up: %s", first_line(reason))
+        self.failed, self._engine.captures, self._steps = True, False, {}
+
+    def _verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted] | None:
+        cache, size = self._cache, len(drafts)
+        batch = min(1 << (size - 1).bit_length(), cache.slots)
+        rows = next(rows for rows in ROWS if rows >= max(draft.tree.size for draft in drafts))
+        step = self._step(batch, rows, not all(sampler.greedy for sampler in samplers))
+        results, hidden = step(cache.lengths, samplers, drafts)
+        rest = results[:size].tolist()
+        if not all(count for count, *_ in rest):
+            return None
         accepted = []
-        for slot, (count, bonus, *path) in enumerate(results.tolist()):
+        for slot, (count, bonus, *path) in enumerate(rest):
             cache.lengths[slot] += count
             samplers[slot].advance(count)
             # The graph's next run overwrites its states.
             accepted.append(Accepted(path[:count], bonus, hidden[slot, :count].clone()))
         return accepted
 
+    def _step(self, batch: int, rows: int, sampled: bool) -> _GraphStep:
+        """Returns the captured step of a size; growth of the cache drops all others."""
+        cache = self._cache
+        cache.reserve(max(cache.lengths) + rows)
+        if self._buffer is None or cache.values is not self._buffer:
+            # A pool whose graphs are gone cannot be used again.
+            on_device = self._engine.backbone.device.type == "cuda"
+            self._steps, self._pool = {}, torch.cuda.graph_pool_handle() if on_device else None
+        key = batch, rows, sampled
+        if key not in self._steps:
+            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled)
+            step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
+            self._steps[key], self.count = step, self.count + 1
+        self._buffer = cache.values
+        return self._steps[key]
 
-class _GraphStep:
-    """One step for one tree, one number of columns and one number of sequences."""
-
-    def __init__(
-        self, engine: Engine, cache: Cache, lengths: Tensor, tree: Tree, wide: int, taps: tuple[int, ...], kind: str
-    ) -> None:
-        device, size = engine.backbone.device, tree.size
-        self._engine, self._cache, self._lengths, self._wide = engine, cache, lengths, wide
-        self._taps, self.kind = taps, kind
-        self._tokens = torch.zeros(len(lengths), size, dtype=torch.long, device=device)
-        numbers = FIELDS + tree.max_depth + 1 if kind != GREEDY else 0
-        self._params = torch.zeros(len(lengths), numbers, dtype=torch.double, device=device)
-        self._depth, self._sees = tree.depth.to(device), tree.mask.to(device)
-        self._parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=device)
-        self._root = torch.arange(size, device=device) == 0
-        # The deepest node wins, of equals the first.
-        self._worth = self._depth * size + torch.arange(size - 1, -1, -1, device=device)
-        # Beyond a path's end every row stays in its place.
-        full = list(range(tree.max_depth + 1))
-        paths = [tree.path(node) for node in range(size)]
-        self._paths = torch.tensor([path + full[len(path) :] for path in paths], device=device)  # [N, P]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._out: tuple[Tensor, Tensor] | None = None
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor, params: Tensor | None, pool: Any) -> tuple[Tensor, Tensor]:
-        """Returns (accepted rows, bonus, path) [B, 2 + P] and the path's states [B, P, H * taps] of tokens [B, N].
-
-        pool: the graphs' memory; None runs without a graph.
-        """
-        self._tokens.copy_(tokens)
-        if params is not None:
-            self._params.copy_(params)
-        if pool is None:
-            return self._run()
-        if self._graph is None:
-            self._capture(pool)
-        assert self._graph is not None and self._out is not None
-        self._graph.replay()
-        return self._out
-
-    def _capture(self, pool: Any) -> None:
-        lengths = self._lengths.clone()
-        with torch.cuda.device(self._tokens.device):
+    def _captured(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Returns the replay of a computation on the device."""
+        with torch.cuda.device(self._engine.backbone.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
-                    self._run()
-                    self._lengths.copy_(lengths)  # the next pass writes the same rows again
+                    run()
             torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool):
-                self._out = self._run()
+            graph = torch.cuda.CUDAGraph()
+            # Calls of the application's other threads must not spoil the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+
+        def replay() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class _GraphStep:
+    """One step for a number of sequences and of nodes, on buffers that hold its inputs."""
+
+    def __init__(
+        self, engine: Engine, cache: Cache, batch: int, rows: int, taps: tuple[int, ...], sampled: bool
+    ) -> None:
+        device, self._count = engine.backbone.device, min(rows, DEPTHS)
+        self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(batch, rows, dtype=torch.long, device=device)
+        self.tree = torch.full((2, batch, rows), PADDING, dtype=torch.long, device=device)  # depths and parents
+        self.sees = torch.eye(rows, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+        self.params = sampling_params([], batch, self._count).to(device)
+        self.tree[0] = 0
+        self._every, self._steps = (torch.arange(count, device=device) for count in (rows, self._count))
+        self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture) -> None:
+        """Captures the step; its buffers hold an empty tree behind the slots' texts."""
+        self.lengths.copy_(torch.tensor(self._cache.lengths[: len(self.lengths)]))
+        self._run()  # makes what is made once, such as the cache's buffers and rotary tables
+        self._run_again = capture(self._run)
+
+    @torch.inference_mode()
+    def __call__(
+        self, lengths: Several[int], samplers: Several[Sampler], drafts: Several[Draft]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (accepted nodes, bonus, path) [B, 2 + P] and the path's states [B, P, H * taps] of drafts.
+
+        No node is accepted where the likeliest tokens were too few.
+        """
+        size, rows = self.tokens.shape
+        tokens = torch.zeros_like(self.tokens)
+        tree, sees = torch.zeros(2, size, rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool).repeat(size, 1, 1)
+        tree[1] = PADDING
+        for slot, draft in enumerate(drafts):
+            nodes = draft.tree.size
+            tokens[slot, :nodes] = draft.tokens
+            tree[0, slot, :nodes], tree[1, slot, :nodes] = draft.tree.depth, torch.tensor(draft.tree.parents)
+            sees[slot, :nodes, :nodes] = draft.tree.mask
+        self.tokens.copy_(tokens)
+        self.tree.copy_(tree)
+        self.sees.copy_(sees)
+        self.lengths.copy_(torch.tensor(lengths[:size]))
+        if self._sampled:
+            self.params.copy_(sampling_params(samplers, size, self._count))
+        return self._run_again()
 
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step; it reads no value of a tensor."""
-        engine, context = self._engine, self._engine.backbone.max_positions
-        layout = lay_out_at(self._lengths, self._sees[None], self._depth[None], engine.masks, context, 0, self._wide)
-        states, final = engine.run(self._tokens, layout, self._cache, self._taps)
-        chosen = choose(engine.lm_head(final).float(), self._params, self._depth, self.kind)  # [B, N]
-        matches = (chosen[:, self._parents] == self._tokens) | self._root
-        accepted = (matches[:, None] | ~self._sees).all(-1)  # a node and all its ancestors match
-        # No torch.where with a number: it would be copied from the host, which no capture allows.
-        last = self._worth.expand_as(accepted).masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
-        path = self._paths[last[:, 0]]  # [B, P]
-        self._cache.compact(self._lengths, path)
-        count = self._depth[last] + 1
-        self._lengths += count[:, 0]
+        engine, rows = self._engine, self.tokens.shape[1]
+        depth, parents = self.tree
+        context, wide = engine.backbone.max_positions, self._cache.capacity
+        layout = lay_out_at(self.lengths, self.sees, depth, engine.masks, context, 0, wide)
+        states, final = engine.run(self.tokens, layout, self._cache, self._taps)
+        logits = engine.lm_head(final).float()
+        if self._sampled:
+            chosen, certain = choose(logits, self.params, depth)
+        else:
+            chosen = logits.argmax(-1)  # [B, N]
+            certain = torch.ones_like(chosen, dtype=torch.bool)
+        matches = (chosen.gather(1, parents.clamp(min=0)) == self.tokens) | (parents == ROOT)
+        # A node and all its ancestors match. The deepest wins, of equals the first.
+        accepted = (matches[:, None] | ~self.sees).all(-1) & (parents != PADDING)
+        worth = depth * rows + (rows - 1 - self._every)
+        last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
+        on_path = self.sees.gather(1, last[..., None].expand(-1, -1, rows))[:, 0]  # [B, N]
+        number = on_path.cumsum(1) - 1
+        here = on_path[:, None] & (number[:, None] == self._steps[:, None])  # [B, P, N]
+        count = depth.gather(1, last) + 1
+        # Beyond a path's end every row stays in its place.
+        path = torch.where(self._steps < count, here.long().argmax(-1), self._steps)
+        self._cache.compact(self.lengths, path)
+        count = count * (certain | ~on_path).all(1, keepdim=True)
         results = torch.cat([count, chosen.gather(1, last), path], dim=1)
         return results, states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
 
@@ -197,25 +291,38 @@ def captures(engine: Engine) -> bool:
 
 @torch.inference_mode()
 def _trial(engine: Engine) -> bool:
-    """Compares a captured step with an ordinary one; a failure is logged in one line."""
-    device = engine.backbone.device
+    """Compares captured steps, greedy and sampled, with ordinary ones; a failure is logged in one line."""
+    device, gains = engine.backbone.device, []
     try:
         cache = engine.new_cache()
-        draft = _draft(engine, cache)
-        graphs, samplers = CudaGraphs(engine, cache, (-1,)), [Sampler(Sampling())]
-        ours, seconds = _timed(engine, cache, lambda: graphs.verify(samplers, [draft])[0])
-        plain, ordinary = _timed(engine, cache, lambda: _ordinary_step(engine, cache, draft, samplers))
+        draft, graphs = _draft(engine, cache), CudaGraphs(engine, cache, (-1,))
+        for sampling in (Sampling(), Sampling("exact", 0.8, 0.9)):
+
+            def captured(rule: Sampling = sampling) -> Accepted | None:
+                accepted = graphs.verify([Sampler(rule)], [draft])
+                return accepted and accepted[0]
+
+            ours, seconds = _timed(engine, cache, captured)
+            plain, ordinary = _timed(engine, cache, lambda rule=sampling: _ordinary_step(engine, cache, draft, rule))
+            if graphs.failed:
+                return False
+            if ours is None or plain is None or not _equal(engine, ours, plain):
+                log.warning("CUDA graphs are not used: captured steps differ from ordinary ones on %s", device)
+                return False
+            log.debug("a captured step takes %.2f ms, an ordinary one %.2f ms", 1e3 * seconds, 1e3 * ordinary)
+            gains.append(ordinary / seconds)
     except RuntimeError as reason:
         log.warning("CUDA graphs are not used: steps cannot be captured on %s: %s", device, first_line(reason))
         return False
+    return gains[0] > 1
+
+
+def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
+    """Returns True if two steps gave the same tokens (in fp32) and, up to rounding, the same states."""
     rows = min(len(ours.path), len(plain.path))
     error = float((ours.hidden[:rows] - plain.hidden[:rows]).float().norm() / plain.hidden[:rows].float().norm())
     same = (ours.path, ours.bonus) == (plain.path, plain.bonus) or engine.dtype != torch.float32  # near-ties may flip
-    if not same or not error <= TOLERANCE[engine.dtype]:
-        log.warning("CUDA graphs are not used: captured steps differ from ordinary ones on %s", device)
-        return False
-    log.debug("a captured step takes %.2f ms, an ordinary one %.2f ms", 1e3 * seconds, 1e3 * ordinary)
-    return seconds < ordinary
+    return same and error <= TOLERANCE[engine.dtype]
 
 
 def _draft(engine: Engine, cache: Cache) -> Draft:
@@ -231,15 +338,15 @@ def _draft(engine: Engine, cache: Cache) -> Draft:
     return Draft(torch.stack(tokens), Tree.chain(LEVELS))
 
 
-def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, samplers: list[Sampler]) -> Accepted:
+def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, sampling: Sampling) -> Accepted:
     out = engine.forward(Plan(draft.tokens[None], draft.tree.depth, draft.tree.mask), cache)
     assert out.logits is not None
-    ((path, bonus),) = accept(out.logits, [draft], samplers)
+    ((path, bonus),) = accept(out.logits, [draft], [Sampler(sampling)])
     cache.keep(0, path)
     return Accepted(path, bonus, out.hidden[0, torch.tensor(path, device=draft.tokens.device)])
 
 
-def _timed(engine: Engine, cache: Cache, step: Callable[[], Accepted]) -> tuple[Accepted, float]:
+def _timed(engine: Engine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:
     """Returns a step's result after the text and its least seconds."""
     result = step()
 

@@ -50,9 +50,11 @@ class Decoder:
         self.policy = policy or StaticTreePolicy(ROOT)
         self.taps = taps if drafter is None else drafter.taps
         self.cache = self.engine.new_cache(slots)
-        graphs = self.policy.fixed_trees and captures(self.engine) if cuda_graphs is None else cuda_graphs
+        graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         graphs = graphs and not (drafter is not None and drafter.uses_verify_pass)
         self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps) if graphs else None
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.warm_up()
         self._slots: list[Sequence | None] = [None] * slots  # running, or done and a prefix for others
 
     @property
@@ -111,9 +113,10 @@ class Decoder:
             return []
         plans = self.policy.next(sequences)
         drafts, drafted = self._draft(sequences, plans), self._clock()
+        accepted: list[Accepted] | None = None
         if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences, drafts):
             accepted = self.cuda_graphs.verify([sequence.sampler for sequence in sequences], drafts)
-        else:
+        if accepted is None:
             depth = max(tree.max_depth for tree, _ in plans)
             extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
             out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)

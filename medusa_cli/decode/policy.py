@@ -54,11 +54,6 @@ class DraftPolicy(ABC):
         self._trust: dict[str, NgramTrust] = {}  # by kind of sampling
 
     @property
-    def fixed_trees(self) -> bool:
-        """Returns True if a few trees come again and again: CUDA graphs replay such steps."""
-        return not self.ngrams
-
-    @property
     def description(self) -> str:
         if not self.ngrams:
             return self.trees
@@ -122,8 +117,6 @@ class StaticTreePolicy(DraftPolicy):
 
 class DynamicTreePolicy(DraftPolicy):
     """Lets the drafter grow a tree of its likeliest guesses in every step; matches take at most half of the budget."""
-
-    fixed_trees = False
 
     def __init__(self, tree: DynamicTree, ngrams: bool = False) -> None:
         super().__init__(ngrams)

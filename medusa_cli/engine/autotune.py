@@ -129,6 +129,14 @@ def machine_key(config: Any) -> str:
     return "|".join((processor(), can, str(torch.get_num_threads()), torch.__version__, "x".join(map(str, shape))))
 
 
+def device_name(device: torch.device) -> str:
+    """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
+    if device.type != "cuda":
+        return str(device)
+    facts = torch.cuda.get_device_properties(device)
+    return f"{facts.name}, {facts.total_memory >> 20} MiB, CUDA {torch.version.cuda}"
+
+
 def processor() -> str:
     """Returns the processor's name as the system gives it."""
     try:
