@@ -73,7 +73,9 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
     uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
     weights = (logits / temperature[..., None].float()).softmax(-1)
-    ordered, ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1)
+    ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    ordered, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # of equals the first id
+    ids = ids.gather(-1, order)
     whole, cut = ordered.shape[-1] == weights.shape[-1], top_k > 0
     lowest = ordered.gather(-1, (top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1).expand(*depth.shape, 1))
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
@@ -298,12 +300,14 @@ def _trial(engine: Engine) -> bool:
         draft, graphs = _draft(engine, cache), CudaGraphs(engine, cache, (-1,))
         for sampling in (Sampling(), Sampling("exact", 0.8, 0.9)):
 
-            def captured(rule: Sampling = sampling) -> Accepted | None:
+            def graph_step(rule: Sampling = sampling) -> Accepted | None:
                 accepted = graphs.verify([Sampler(rule)], [draft])
-                return accepted and accepted[0]
+                return None if accepted is None else accepted[0]
 
-            ours, seconds = _timed(engine, cache, captured)
-            plain, ordinary = _timed(engine, cache, lambda rule=sampling: _ordinary_step(engine, cache, draft, rule))
+            def plain_step(rule: Sampling = sampling) -> Accepted:
+                return _ordinary_step(engine, cache, draft, rule)
+
+            (ours, seconds), (plain, ordinary) = (_timed(engine, cache, step) for step in (graph_step, plain_step))
             if graphs.failed:
                 return False
             if ours is None or plain is None or not _equal(engine, ours, plain):

@@ -186,9 +186,9 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, sc
 
     mask [B, 1, G * R, L]. Returns [B * R, heads * D].
     """
-    size, wide, (heads, dim) = mask.shape[0], mask.shape[-1], query.shape[1:]
+    size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
     query = query.view(size, -1, heads, dim).transpose(1, 2).reshape(size, kv, -1, dim)
     # Only products of four dimensions have fused kernels.
-    seen: list[Any] = [cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values)]
-    attended = F.scaled_dot_product_attention(query, *seen, attn_mask=mask, scale=scale)
+    seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
+    attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
     return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
