@@ -19,10 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from tests.serving import MODEL, Served, start, tiny_medusa
 
-MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 2}', '{"model": "tiny", "prompt": [99]}')
+MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 0}', '{"model": "tiny", "prompt": [99]}')
 # Allowed growth of memory from the middle to the end, as a share: allocators wander. Bytes of the log. Times slower.
 GROWTH, MAX_LOG, SLOWER = 0.03, 1 << 20, 2
 SILENT, HALF_HEADED, SLOW = 300, 300, 100
@@ -33,31 +34,33 @@ def memory_of(process: subprocess.Popen[str]) -> int:
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def harass(port: int) -> None:
-    """Keeps hostile connections open: each sends a beginning, then a byte a second at most, and hardly reads."""
-    unread = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20
+def harass(port: int, ready: Any) -> None:
+    """Keeps hostile connections open: each sends a beginning, then a byte a second at most, and hardly reads.
+
+    Those cut off come back, 100 a second: a flood of requests would be another test.
+    """
+    unread = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10
     half = b"GET / HTTP/1.1\r\nX-a: "
-    connections = [(b"", b"")] * SILENT + [(half, b"a")] * HALF_HEADED + [(unread, b"")] * SLOW
-    sockets: list[socket.socket | None] = [None] * len(connections)
+    kinds = [(b"", b"")] * SILENT + [(half, b"a")] * HALF_HEADED + [(unread, b"")] * SLOW
+    sockets: dict[int, socket.socket] = {}
     while True:
-        for place, (first, more) in enumerate(connections):
+        for place in [place for place in range(len(kinds)) if place not in sockets][:100]:
+            connection = sockets[place] = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", port))
+            connection.setblocking(False)
+            connection.send(kinds[place][0])
+        for place, connection in list(sockets.items()):
             try:
-                if (connection := sockets[place]) is None:
-                    connection = sockets[place] = socket.socket()
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    connection.connect(("127.0.0.1", port))
-                    connection.setblocking(False)
-                    connection.send(first)
-                else:
-                    connection.send(more)
-                    if not connection.recv(1):
-                        raise ConnectionResetError
+                connection.send(kinds[place][1])
+                if not connection.recv(1):
+                    raise ConnectionResetError
             except BlockingIOError:  # still open
                 pass
             except OSError:
-                assert connection is not None
-                connection.close()
-                sockets[place] = None
+                sockets.pop(place).close()
+        if len(sockets) == len(kinds):
+            ready.set()
         time.sleep(1)
 
 
@@ -102,7 +105,9 @@ def main() -> None:
         words = ["--run", f"{folder}/run", "--tree", "static", "--dtype", "fp32", "--name", MODEL]
         log = Path(folder) / "log"
         process, port = start([*words, "--queue", str(2 * args.clients)], log)
-        hostile = multiprocessing.get_context("spawn").Process(target=harass, args=(port,), daemon=True)
+        spawn = multiprocessing.get_context("spawn")
+        ready = spawn.Event()
+        hostile = spawn.Process(target=harass, args=(port, ready), daemon=True)
 
         def client(number: int) -> None:
             if number % max(1, args.requests // 100) == 0:
@@ -116,7 +121,7 @@ def main() -> None:
         with ThreadPoolExecutor(args.clients) as pool:
             list(pool.map(client, range(calm)))
             hostile.start()
-            time.sleep(5)
+            ready.wait(60)
             list(pool.map(client, range(calm, args.requests)))
         hostile.kill()
         server = Served(port)

@@ -25,7 +25,7 @@ from medusa_cli.serve.protocol import Protocol
 
 # Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
 # for a client that does not read.
-MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 64 << 10
+MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 32 << 10
 # Logs to which anybody who connects can make the server write.
 LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 
