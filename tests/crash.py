@@ -34,7 +34,7 @@ from tests.helpers import save_model, save_questions, save_run
 
 # Imported once here, not by each fork.
 WARM = ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "peft", "medusa_cli.train.loop", "gguf")
-WARM += ("medusa_cli.options", "medusa_cli.distill", "medusa_cli.bench", "rich.table", "tensorboard")
+WARM += ("medusa_cli.options", "medusa_cli.distill", "medusa_cli.bench", "rich.table")
 HIDDEN = 32  # of the tiny model
 PLACE = ("--run", "r", "--dtype", "fp32", "--device", "cpu", "--quiet")
 DISTILL = ("distill", "--seed", "seeds.json", "--model", "model", *PLACE)

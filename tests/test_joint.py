@@ -25,9 +25,8 @@ from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
 from medusa_cli.train.log import read_log
 from medusa_cli.train.loop import peak_rates
-from medusa_cli.train.losses import BatchLoss
+from medusa_cli.train.losses import BatchLoss, lambda_0, stage_2_loss
 from medusa_cli.train.setup import joint_backbone
-from medusa_cli.train.stages import lambda_0, stage_2_loss
 from medusa_cli.train.training import _tuned_run
 from tests import helpers
 from tests.helpers import (

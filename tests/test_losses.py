@@ -15,15 +15,12 @@ from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
-from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, sample_rows
-from medusa_cli.train.setup import check_recipe
-from medusa_cli.train.stages import stage_2_loss
+from medusa_cli.train.losses import blockwise_loss, drafter_loss, linear_loss, sample_rows, stage_2_loss
 from medusa_cli.tree import Tree
 from tests.helpers import (
     adapted_backbone,
@@ -39,32 +36,26 @@ from tests.helpers import (
 DRAFT_IDS = torch.tensor([9, 4, 30, 12, 55, 7])
 
 
-def reference_loss(kind: str, logits: Tensor, targets: Tensor, p: Tensor, soft: float) -> Tensor:
+def reference_loss(logits: Tensor, targets: Tensor, p: Tensor, soft: float) -> Tensor:
     """Returns the mean loss of rows of logits [n, M] by plain autograd."""
     log_q = logits.log_softmax(-1)
-    if kind == "ce":
-        hard = F.nll_loss(log_q, targets, reduction="none")
-        return ((1 - soft) * hard - soft * (p * log_q).sum(-1)).mean()
-    kl = (torch.special.xlogy(p, p) - p * log_q).sum(-1).mean()
-    variation = 0.5 * (log_q.exp() - p).abs().sum(-1).mean()
-    share = torch.exp(-3 * (1 - variation)).detach()
-    return share * kl + (1 - share) * variation
+    hard = F.nll_loss(log_q, targets, reduction="none")
+    return ((1 - soft) * hard - soft * (p * log_q).sum(-1)).mean()
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("kind", "soft"), [("ce", 0.0), ("ce", 0.3), ("ce", 1.0), ("lk", 0.0)])
-def test_losses_and_their_gradients_are_those_of_autograd(kind: str, soft: float, biased: bool, monkeypatch) -> None:
-    rows = 4 if kind == "ce" else 128  # several blocks, the last one short; the LK loss's weight is each block's own
-    monkeypatch.setattr("medusa_cli.train.losses.ROWS", rows)
+@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
+def test_losses_and_their_gradients_are_those_of_autograd(soft: float, biased: bool, monkeypatch) -> None:
+    monkeypatch.setattr("medusa_cli.train.losses.ROWS", 4)  # several blocks, the last one short
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     bias = torch.randn(9) if biased else None
     targets, p = torch.randint(0, 9, (11,)), (2 * torch.randn(11, 9)).softmax(-1)
     p[0] = F.one_hot(torch.tensor(2), 9)  # a sure teacher: 0 log 0 is 0
     logits = F.linear(hidden, weight, bias)
-    expected = reference_loss(kind, logits, targets, p, soft)
+    expected = reference_loss(logits, targets, p, soft)
     gradients = torch.autograd.grad(3 * expected, [hidden, weight], retain_graph=True)
-    loss, hits = linear_loss(hidden, weight, targets, p, soft=soft, kind=kind, bias=bias)
+    loss, hits = linear_loss(hidden, weight, targets, p, soft=soft, bias=bias)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     assert int(hits) == int((logits.argmax(-1) == targets).sum())
     for ours, theirs in zip(torch.autograd.grad(3 * loss, [hidden, weight]), gradients, strict=True):
@@ -130,7 +121,6 @@ def test_softmax_over_drawn_rows_is_in_the_mean_that_over_all() -> None:
         (MedusaHeads, "draft", {"conditional": 3}, {"soft": 0.5}),
         (MedusaHeads, "shared", {}, {"soft": 0.5}),
         (HydraHeads, "own", {"matrices": "one"}, {"soft": 0.5}),
-        (HydraHeads, "own", {"matrices": "one"}, {"loss": "lk"}),
     ],
 )
 def test_sampled_softmax_teaches_what_the_whole_one_does(
@@ -161,12 +151,6 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
     with torch.no_grad():  # losses that are only measured are over all
         few, every = (drafter_loss(heads, backbone, batch, replace(recipe, scored=count)).total for count in (40, None))
     assert torch.equal(few, every)
-
-
-def test_lk_loss_refuses_soft_targets() -> None:
-    check_recipe(load_recipe(None, ["train.loss=lk"]))
-    with pytest.raises(UsageError, match=r"train\.soft"):
-        check_recipe(load_recipe(None, ["train.loss=lk", "train.soft=0.5"]))
 
 
 def biased_backbone() -> Backbone:

@@ -15,9 +15,8 @@ from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import measure
-from medusa_cli.train.losses import drafter_loss
+from medusa_cli.train.losses import drafter_loss, stage_1_loss, stage_2_loss
 from medusa_cli.train.setup import build_drafter, longest, runs_model, taps_of
-from medusa_cli.train.stages import stage_1_loss, stage_2_loss
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     answers_of,

@@ -1,12 +1,10 @@
-"""Stage 1: steps, losses, resume, checkpoints, the log and TensorBoard, starting heads, and the command."""
+"""Stage 1: steps, losses, resume, checkpoints, the log, starting heads, and the command."""
 
 import dataclasses
 import errno
 import json
 import os
 import signal
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,38 +339,6 @@ def test_log_drops_the_steps_that_a_resume_does_again(tmp_path: Path) -> None:
     assert read_log(log.path) == []
 
 
-class Writer:
-    """Stands for TensorBoard's."""
-
-    seen: dict[tuple[str, int], float] = {}
-
-    def __init__(self, folder: str, purge_step: int | None = None) -> None:
-        self.seen["begun in " + folder, purge_step or 0] = 1.0
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.seen[name, step] = value
-
-    def close(self) -> None:
-        self.seen["closed", 0] = 1.0
-
-
-def test_tensorboard_gets_the_numbers_of_steps_and_validations(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr(Writer, "seen", seen := {})
-    medusa(*words_of(run, model, "--json"), exit_code=0)
-    for line in read_log(run.path / "train.jsonl"):
-        for event, part in (("stepped", "train"), ("validated", "held_out")):
-            if line["event"] == event:
-                assert seen[f"{part}/loss", line["step"]] == line["loss"]
-                assert seen[f"{part}/head_2/top_1", line["step"]] == line["accuracies"][1]
-        assert line["event"] != "stepped" or line["memory"] > 50_000_000  # torch alone takes more
-    assert ("closed", 0) in seen and any(name == f"begun in {run.path}/tensorboard" for name, _ in seen)
-
-
 def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> None:
     recipe, shown = load_recipe(None, [*SETTINGS, f"model={model}"]), []
     trained = train(run, recipe, options=LoadOptions(dtype="fp32"), show=lambda *progress, **_: shown.append(progress))
@@ -395,7 +361,9 @@ def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     assert config["provenance"]["recipe"]["train"]["epochs"] == 2
     assert load_recipe(run.recipe_path).drafter.num_heads == 3
     assert (run.path / "train.png").read_bytes().startswith(b"\x89PNG")
-    assert {line["event"] for line in read_log(run.path / "train.jsonl")} == {"stepped", "validated", "saved"}
+    lines = read_log(run.path / "train.jsonl")
+    assert {line["event"] for line in lines} == {"stepped", "validated", "saved"}
+    assert all(line["memory"] > 50_000_000 for line in lines if line["event"] == "stepped")  # torch alone takes more
     assert [path.name for path in run.path.glob(".*")] == [".lock"]
 
 

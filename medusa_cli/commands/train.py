@@ -50,9 +50,8 @@ def train(
 ) -> None:
     """Train a drafter on the model's own answers; the model stays frozen, or learns too with --stage 2.
 
-    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png, checkpoints, and scalars in
-    RUN/tensorboard if tensorboard is installed. Without options it takes about ten minutes on two cores. Ctrl-C leaves
-    a checkpoint for --resume.
+    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. Without
+    options it takes about ten minutes on two cores. Ctrl-C leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
     output.configure(first=first)  # of several processes one prints

@@ -84,7 +84,6 @@ class TrainRecipe:
     min_lr_ratio: Share = 0.05
     warmup_steps: Annotated[int, Meta(ge=0)] = 20
     decay: Share = 0.8
-    loss: Literal["ce", "lk"] = "ce"
     soft: Share = 0.0
     regress: Positive | None = None
     scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = None

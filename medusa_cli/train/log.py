@@ -1,4 +1,4 @@
-"""The events of a training, its log (one JSON object a line), TensorBoard's scalars and the curves."""
+"""The events of a training, its log (one JSON object a line) and the curves."""
 
 import dataclasses
 import json
@@ -58,46 +58,21 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file, and scalars to the folder `tensorboard` beside it if tensorboard is installed.
-
-    A resumed training first drops what follows its checkpoint.
-    """
+    """Appends events to a JSONL file; a resumed training first drops what follows its checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
-        self.path, self._board = path, None
+        self.path = path
         kept = [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
-        with suppress(ImportError):  # tensorboard is missing, or does not fit this torch
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = str(path.with_name("tensorboard"))
-            self._board = SummaryWriter(folder, purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, event: Logged) -> None:
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
-        if self._board is not None and isinstance(event, Stepped | Validated):
-            kind = "train" if isinstance(event, Stepped) else "held_out"
-            for name, value in scalars(event).items():
-                self._board.add_scalar(f"{kind}/{name}", value, event.step)
 
     def close(self) -> None:
         self._stream.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def scalars(event: Stepped | Validated) -> dict[str, float]:
-    """Returns the figures of a step or a validation by their names in TensorBoard."""
-    values = {"loss": event.loss, **event.parts}
-    for head, (loss, accuracy) in enumerate(zip(event.head_losses, event.accuracies, strict=True), 1):
-        values |= {f"head_{head}/loss": loss, f"head_{head}/top_1": accuracy}
-    if isinstance(event, Stepped):
-        values |= {"lr": event.lr, "grad_norm": event.grad_norm, "memory_gb": event.memory / 1e9}
-        values["tokens_per_s"] = event.positions / max(event.seconds, 1e-9)
-    return values
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -22,8 +22,7 @@ from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import checkpoint as checkpoints
 from medusa_cli.train.log import Logged, Saved, Stepped, Validated
-from medusa_cli.train.losses import BatchLoss
-from medusa_cli.train.stages import stage_1_loss, stage_2_loss
+from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
 
 CLIP = 1.0  # of the gradient's norm
 BETAS = (0.9, 0.95)

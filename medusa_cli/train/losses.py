@@ -1,8 +1,8 @@
-"""Losses of drafters: hard and soft targets, sampled softmax, and the blockwise cross-entropy under them all."""
+"""Losses of both stages: of heads on a frozen model, of heads and model together, and the softmax under them all."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, batch_of
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
@@ -18,10 +20,10 @@ from medusa_cli.runs.recipe import TrainRecipe
 
 # Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
 ROWS = 128
+# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the cores.
+LM_ROWS = 64
 # Sampled softmax draws this share of its tokens from the less likely ones.
 DRAWN = 0.25
-# Slope of the LK loss's weight: lambda = exp(-ETA * acceptance) (arXiv:2602.23881).
-ETA = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,96 @@ class BatchLoss:
     parts: dict[str, float]
 
 
+def stage_1_loss(
+    backbone: Backbone, drafter: HeadDrafter, dataset: Dataset, train: TrainRecipe, items: list[Conversation]
+) -> BatchLoss:
+    """Returns the loss of heads on a frozen backbone (Medusa, section 3.2.1)."""
+    dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+    return drafter_loss(drafter, backbone, dataset.batch(backbone, drafter, items, dtype), train)
+
+
+def stage_2_loss(
+    backbone: Backbone, drafter: HeadDrafter, train: TrainRecipe, items: list[Conversation], progress: float
+) -> BatchLoss:
+    """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2), at a share of the training.
+
+    L_LM is KL(original || trained), where the original is the same network with its adapter off (section 3.3.2), or
+    with objective "ce" the cross-entropy of the answers' tokens. Without gradients the parts of the loss also hold what
+    training changed of the model.
+    """
+    dtype = torch.bfloat16 if train.dtype == "bf16" else None
+    measure = not torch.is_grad_enabled()
+    weight, learns = lambda_0(progress, schedule=train.schedule, peak=train.lambda_0, share=train.heads_first)
+    with torch.set_grad_enabled(learns and not measure):
+        batch = batch_of(backbone, drafter, items, dtype)
+    heads = drafter_loss(drafter, backbone, batch, train)
+    if not learns and not measure:
+        return replace(heads, parts={"lambda_0": weight})
+    original = None
+    # Trained in full, the network keeps no original to compare with.
+    if train.tuning != "full" and (train.objective == "kl" or measure):
+        with torch.no_grad(), adapter.adapter_off(backbone.model):
+            original = batch_of(backbone, drafter, items, dtype)
+    model, cost = model_loss(backbone, batch, original, train.objective, measure)
+    parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
+    return replace(heads, total=model + weight * heads.total, parts=parts)
+
+
+def model_loss(
+    backbone: Backbone, batch: Batch, original: Batch | None, objective: str, measure: bool
+) -> tuple[Tensor, dict[str, float]]:
+    """Returns L_LM of the answers' tokens, a mean, and with `measure` the cost of the model's change.
+
+    original: the batch as the original model computes it; None where it is not kept, or not needed.
+    """
+    final = slice(-backbone.hidden_size, None)  # the lm_head's input
+    states = batch.hidden[batch.learnt, final]
+    teacher = None if original is None else original.hidden[batch.learnt, final]
+    lm_head: Any = backbone.model.get_output_embeddings()
+    own_head = adapter.original(lm_head)
+    measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
+    cost = dict.fromkeys(measured if measure else (), 0.0)
+    following = batch.next[batch.learnt]
+    log_softmax = LogSoftmax()
+
+    def loss(scores: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        targets = following[block]
+        if cost:
+            cost["nll"] += float(F.nll_loss(scores, targets, reduction="sum"))
+        if teacher is None:
+            return cross_entropy(scores, targets)
+        original_scores = log_softmax(own_head(teacher[block]))
+        shares = torch.exp(original_scores, out=log_softmax.spare[: len(original_scores)])
+        kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
+        if cost:
+            cost["kl"] += float(kl)
+            cost["nll_original"] += float(F.nll_loss(original_scores, targets, reduction="sum"))
+            cost["agreement"] += float((scores.argmax(-1) == original_scores.argmax(-1)).sum())
+        if objective == "kl":
+            return kl, scores.exp_().sub_(shares)
+        return cross_entropy(scores, targets)
+
+    count = len(following)
+    weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
+    total = blockwise_loss(loss, lm_head, states, weights, LM_ROWS) / count
+    return total, {key: value / count for key, value in cost.items()}
+
+
+def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
+    """Returns the heads' weight at a share of the training, and True if the backbone learns (Medusa, section 3.2.2).
+
+    constant: the peak throughout. warmup: the heads learn alone for a `share` of the training (always, if it is 1);
+    then the weight rises in a straight line to its peak. sine: it rises as a quarter of a sine to its peak.
+    """
+    if schedule == "constant":
+        return peak, True
+    if schedule == "sine":
+        return peak * math.sin(0.5 * math.pi * progress), True
+    if progress < share or share == 1:
+        return 1.0, False
+    return peak * (progress - share) / (1 - share), True
+
+
 def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe) -> BatchLoss:
     """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
 
@@ -53,7 +145,7 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     device, heads = batch.next.device, range(1, drafter.num_heads + 1)
     index, bias = drafter.vocabulary_index(device), drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
-    p = teacher_probabilities(drafter, backbone, batch) if soft or train.loss == "lk" else None
+    p = teacher_probabilities(drafter, backbone, batch) if soft else None
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
     if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
         rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
@@ -67,7 +159,7 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     for k, at, states in zip(heads, known, drafter.head_states(backbone, batch, known), strict=True):
         hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
         targets, teacher = index[batch.next[at + k]], None if p is None else p[at + k]
-        loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, kind=train.loss, bias=bias)
+        loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, bias=bias)
         per_head.append(loss)
         correct.append(hits)
         if regress and len(at):
@@ -137,13 +229,12 @@ def linear_loss(
     teacher: Tensor | None = None,
     *,
     soft: float = 0.0,
-    kind: str = "ce",
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
 
-    kind "ce" is cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M]; "lk" is `lk_loss` to the teacher. The
-    product is in hidden's dtype, the loss in fp32; the bias does not learn. Without rows the loss is zero.
+    It is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M]. The product is in hidden's dtype, the loss
+    in fp32; the bias does not learn. Without rows the loss is zero.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     hits = torch.zeros((), dtype=torch.long, device=hidden.device)
@@ -155,8 +246,7 @@ def linear_loss(
     def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         nonlocal hits
         hits = hits + (log_q.argmax(-1) == targets[block]).sum()
-        p = None if teacher is None else teacher[block].float()
-        return lk_loss(log_q, p) if kind == "lk" and p is not None else cross_entropy(log_q, targets[block], p, soft)
+        return cross_entropy(log_q, targets[block], None if teacher is None else teacher[block].float(), soft)
 
     total = blockwise_loss(loss, linear, hidden, [weight])
     return total / max(1, len(targets)), hits
@@ -174,22 +264,6 @@ def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft:
     if p is not None and soft:
         gradient.sub_(p, alpha=soft)
     return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
-
-
-def lk_loss(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum over rows [n, M] of lambda * KL(p || q) + (1 - lambda) * TV(p, q), and its gradient by logits.
-
-    lambda = exp(-ETA * acceptance), where acceptance = 1 - TV is the rows' mean: KL leads while p and q are far apart,
-    then the acceptance counts (arXiv:2602.23881). log_q is overwritten.
-    """
-    kl = torch.special.xlogy(p, p).sum() - torch.dot(p.view(-1), log_q.view(-1))
-    q = log_q.exp_()
-    difference = q - p
-    tv = 0.5 * difference.abs().sum()
-    weight = torch.exp(-ETA * (1.0 - tv / max(1, len(p))))
-    sign = 0.5 * difference.sign()
-    tv_slope = q * (sign - (q * sign).sum(-1, keepdim=True))
-    return weight * kl + (1.0 - weight) * tv, difference.mul_(weight).add_((1.0 - weight) * tv_slope)
 
 
 class LogSoftmax:

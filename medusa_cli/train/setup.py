@@ -47,11 +47,6 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.regress={train.regress:g} has no effect on {kind.name}: its heads do not read the draft tokens",
             "leave it out, or use drafter=hydra or drafter=eagle",
         )
-    if train.loss == "lk" and train.soft:
-        raise UsageError(
-            f"train.soft={train.soft:g} has no effect with train.loss=lk: its target is the model's own distribution",
-            "leave it out, or use train.loss=ce",
-        )
     for other in DRAFTERS.values():
         for key in set(other.settings) - set(kind.settings):
             if getattr(drafter, key) != getattr(DrafterRecipe(), key):
