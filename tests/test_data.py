@@ -103,11 +103,15 @@ def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Bac
     with pytest.raises(KeyboardInterrupt):
         load_dataset(run, backbone, show=killed)
     (part,) = (run.path / "cache").iterdir()
-    with part.open("ab") as out:
-        out.write(b"half of what the eighth has")
+    width, positions = 2 * backbone.hidden_size, len(encode(backbone, conversation(0)["messages"])[0]) - 1
+    with part.open("r+b") as out:  # as if the first was written in part
+        out.seek(width * positions - 3)
+        out.write(bytes(3))
+        out.seek(0, 2)
+        out.write(b"more than there are rows")
     again: list[int] = []
     dataset = load_dataset(run, backbone, show=lambda name, done, total: again.append(done))
-    assert torch.equal(dataset.states, whole) and len(again) == 40 - 7
+    assert torch.equal(dataset.states, whole) and len(again) == 40 - 7 + 1
     assert list((run.path / "cache").iterdir()) == [cached]
 
 

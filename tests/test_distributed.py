@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.data.states import StateStore
 from medusa_cli.errors import UsageError
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.train.prefill import drop_torn, merge_partial, partial_path
 from tests import forked
 from tests.helpers import save_conversations, save_model
 
@@ -73,32 +70,6 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     # Whoever computed them, the states are the same.
     kept = [{path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*")} for name in ("one", "two")]
     assert kept[0] == kept[1] and len(kept[0]) == ("--stage" not in words)
-
-
-def test_parts_of_states_become_one_file_and_none_is_left(tmp_path: Path) -> None:
-    whole = tmp_path / "states-x.bin"
-    for rank, size, data in ((0, 3, b"of the first"), (1, 3, b""), (2, 3, b" and the third"), (7, 8, b"interrupted")):
-        partial_path(whole, rank, size).write_bytes(data)
-    merge_partial(whole, 3)
-    assert whole.read_bytes() == b"of the first and the third" and list(tmp_path.iterdir()) == [whole]
-
-
-@pytest.mark.parametrize(("rows", "whole"), [(0, 0), (1, 0), (2, 1), (3, 2), (5, 2)])
-def test_part_of_a_killed_prefill_is_cut_to_whole_conversations(tmp_path: Path, rows: int, whole: int) -> None:
-    """The first of these has two rows, the second one."""
-    part = partial_path(tmp_path / "states-x.bin", 0, 2)
-    part.write_bytes(torch.arange(4 * rows).bfloat16().view(torch.uint8).numpy().tobytes() + b"half")
-    with closing(StateStore(part, 4)) as store:
-        assert (drop_torn(store, [2, 1]), store.rows) == (whole, [0, 2, 3][whole])
-        assert store.append(torch.zeros(1, 4)) == [0, 2, 3][whole]
-
-
-@pytest.mark.parametrize("count", range(8))
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_stretches_are_the_items_in_order_and_of_like_size(count: int, size: int) -> None:
-    items = [f"i{n}" for n in range(count)]
-    parts = [Distributed(rank, size).contiguous_shard(items) for rank in range(size)]
-    assert sum(parts, []) == items and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.fixture

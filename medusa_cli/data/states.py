@@ -55,7 +55,6 @@ class StateStore:
         check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
-        self._out.seek(0, 2)
 
     @property
     def rows(self) -> int:
@@ -63,19 +62,20 @@ class StateStore:
         return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:
-        """Writes rows [n, W] at the end, flushes them and returns the number of the first."""
+        """Writes rows [n, W] at the end and returns the number of the first."""
         first = self.rows
-        self._out.write(_raw(rows))
-        self._out.flush()
+        self.write(rows, first)
         return first
 
-    def truncate(self, rows: int) -> None:
-        """Drops every row from number `rows` on, and any part of a row."""
-        self._out.truncate(rows * self._row_bytes)
-        self._out.seek(0, 2)
+    def write(self, rows: Tensor, first: int) -> None:
+        """Writes rows [n, W] from number `first` on, and flushes them."""
+        self._out.seek(first * self._row_bytes)
+        self._out.write(_raw(rows))
+        self._out.flush()
 
-    def fileno(self) -> int:
-        return self._out.fileno()
+    def truncate(self, rows: int) -> None:
+        """Drops every row from number `rows` on, and any part of a row; makes a shorter file as long with zeros."""
+        self._out.truncate(rows * self._row_bytes)
 
     def sync(self) -> None:
         """Waits until every row is on disk."""

@@ -66,11 +66,6 @@ class Distributed:
         """Returns every size-th item, from this process's rank on."""
         return list(items[self.rank :: self.size])
 
-    def contiguous_shard(self, items: Sequence[Any]) -> list[Any]:
-        """Returns this process's stretch of the items; those of all ranks, in order, are the items."""
-        start, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
-        return list(items[start:end])
-
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Returns this process's strided shard, each item with True if it counts.
 

@@ -1,14 +1,10 @@
 """The hidden states to learn from: kept by `medusa distill`, cached in the run, or computed once by a prefill."""
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
-import shutil
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -62,15 +58,15 @@ def with_states(
     if among is not None and not cached.is_file():
         needed = _in_order(dataset)
         cached = _cache_path(run, backbone, needed, taps)
+    starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
     if not world.gather(cached.is_file())[0]:  # all as the first one sees it
-        _prefill(cached, backbone, needed, taps, world, show)
-    ends = list(accumulate(len(item.tokens) - 1 for item in needed))
-    rows = {item.id: (end - len(item.tokens) + 1, len(item.tokens) - 1) for item, end in zip(needed, ends, strict=True)}
+        _prefill(cached, backbone, needed, starts, taps, world, show)
+    rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
     train, held_out = (
         [replace(item, state_rows=rows[item.id], seal=None) for item in part]
         for part in (dataset.train, dataset.held_out)
     )
-    states = read_rows(cached, backbone.hidden_size * len(taps), 0, ends[-1])
+    states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
     return replace(dataset, train=train, held_out=held_out, states=states)
 
 
@@ -115,82 +111,39 @@ def _prefill(
     path: Path,
     backbone: Backbone,
     conversations: Sequence[Conversation],
+    starts: Sequence[int],
     taps: Sequence[int],
     world: Distributed,
     show: Callable[..., None],
 ) -> None:
-    """Computes the states of conversations, all positions but the last: each process a part of the file.
+    """Computes the states of conversations, all positions but the last, from the rows `starts` on.
 
-    A backbone that is sharded over the processes runs in all of them at once, and the first one writes. A killed
-    prefill resumes with the first conversation that is not whole in its part.
+    The processes share the conversations, and write to one file of the final size. Over a sharded backbone all run
+    every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
     """
-    shared = world.size > 1 and not world.sharded
-    own = world.contiguous_shard(conversations) if shared else list(conversations)
-    part = partial_path(path, *((world.rank, world.size) if shared else (0, 1)))
-    with ExitStack() as stack:
-        store, done = None, 0
-        if shared or world.first:
-            store = stack.enter_context(closing(_open_part(part, backbone.hidden_size * len(taps))))
-            done = drop_torn(store, [len(conversation.tokens) - 1 for conversation in own])
-        if world.sharded:
-            done = world.gather(done)[0]
-        count, total = 0, sum(len(conversation.tokens) for conversation in own[done:])
+    part, width = path.with_name(f"{path.name}.part"), backbone.hidden_size * len(taps)
+    with world.first_ahead():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        store = StateStore(part, width)
+        store.truncate(starts[-1])
+    with closing(store):
+        states = read_rows(part, width, 0, starts[-1])
+        # Rows are written in order, so that the last number is the last to come.
+        left = world.gather([i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]])[0]
+        own = left if world.sharded else world.strided_shard(left)
+        count, total = 0, sum(len(conversations[i].tokens) for i in own)
         if total:
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
-        for conversation in own[done:]:
-            cache = backbone.engine.new_cache(capacity=len(conversation.tokens))
-            plan = Plan.chain(conversation.tokens, taps=taps, logits="none")
-            hidden = backbone.engine.forward(plan, cache).hidden[0]
-            if store is not None:
-                store.append(hidden[:-1])
-            count += len(conversation.tokens)
+        for i in own:
+            tokens = conversations[i].tokens
+            cache = backbone.engine.new_cache(capacity=len(tokens))
+            hidden = backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
+            if world.first or not world.sharded:
+                store.write(hidden[:-1], starts[i])
+            count += len(tokens)
             show("hidden states", count, total)
-        if store is not None:
-            store.sync()
-        world.wait()
+        store.sync()
+    world.wait()
+    with world.first_ahead(), suppress(FileNotFoundError):  # another training computed the same
         if world.first:
-            merge_partial(path, world.size if shared else 1)
-        world.wait()
-
-
-def partial_path(path: Path, rank: int = 0, size: int = 1) -> Path:
-    """Returns where one of `size` processes writes its part of a file of states."""
-    return path.with_name(f"{path.name}.part-{rank}-of-{size}")
-
-
-def _open_part(part: Path, width: int) -> StateStore:
-    """Opens a part to append to; raises UserError while another process writes it."""
-    part.parent.mkdir(parents=True, exist_ok=True)
-    store = StateStore(part, width)
-    try:
-        fcntl.flock(store.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as reason:
-        raise UserError(f"another process computes the states of {part.parent}", "wait until it has ended") from reason
-    except OSError:  # a file system without locks
-        pass
-    return store
-
-
-def drop_torn(store: StateStore, rows: Sequence[int]) -> int:
-    """Cuts a part to whole conversations, of `rows` rows each; returns how many of them it holds."""
-    ends = [0, *accumulate(rows)]
-    done = bisect_right(ends, store.rows) - 1
-    store.truncate(ends[done])
-    return done
-
-
-def merge_partial(path: Path, size: int) -> None:
-    """Makes one file of the parts of `size` processes, and removes what other numbers of processes left.
-
-    Killed on the way, it leaves a first part that is too long, which the next prefill cuts.
-    """
-    first = partial_path(path, 0, size)
-    with first.open("ab") as out:
-        for rank in range(1, size):
-            with partial_path(path, rank, size).open("rb") as part:
-                shutil.copyfileobj(part, out)
-        out.flush()
-        os.fsync(out.fileno())
-    first.replace(path)
-    for left in path.parent.glob(f"{path.name}.*"):
-        left.unlink()
+            part.replace(path)
