@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, TokenBias, head_count, truncate_caches
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, LayerCache, TokenBias, head_count
 from medusa_cli.engine import jit
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
-from medusa_cli.train.setup import build_drafter, check_recipe, taps_of
+from medusa_cli.train.setup import build_drafter, check_recipe
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,
@@ -394,13 +394,12 @@ def test_attention_heads_share_the_width_evenly(hidden: int, heads: int) -> None
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(32, 4), (130, 1), (480, 6)])
-def test_a_layers_cache_gives_what_one_pass_over_the_text_gives(hidden: int, heads: int, monkeypatch) -> None:
+def test_a_layers_cache_gives_what_one_pass_over_the_text_gives(hidden: int, heads: int) -> None:
     torch.manual_seed(0)
     layer, attention = DecoderLayer(hidden, heads), HeadAttention(hidden)
     for weight in (*layer.parameters(), *attention.parameters()):
         torch.nn.init.normal_(weight, std=0.1)
     x, cache = torch.randn(1, 17, hidden), LayerCache()
-    monkeypatch.setattr(blocks, "PIECE", 5)  # a long prompt attends in pieces
 
     def extend(start: int, end: int, cache: LayerCache = cache) -> torch.Tensor:
         return layer.extend(x[0, start:end], [range(start, end)], [cache], lambda what, run, *inputs: run(*inputs))
@@ -412,7 +411,9 @@ def test_a_layers_cache_gives_what_one_pass_over_the_text_gives(hidden: int, hea
     apart = LayerCache()
     extend(3, 9, apart)  # rows before are unknown; rotary positions count how far apart rows are
     assert torch.allclose(extend(9, 12, apart), layer(x[:, 3:])[0, 6:9], atol=1e-3)
-    assert truncate_caches([cache, apart], 10) == 10 and [cache.length, apart.length] == [10, 7]
+    drafter = drafter_of(tiny_backbone(), "hydra++-prompt")
+    drafter._caches = [cache, apart]
+    assert drafter.truncate(10) == 10 and [cache.length, apart.length] == [10, 7]
 
 
 def test_medusas_files_have_the_layout_of_serving_engines(tmp_path: Path) -> None:
@@ -482,7 +483,6 @@ def test_settings_that_a_drafter_cannot_have_are_refused(name: str, words: list[
     backbone, recipe = tiny_backbone(layers=4), load_recipe(None, [f"drafter={name}", *words])
     with pytest.raises(UserError, match=words[0].partition("=")[0]):
         check_recipe(recipe)
-        taps_of(recipe.drafter, backbone)
         build_drafter(backbone, recipe.drafter, None)
 
 

@@ -16,7 +16,7 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss, stage_1_loss, stage_2_loss
-from medusa_cli.train.setup import build_drafter, longest, runs_model, taps_of
+from medusa_cli.train.setup import build_drafter, longest, runs_model
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     answers_of,
@@ -67,7 +67,7 @@ def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -
             drafter.truncate(0)
             drafts.append(drafted(drafter, backbone, drafter.first_input(NewTokens(tokens, states, 9, 0)), TREE))
         assert torch.equal(*drafts) == (drafter in narrow)
-        assert drafter.sees_prompt(drafter.config) == (drafter not in narrow)
+        assert drafter.sees_prompt == (drafter not in narrow)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -122,7 +122,7 @@ def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tm
     dataset = load_dataset(run, backbone, fraction=0.4)
     losses, figures = [], []
     for prompts in (False, True):
-        heads.sees_prompt = lambda config, prompts=prompts: prompts
+        heads.sees_prompt = prompts
         batch = dataset.batch(backbone, heads, dataset.train, torch.float32)
         loss = drafter_loss(heads, backbone, batch, TrainRecipe())
         losses.append((float(loss.total.detach()), loss.counted.tolist()))
@@ -159,14 +159,14 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     write_lines(run.distill_path, [conversation(n, turns=2) for n in range(10)])
     words = [f"drafter={name}", "train.states=fresh", *(["drafter.prefix_layers=1"] if name == "hydra" else [])]
     recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
-    kind, taps = DRAFTERS[name], taps_of(recipe.drafter, backbone)
+    kind = DRAFTERS[name]
     assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
     fresh = read_dataset(run.data_path, backbone, 0.2, longest(recipe.train))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, fresh)
     online = stage_1_loss(backbone, drafter, fresh, recipe.train, fresh.train)
     assert not (run.path / "cache").exists()
-    kept = load_dataset(run, backbone, fraction=0.2, taps=taps)
+    kept = load_dataset(run, backbone, fraction=0.2, taps=drafter.taps)
     expected = stage_1_loss(backbone, drafter, kept, recipe.train, kept.train)
     assert online.positions == expected.positions
     assert float(online.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16

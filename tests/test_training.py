@@ -28,7 +28,7 @@ from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Saved, Stepped, TrainLog, Validated, read_log
 from medusa_cli.train.loop import Mean, learning_rate, peak_rates
 from medusa_cli.train.losses import BatchLoss
-from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model, taps_of
+from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
 from medusa_cli.tree import Tree
 from tests.helpers import (
     conversation,
@@ -81,12 +81,11 @@ def trainer(
         backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
     backbone = backbone or tiny_backbone(layers=3)
     fraction = recipe.train.validation_fraction
-    if runs_model(DRAFTERS[recipe.drafter.name], recipe.train):
-        dataset = read_dataset(run.data_path, backbone, fraction)
-    else:
-        dataset = load_dataset(run, backbone, fraction=fraction, taps=taps_of(recipe.drafter, backbone))
+    dataset = read_dataset(run.data_path, backbone, fraction)
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, dataset)
+    if not runs_model(drafter, recipe.train):
+        dataset = load_dataset(run, backbone, fraction=fraction, taps=drafter.taps)
     return Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=stop)
 
 

@@ -198,7 +198,7 @@ def _pick(
 
     They are those that emit answers' tokens; for a drafter whose layers see prompts, all but the last.
     """
-    prompts = drafter.sees_prompt(drafter.config)
+    prompts = drafter.sees_prompt
     rows, following, segment, sequence, answers = [], [], [], [], 0
     for number, (start, item) in enumerate(zip(starts, items, strict=True)):
         part = torch.full((len(item.tokens) - 1,), -1)

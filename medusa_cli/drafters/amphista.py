@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from msgspec import Meta
@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import (
-    DecoderLayer,
-    HeadAttention,
-    LayerCache,
-    Padding,
-    residual_blocks,
-    truncate_caches,
-)
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, residual_blocks
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -57,6 +50,7 @@ class Amphista(HeadDrafter):
     learning_rate = 1e-3
     config_class = AmphistaConfig
     settings = ("num_layers", "matrices", "attention_layers", "context", "conditional")
+    reads_next = True
     config: AmphistaConfig
 
     def __init__(self, config: AmphistaConfig) -> None:
@@ -66,17 +60,8 @@ class Amphista(HeadDrafter):
         self.blocks = nn.ModuleList(residual_blocks(size, config.num_layers) for _ in range(heads))
         self.position = nn.Parameter(torch.zeros(heads, size))
         self.attention = nn.ModuleList(HeadAttention(size) for _ in range(config.attention_layers))
+        self.sees_prompt = config.context == "conversation"
         self.truncate(0)
-
-    @classmethod
-    def sees_prompt(cls, settings: Any) -> bool:
-        return bool(settings.context == "conversation")
-
-    def truncate(self, length: int) -> int:
-        if not length or self.config.context == "answer":  # every prompt begins another answer
-            self._caches = [LayerCache() for _ in self.stages]
-            return length
-        return truncate_caches(self._caches, length - 1)  # the last row saw which token follows: it may be another now
 
     @torch.inference_mode()
     def draft(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, normed
+from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
 from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -50,6 +50,7 @@ class Eagle(HeadDrafter):
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")
+    reads_next = sees_prompt = True
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -63,7 +64,7 @@ class Eagle(HeadDrafter):
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
-        self._cache = LayerCache()
+        self.truncate(0)
 
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
@@ -92,21 +93,12 @@ class Eagle(HeadDrafter):
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         check_layers(config.taps, backbone.num_layers, "drafter.taps")
 
-    @classmethod
-    def sees_prompt(cls, settings: Any) -> bool:
-        return True
-
-    def truncate(self, length: int) -> int:
-        if not length:  # a fork's own, not that of the drafter it is a copy of
-            self._cache = LayerCache()
-        return self._cache.truncate(max(0, length - 1))  # the last row saw which token follows: it may be another now
-
     @torch.inference_mode()
     def draft(
         self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
-        caches, layer = [own._cache for own in sequences], self.packed("midlayer")
+        caches, layer = [own._caches[0] for own in sequences], self.packed("midlayer")
         fused = self.repeated("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         places = [range(tokens.start, tokens.end) for tokens in new]

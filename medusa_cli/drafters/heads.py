@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, Drafter, NewTokens
-from medusa_cli.drafters.layers import TokenBias
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias
 from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
 from medusa_cli.engine.jit import Computation, TracedModule
 from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
@@ -67,6 +67,8 @@ class HeadDrafter(Drafter):
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
     settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")  # the drafter keys of a recipe that not all read
     vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")  # without "own" it has no matrices
+    reads_next: ClassVar[bool] = False  # the rows of its own decoder layers also see the token after theirs
+    sees_prompt: bool = False  # its own decoder layers see a conversation from its first token
     config: HeadsConfig
     draft_ids: Tensor  # [M], token ids of the scores
     _lm_head_rows: Tensor | None  # of a draft vocabulary, where it has no matrices
@@ -131,14 +133,19 @@ class HeadDrafter(Drafter):
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         """Raises UsageError where a config asks for layers that the backbone does not have."""
 
-    @classmethod
-    def sees_prompt(cls, settings: Any) -> bool:
-        """Returns True if its own layers see a conversation from its first token, by a recipe or config."""
-        return False
-
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns all new prompt tokens if its own layers see the prompt, else the last one."""
-        return prompt if self.sees_prompt(self.config) else prompt.last()
+        return prompt if self.sees_prompt else prompt.last()
+
+    def truncate(self, length: int) -> int:
+        if not length or not self.sees_prompt:  # every fork has caches of its own, and every prompt another answer
+            self._caches = [LayerCache() for module in self.modules() if isinstance(module, DecoderLayer)]
+            return length
+        # A last row that saw which token follows goes: it may be another now.
+        end = min(cache.truncate(length - self.reads_next) for cache in self._caches)
+        for cache in self._caches:  # they may end at different positions
+            cache.truncate(end)
+        return end
 
     # Training
 

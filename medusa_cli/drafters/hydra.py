@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from msgspec import Meta
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, residual_blocks, truncate_caches
+from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
 from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -68,20 +68,11 @@ class HydraHeads(HeadDrafter):
         size, layers = config.hidden_size, config.num_layers
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in range(1, config.num_heads + 1))
+        self.sees_prompt = config.context == "conversation"
         self.truncate(0)
-
-    @classmethod
-    def sees_prompt(cls, settings: Any) -> bool:
-        return bool(settings.prefix_layers) and settings.context == "conversation"
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
         return backbone.embedding(tokens).to(self.dtype) if self.config.raw else super().embed(backbone, tokens)
-
-    def truncate(self, length: int) -> int:
-        if not length or self.config.context == "answer":  # every prompt begins another answer
-            self._caches = [LayerCache() for _ in self.prefix]
-            return length
-        return truncate_caches(self._caches, length)
 
     @torch.inference_mode()
     def draft(

@@ -2,13 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-# A long prompt's rows attend so many at a time: a mask over all of them would be quadratic in its length.
-PIECE = 512
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
 # Calls a computation that comes again under a name, with its inputs: `HeadDrafter.repeated`.
@@ -65,27 +65,14 @@ class LayerCache:
         return self._positions[-1] + 1 if self._positions else 0
 
 
-def truncate_caches(caches: Sequence[LayerCache], position: int) -> int:
-    """Truncates several layers' caches at a position, or at the first that some cache lacks; returns where they end."""
-    end = min(cache.truncate(position) for cache in caches)
-    for cache in caches:
-        cache.truncate(end)
-    return end
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     """Attends from rows q [heads, n, D], the last n of all rows [heads, m, D], under a mask [n, m].
 
     Without a mask each row sees itself and the rows before it.
     """
-    if mask is not None or q.shape[1] == 1:
-        return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
-    before, parts = keys.shape[1] - q.shape[1], []
-    for start, rows in zip(range(before, keys.shape[1], PIECE), q.split(PIECE, dim=1), strict=True):
-        end = start + rows.shape[1]
-        mask = torch.ones(rows.shape[1], end, dtype=torch.bool, device=q.device).tril(start)
-        parts.append(F.scaled_dot_product_attention(rows[None], keys[None, :, :end], values[None, :, :end], mask)[0])
-    return torch.cat(parts, dim=1)
+    if mask is None and q.shape[1] > 1:
+        mask = causal_lower_right(q.shape[1], keys.shape[1])
+    return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
 
 def head_count(hidden_size: int, head_dim: int = 64) -> int:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from medusa_cli.data.packing import Dataset, frequent_tokens
 from medusa_cli.drafters import DRAFTERS
-from medusa_cli.drafters.base import check_layers, with_last_layer
-from medusa_cli.drafters.eagle import default_taps
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
@@ -94,16 +92,6 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
         )
     if quantised:
         raise UsageError("@shard cannot split quantised weights", "train in whole weights, or use train.shard=false")
-
-
-def taps_of(recipe: DrafterRecipe, backbone: Backbone) -> tuple[int, ...]:
-    """Returns the layers whose states a drafter reads; raises UsageError for layers that the model lacks."""
-    kind = DRAFTERS[recipe.name]
-    if "taps" not in kind.settings:
-        return kind.taps
-    taps = recipe.taps or default_taps(backbone.num_layers)
-    check_layers(taps, backbone.num_layers, "drafter.taps")
-    return with_last_layer(taps)
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:

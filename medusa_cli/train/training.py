@@ -97,11 +97,11 @@ def _load(
         run.bind(backbone.identity)
     online = train.stage == 2 or setup.runs_model(kind, train)
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
-    if not online:
-        taps = setup.taps_of(recipe.drafter, backbone)
-        dataset = with_states(dataset, run, backbone, source, taps, world=world, show=show)
     torch.manual_seed(train.seed)
-    return backbone, dataset, setup.build_drafter(backbone, recipe.drafter, dataset)
+    drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    if not online:
+        dataset = with_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
+    return backbone, dataset, drafter
 
 
 def _describe(trainer: Trainer) -> None:
