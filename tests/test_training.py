@@ -26,7 +26,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, train
 from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Saved, Stepped, TrainLog, Validated, read_log
-from medusa_cli.train.loop import Mean, learning_rate, peak_rates
+from medusa_cli.train.loop import learning_rate, means, peak_rates, sums_of
 from medusa_cli.train.losses import BatchLoss
 from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
 from medusa_cli.tree import Tree
@@ -127,12 +127,9 @@ def test_means_are_over_positions_and_targets() -> None:
 
     class World(Distributed):
         def gather(self, value: Any) -> list[Any]:
-            return [value, {}, value]  # the process between had no batch
+            return [value, [], value]  # the process between had no batch
 
-    sums = Mean()
-    for loss in (loss_of(5, 1.0, 0.1, 4), loss_of(21, 4.0, 0.5, 0)):
-        sums.add(loss)
-    mean = sums.over(World())
+    mean = means([sums_of(loss_of(5, 1.0, 0.1, 4)), sums_of(loss_of(21, 4.0, 0.5, 0))], World())
     assert mean["loss"] == pytest.approx((5 * 1 + 21 * 4) / 26) and mean["positions"] == 2 * 26
     assert mean["head_losses"] == [pytest.approx((3 * 1 + 19 * 4) / 22)] and mean["accuracies"] == [4 / 24]
     assert mean["parts"] == {"kl": pytest.approx((5 * 0.1 + 21 * 0.5) / 26)}

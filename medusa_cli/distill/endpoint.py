@@ -12,9 +12,11 @@ from typing import Any
 from medusa_cli import assets
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import eos_ids_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
+from medusa_cli.model.checks import unloadable
+from medusa_cli.model.load import read_config
 from medusa_cli.runs.http import ChatServers
 from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
@@ -27,19 +29,14 @@ class Tokenizer:
     """
 
     def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer, GenerationConfig
 
         self.id, source = model, assets.model_dir(model)
+        config = read_config(model, trust_remote_code)
         try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
             self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as reason:
-            if "trust_remote_code" in str(reason):
-                raise assets.untrusted(model) from reason
-            raise UserError(
-                f"@model {model!r}: its tokenizer could not be loaded: {first_line(reason)}",
-                "give the folder or hub id of the model that the server serves",
-            ) from reason
+        except Exception as reason:  # damaged files raise any exception
+            raise unloadable(model, reason) from reason
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
         owners: list[Any] = [config, self.tokenizer]

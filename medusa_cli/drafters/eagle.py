@@ -32,10 +32,6 @@ class EagleConfig(HeadsConfig):
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists
-
 
 class Eagle(HeadDrafter):
     """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.

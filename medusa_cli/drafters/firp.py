@@ -13,7 +13,7 @@ from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.engine.extra_rows import ExtraRows
 from medusa_cli.engine.extra_rows import ahead as states_ahead
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -27,10 +27,6 @@ class FirpConfig(HeadsConfig):
 
     layers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     masked: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "layers", tuple(self.layers))  # Python callers may give a list
 
 
 class Firp(HeadDrafter):
@@ -100,8 +96,7 @@ class Firp(HeadDrafter):
         return self.draft_at_once(tree, new, compute, torch.stack(states, dim=1))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        if batch.trace is None or batch.rows is None:
-            raise UserError("internal: firp learns from traces of whole sequences, and the batch has none")
+        assert batch.trace is not None and batch.rows is not None
         states = states_ahead(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)  # [P, K, H]
         for head, positions in enumerate(rows):
             yield states[positions, head].to(batch.hidden.dtype)

@@ -1,7 +1,7 @@
 """Drafters by name, and loading the drafter that a folder holds."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from medusa_cli.runs.run import WHAT, check_backbone, describe_drafter
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
 REMEDY = "train it again, or give another @drafter"
-T = TypeVar("T", bound=HeadDrafter)
 
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
@@ -46,7 +45,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     return load_kind(kind, folder, backbone)
 
 
-def load_kind(kind: type[T], folder: Path, backbone: Backbone) -> T:
+def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> HeadDrafter:
     """Reads a drafter of a known kind in the backbone's dtype, ready to draft; raises UserError for unusable files."""
     config, tensors = read_drafter(kind, folder)
     if (config.hidden_size, config.vocab_size) != (backbone.hidden_size, backbone.vocab_size):

@@ -85,15 +85,14 @@ class _Level:
 @lru_cache(maxsize=64)
 def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
     """Returns the levels of a tree below its root, for drafts of `count` sequences."""
-    levels, before = [], {-1: 0}  # parents of the level before -> their number
+    depths, parent_of, ranks = map(torch.tensor, (tree.depths, tree.parents, tree.ranks))
+    levels, before = [], torch.tensor([-1])  # the parents of the level before
     for depth in range(1, tree.max_depth + 1):
-        nodes = [node for node in range(tree.size) if tree.depths[node] == depth]
-        parents = sorted({tree.parents[node] for node in nodes})
-        number = {parent: i for i, parent in enumerate(parents)}
-        first = [before[tree.parents[parent]] for parent in parents]
-        above = [row + sequence * len(before) for sequence in range(count) for row in first]
-        lists = (nodes, [tree.ranks[node] for node in nodes], [number[tree.parents[node]] for node in nodes])
-        tensors = [torch.tensor(values, device=device) for values in (*lists, parents, above)]
+        nodes = (depths == depth).nonzero().squeeze(-1)
+        parents, rows = parent_of[nodes].unique(return_inverse=True)
+        first = torch.searchsorted(before, parent_of[parents])
+        above = (first + len(before) * torch.arange(count)[:, None]).flatten()
+        tensors = (values.to(device) for values in (nodes, ranks[nodes], rows, parents, above))
         levels.append(_Level(tree.widths[depth - 1], *tensors))
-        before = number
+        before = parents
     return levels

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Trainer:
 
     def _train_step(self) -> Stepped:
         start, group, size = time.perf_counter(), self.groups[self.step], self.sizes[self.step]
-        mean = Mean()
+        sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
             # The seed belongs to the micro-batch, so that any process drops the same.
             torch.manual_seed(random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56))
@@ -112,7 +112,7 @@ class Trainer:
             # A token counts the same in whatever micro-batch it is.
             (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
             if counts:
-                mean.add(loss)
+                sums.append(sums_of(loss))
         self.world.add_gradients(self.parameters)
         lr, norm = self._update(group)
         self.step += 1
@@ -124,7 +124,7 @@ class Trainer:
             total_positions=self.positions_done,
             seconds=time.perf_counter() - start,
             memory=peak_memory(self.backbone.device),
-            **mean.over(self.world),
+            **means(sums, self.world),
         )
 
     def _loss(self, items: list[Conversation]) -> BatchLoss:
@@ -159,7 +159,7 @@ class Trainer:
 
     def validate(self) -> Validated:
         """Returns loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        modules, mean = [self.drafter, *([self.backbone.model] if self.weights else [])], Mean()
+        modules, sums = [self.drafter, *([self.backbone.model] if self.weights else [])], []
         for module in modules:
             module.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
@@ -167,10 +167,10 @@ class Trainer:
             for items, counts in self.world.micro_batches(self.validation):
                 loss = self._loss(items)
                 if counts:
-                    mean.add(loss)
+                    sums.append(sums_of(loss))
         for module in modules:
             module.train()
-        return Validated(self.step, total_positions=self.positions_done, **mean.over(self.world))
+        return Validated(self.step, total_positions=self.positions_done, **means(sums, self.world))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that a checkpoint keeps of the drafter, and the weights of the backbone that learn."""
@@ -234,33 +234,23 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-class Mean:
-    """The mean of micro-batches: a loss weighs its positions, a head's loss its targets, however they are batched."""
+def sums_of(loss: BatchLoss) -> dict[str, Any]:
+    """Returns a micro-batch's figures as sums: its loss weighs its positions, a head's loss its targets."""
+    parts = {"loss": float(loss.total.detach()), **{f"parts {name}": part for name, part in loss.parts.items()}}
+    sums: dict[str, Any] = {name: loss.positions * part for name, part in parts.items()}
+    sums |= {"correct": loss.correct.cpu(), "counted": loss.counted.cpu(), "learnt": loss.learnt.cpu()}
+    head_losses = sums["learnt"] * loss.per_head.detach().double().cpu()
+    return {**sums, "head_losses": head_losses, "positions": loss.positions}
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Any] = {}
 
-    def add(self, loss: BatchLoss) -> None:
-        parts = {"loss": float(loss.total.detach()), **{f"parts {name}": part for name, part in loss.parts.items()}}
-        sums: dict[str, Any] = {name: loss.positions * part for name, part in parts.items()}
-        sums |= {"correct": loss.correct.cpu(), "counted": loss.counted.cpu(), "learnt": loss.learnt.cpu()}
-        sums["head_losses"] = sums["learnt"] * loss.per_head.detach().double().cpu()
-        self._merge({**sums, "positions": loss.positions})
-
-    def _merge(self, sums: dict[str, Any]) -> None:
-        for name, part in sums.items():
-            self._sums[name] = self._sums.get(name, 0) + part
-
-    def over(self, world: Distributed) -> dict[str, Any]:
-        """Returns the means over all processes: loss, each head's loss and top-1 accuracy, positions, other parts."""
-        total = Mean()
-        for sums in world.gather(self._sums):
-            total._merge(sums)
-        sums = total._sums
-        return {
-            "loss": sums["loss"] / sums["positions"],
-            "head_losses": (sums["head_losses"] / sums["learnt"].clamp(min=1)).tolist(),
-            "accuracies": (sums["correct"].double() / sums["counted"].clamp(min=1)).tolist(),
-            "positions": sums["positions"],
-            "parts": {name[6:]: sums[name] / sums["positions"] for name in sums if name.startswith("parts ")},
-        }
+def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
+    """Returns the means over the micro-batches of all processes: loss, head losses, accuracies, positions, parts."""
+    every = [batch for own in world.gather(sums) for batch in own]
+    total = {name: sum(batch[name] for batch in every) for name in every[0]}
+    return {
+        "loss": total["loss"] / total["positions"],
+        "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
+        "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
+        "positions": total["positions"],
+        "parts": {name[6:]: total[name] / total["positions"] for name in total if name.startswith("parts ")},
+    }
