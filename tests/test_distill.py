@@ -267,7 +267,6 @@ def test_rows_are_read_without_a_right_to_write_and_without_memory_of_their_own(
     if maps.is_file():
         (mapped,) = [line for line in maps.read_text().splitlines() if line.endswith(f" {path}")]
         assert mapped.split()[1] == "r--s", "a private or writable mapping counts as memory in full"
-    assert read_rows(path, 4, 3, 0).shape == (0, 4)
 
 
 def test_torn_line_and_orphan_states_are_dropped_on_resume(run: Run) -> None:

@@ -47,8 +47,6 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
                 x = torch.cat([x, step(x[:, n - 1 : n])], dim=1)
         rows = torch.arange(x.shape[1])
         seen = rows[:, None] >= rows
-        if drafter.config.masked:
-            seen &= (rows < n) | (rows[:, None] == rows)
         kind = (getattr(config, "layer_types", None) or [None] * DEPTH)[index]
         if kind == "sliding_attention" or (kind is None and getattr(config, "sliding_window", None)):
             seen &= rows[:, None] - rows < config.sliding_window
@@ -60,10 +58,9 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str, masked: bool) -> None:
+def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str) -> None:
     backbone = backbone_of(family, engine)
-    drafter = firp(backbone, masked=masked, layers=[2, 3, 3])
+    drafter = firp(backbone, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
     out = forward(backbone, PROMPT, cache, logits="last", pseudo=drafter.extra_rows(3))
     assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)

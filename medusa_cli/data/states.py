@@ -29,17 +29,15 @@ def _raw(rows: Tensor) -> bytes:
 
 
 def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
-    """Returns rows first .. first + count of a file as read-only bf16 [count, W].
+    """Returns rows first .. first + count of a file as read-only bf16 [count >= 1, W].
 
     The rows are mapped and shared between processes: a private mapping counts as memory in full. Raises UserError
     where the file is too short.
     """
     row = 2 * width
     with path.open("rb") as file:
-        if first < 0 or (first + count) * row > os.fstat(file.fileno()).st_size:
+        if (first + count) * row > os.fstat(file.fileno()).st_size:
             raise UserError(f"{path} ends before state row {first + count}", "delete it to compute the states again")
-        if not count:
-            return torch.empty(0, width, dtype=torch.bfloat16)
         mapped = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")

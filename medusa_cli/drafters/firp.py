@@ -20,13 +20,9 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 
 @dataclass(frozen=True)
 class FirpConfig(HeadsConfig):
-    """layers: the number of backbone layers below each head's pseudo state.
-
-    masked: a pseudo state does not see those of the heads before (the ablation of Figure 7).
-    """
+    """layers: the number of backbone layers below each head's pseudo state."""
 
     layers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
-    masked: bool = False
 
 
 class Firp(HeadDrafter):
@@ -39,7 +35,7 @@ class Firp(HeadDrafter):
 
     name = "firp"
     config_class = FirpConfig
-    settings = ("layers", "masked", "conditional")
+    settings = ("layers", "conditional")
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
@@ -73,7 +69,7 @@ class Firp(HeadDrafter):
     def rows_of(self, steps: Sequence[nn.Module]) -> ExtraRows:
         """Returns the extra rows that the first heads' maps make."""
         maps: list[Callable[[Tensor], Tensor]] = [partial(self._step, step) for step in steps]
-        return ExtraRows(self.config.layers[: len(maps)], tuple(maps), self.config.masked)
+        return ExtraRows(self.config.layers[: len(maps)], tuple(maps))
 
     def _step(self, step: nn.Module, x: Tensor) -> Tensor:
         return step(x.to(self.dtype)).to(x.dtype)

@@ -21,13 +21,12 @@ CHUNK = 32
 class ExtraRows:
     """K maps [.., H] -> [.., H]: map k makes a row's k-th pseudo row of its state after layers[k] layers.
 
-    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row, itself and, unless
-    `masked`, the row's pseudo rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
+    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row, itself
+    and the row's pseudo rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
     """
 
     layers: tuple[int, ...]
     maps: tuple[Callable[[Tensor], Tensor], ...]
-    masked: bool = False
 
     def entering(self, layer: int) -> list[Callable[[Tensor], Tensor]]:
         """Returns the maps whose rows enter before a layer."""
@@ -35,8 +34,7 @@ class ExtraRows:
 
     def sees(self, device: torch.device) -> Tensor:
         """Returns which pseudo rows of a row see each other, bool [K, K]."""
-        every = torch.ones(len(self.layers), len(self.layers), dtype=torch.bool, device=device)
-        return torch.eye(len(every), dtype=torch.bool, device=device) if self.masked else every.tril()
+        return torch.ones(len(self.layers), len(self.layers), dtype=torch.bool, device=device).tril()
 
 
 class ExtraRowStates:

@@ -47,7 +47,6 @@ class DrafterRecipe:
     context: Literal["conversation", "answer"] = "conversation"
     conditional: Rank | None = None
     layers: Layers | None = None
-    masked: bool = False
 
 
 @dataclass(frozen=True)
