@@ -234,7 +234,7 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
     for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
         aim = batch.hidden[rows_of[k - 1] + k, -backbone.hidden_size :]
         apart += 0.5**k * len(aim) / 9 * float(F.smooth_l1_loss(states, aim).detach())
-    expected = loss(regress=0.0) + (3 * apart if drafter.autoregressive else 0.0)
+    expected = loss(regress=0.0) + (3 * apart if drafter.regress is not None else 0.0)
     assert loss(regress=3.0) == pytest.approx(expected, rel=1e-5)
     assert loss() == loss(regress=drafter.regress) and loss(stage=2) == loss(stage=2, regress=0.0)
 

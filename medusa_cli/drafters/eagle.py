@@ -42,7 +42,7 @@ class Eagle(HeadDrafter):
     name = "eagle"
     weights_file = "model.safetensors"
     learning_rate = 1e-3
-    autoregressive = True
+    regress = 0.0
     config_class = EagleConfig
     settings = ("taps",)
     vocabularies = ("draft", "own")

@@ -60,8 +60,8 @@ class HeadDrafter(Drafter):
 
     name: ClassVar[str]
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    autoregressive: ClassVar[bool] = False  # each head reads the tokens drafted before its own
-    regress: ClassVar[float] = 0.0  # default of train.regress in stage 1, for autoregressive drafters
+    # Default of train.regress in stage 1; None: its heads do not read the tokens drafted before theirs.
+    regress: ClassVar[float | None] = None
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig

@@ -57,7 +57,6 @@ class HydraHeads(HeadDrafter):
     """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
 
     name = "hydra"
-    autoregressive = True
     regress = 100.0
     config_class = HydraConfig
     settings = ("num_layers", "matrices", "prefix_layers", "context")

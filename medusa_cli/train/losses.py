@@ -151,7 +151,7 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
         rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     regress = 0.0
-    if drafter.autoregressive:  # in stage 2 the backbone's states are no fixed target: they move with the heads
+    if drafter.regress is not None:  # in stage 2 the backbone's states are no fixed target: they move with the heads
         regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
     positions = [batch.targets(k) for k in heads]
     known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]

@@ -40,7 +40,7 @@ def longest(train: TrainRecipe) -> int:
 def check_recipe(recipe: Recipe) -> None:
     """Raises UsageError for settings that have no effect together or cannot be."""
     kind, train, drafter = DRAFTERS[recipe.drafter.name], recipe.train, recipe.drafter
-    if train.regress and not kind.autoregressive:
+    if train.regress and kind.regress is None:
         raise UsageError(
             f"train.regress={train.regress:g} has no effect on {kind.name}: its heads do not read the draft tokens",
             "leave it out, or use drafter=hydra or drafter=eagle",
@@ -168,21 +168,21 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
 
     Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
     """
-    giver = start or (run if stage == 2 else None)
-    if giver is None:
+    giver, needed = start or run, stage == 2 and start is not None
+    if start is None and stage == 1:
         return
-    if not copy_heads(giver, backbone, drafter, adapted=stage == 2 and start is not None):
-        if stage == 2 and start is not None:
-            raise UserError(
-                f"@from {start.path}: it holds no heads of this model and this shape",
-                "train such heads there, or give its conversations alone as @data",
-            )
+    if copy_heads(giver, backbone, drafter, adapted=needed):
+        folder, trained = giver.drafter_dir, rounding_in(giver.drafter_dir)
+        log.info(f"the heads start from {folder}")
+        if trained not in (None, backbone.identity.get("rounding")):
+            log.warning(f"{folder} was trained on the model quantized by {trained}; @quantize {trained} does so")
+    elif needed:
+        raise UserError(
+            f"@from {giver.path}: it holds no heads of this model and this shape",
+            "train such heads there, or give its conversations alone as @data",
+        )
+    else:
         log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
-        return
-    log.info(f"the heads start from {giver.drafter_dir}")
-    trained = rounding_in(giver.drafter_dir)
-    if trained not in (None, backbone.identity.get("rounding")):
-        log.warning(f"{giver.drafter_dir} was trained on the model quantized by {trained}; @quantize {trained} does so")
 
 
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
