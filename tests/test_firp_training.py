@@ -9,7 +9,6 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import batch_of
-from medusa_cli.drafters import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.engine.extra_rows import ahead, trace
@@ -103,7 +102,7 @@ def model(tmp_path: Path) -> str:
     return save_network(backbone.model, tmp_path / "model")
 
 
-def test_packed_weights_and_batches_without_traces_are_refused(model: str) -> None:
+def test_packed_weights_are_refused(model: str) -> None:
     def loss(backbone: Backbone, drafter: HeadDrafter) -> Any:
         batch = batch_of(backbone, drafter, conversations(20))
         return drafter_loss(drafter, backbone, batch, TrainRecipe()).total
@@ -116,6 +115,3 @@ def test_packed_weights_and_batches_without_traces_are_refused(model: str) -> No
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*gradients, strict=True))
     with pytest.raises(UserError, match="packed weights lose gradients"):
         loss(load_backbone(model, options), drafter)
-    batch = Batch(torch.randn(4, 32), torch.arange(4), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(UserError, match="traces of whole sequences"):
-        drafter_loss(drafter, backbone_of(), batch, TrainRecipe())
