@@ -305,7 +305,7 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: P
         (True, "other", None, Sampling(), None, "gguf"),
         (True, "other", Path("some.gguf"), Sampling("exact", 0.7), None, "temperature"),
         (True, "smollm2-135m", None, Sampling(), 1.1, "repetition_penalty"),
-        (False, "smollm2-135m", None, Sampling(), None, "llama-cpp-python"),
+        (False, "smollm2-135m", None, Sampling(), None, "xllamacpp"),
     ],
 )
 def test_llama_cpp_decodes_greedily_from_a_known_file(
@@ -313,7 +313,7 @@ def test_llama_cpp_decodes_greedily_from_a_known_file(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
-        check_llama(model, file, sampling, LogitsOptions(penalty))
+        check_llama("llama.cpp", model, file, sampling, LogitsOptions(penalty))
 
 
 @pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")

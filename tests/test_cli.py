@@ -153,6 +153,7 @@ MISTAKES = [
     (1, f"{BENCH} --questions nowhere.jsonl", "nowhere.jsonl"),
     (2, f"{BENCH} --methods ar --gguf {{place}}/q.jsonl", "--gguf"),
     (2, f"{BENCH} --methods llama.cpp", "--methods llama.cpp"),
+    (2, f"{BENCH} --methods llama.cpp-ngram", "--methods llama.cpp-ngram"),
     (2, f"{BENCH} --methods ar,hf --drafter {{place}}/mine/drafter", "--drafter"),
     (2, f"{BENCH} --values 3", "--values"),
     (2, f"{BENCH} --batch-size 2 --methods ar,hf-lookup", "hf-lookup"),

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_cli import Medusa, assets
+from medusa_cli.bench.methods import LLAMA, llama_method
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.gguf import read_header
@@ -273,3 +274,13 @@ def test_other_files_are_no_models(file: Path, data: bytes) -> None:
     assert str(file) in done.stderr and done.stderr.count("\n") == 1
     with pytest.raises(UserError, match=r"missing\.gguf"):
         assets.model_dir("missing.gguf")
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
+    pytest.importorskip("xllamacpp")
+    write_gguf(file)
+    backbone = load_backbone(str(file), FP32)
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
+    [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
+    assert answer.turns[0][:8] == plain[:8] and answer.tokens == len(plain)

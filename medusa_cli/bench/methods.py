@@ -1,6 +1,8 @@
 """Decoding methods that a bench compares: our loops, transformers' generate, llama.cpp."""
 
 import importlib.util
+import json
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,10 @@ from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "medusa-dynamic", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
-METHODS = (*TRANSFORMERS, "ar", *DRAFTED, "llama.cpp")
+LLAMA = ("llama.cpp", "llama.cpp-ngram")
+METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 # Methods that decode one sequence at a time only.
-UNBATCHED = ("hf-lookup", "hf-assisted", "llama.cpp")
+UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 DYNAMIC_NODES = 16  # of medusa-dynamic's trees, for a run without a tree
 OnTokens = Callable[[list[int]], None]
@@ -35,19 +38,24 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_llama(model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
+def llama_package(name: str) -> str | None:
+    """Returns the installed package that runs a method of llama.cpp; None if there is none."""
+    packages = ("llama_cpp", "xllamacpp") if name == "llama.cpp" else ("xllamacpp",)  # the former drafts in Python
+    return next((package for package in packages if importlib.util.find_spec(package)), None)
+
+
+def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
     """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
-    if importlib.util.find_spec("llama_cpp") is None:
+    if llama_package(name) is None:
         raise UsageError(
-            "@methods llama.cpp: the package llama-cpp-python is not installed",
-            "install it (it is compiled for minutes), or leave the method out",
+            f"@methods {name}: llama.cpp is not installed", "`pip install xllamacpp`, or leave the method out"
         )
-    if gguf is None and model not in MODELS:
-        raise UsageError(f"@methods llama.cpp: no GGUF file of {model!r} is known", "give @gguf FILE")
+    if gguf is None and model not in MODELS and not Path(model).expanduser().is_file():
+        raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
-        raise UsageError("@methods llama.cpp is compared in greedy decoding only", "leave @temperature out")
-    if name := next(iter(options.given), None):
-        raise UsageError(f"@methods llama.cpp is compared without @{name}", f"leave @{name} out")
+        raise UsageError(f"@methods {name} is compared in greedy decoding only", "leave @temperature out")
+    if option := next(iter(options.given), None):
+        raise UsageError(f"@methods {name} is compared without @{option}", f"leave @{option} out")
 
 
 def choose_files(
@@ -173,8 +181,13 @@ class _Streamer:
         """Has nothing to flush."""
 
 
-def llama_method(gguf: Path, backbone: Backbone) -> Method:
-    """Returns llama.cpp's greedy decoding of a GGUF file of the same model, with torch's number of threads."""
+def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
+    """Returns llama.cpp's greedy decoding of a GGUF file of the same model, with torch's number of threads.
+
+    llama.cpp-ngram: with its n-gram drafts, by its own defaults.
+    """
+    if llama_package(name) == "xllamacpp":
+        return _xllamacpp_method(gguf, backbone.max_positions, ngrams=name != "llama.cpp")
     from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
 
     threads, ends = torch.get_num_threads(), backbone.eos_ids
@@ -189,6 +202,32 @@ def llama_method(gguf: Path, backbone: Backbone) -> Method:
             on_tokens(tokens[-1:])
             if len(tokens) == max_new_tokens or tokens[-1] in ends:
                 break
+        return [Answer([tokens])]
+
+    return answer
+
+
+def _xllamacpp_method(gguf: Path, context: int, ngrams: bool) -> Method:
+    """Returns greedy decoding by the llama.cpp server inside the prebuilt package xllamacpp."""
+    import xllamacpp  # type: ignore[import-not-found, unused-ignore]
+
+    settings: Any = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), context, 1
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+    settings.verbosity, settings.cache_ram_mib = 0, 0
+    if ngrams:
+        settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    server: Any = xllamacpp.Server(settings)
+    kind = {"Content-Type": "application/json"}
+    options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
+
+    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+        body = json.dumps({"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
+        # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
+        with urllib.request.urlopen(request) as reply:
+            tokens: list[int] = json.load(reply)["tokens"]
+        on_tokens(tokens)
         return [Answer([tokens])]
 
     return answer

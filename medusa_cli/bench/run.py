@@ -20,6 +20,7 @@ import torch
 from medusa_cli.api import load_drafting, ngrams_alone, static_tree
 from medusa_cli.assets import gguf_path
 from medusa_cli.bench.methods import (
+    LLAMA,
     METHODS,
     TRANSFORMERS,
     UNBATCHED,
@@ -47,7 +48,7 @@ from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
-PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python")
+PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python", "xllamacpp")
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
@@ -91,16 +92,17 @@ class Bench:
         if self.batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
-        if "llama.cpp" in names:
-            check_llama(self.choice.model, self.gguf, self.sampling, self.logits_options)
+        for name in (name for name in names if name in LLAMA):
+            check_llama(name, self.choice.model, self.gguf, self.sampling, self.logits_options)
         if "hf-assisted" in names and self.draft_model is None:
             raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
-        for flag, value, method in (
-            ("@gguf", self.gguf, "llama.cpp"),
-            ("@draft_model", self.draft_model, "hf-assisted"),
+        for flag, value, readers in (
+            ("@gguf", self.gguf, LLAMA),
+            ("@draft_model", self.draft_model, ("hf-assisted",)),
         ):
-            if value is not None and method not in names:
-                raise UsageError(f"{flag} {value} has no effect with @methods {text}", f"leave it out, or add {method}")
+            if value is not None and not set(readers) & set(names):
+                remedy = f"leave it out, or add {readers[0]}"
+                raise UsageError(f"{flag} {value} has no effect with @methods {text}", remedy)
 
     def run(self, watch: Watch = unwatched) -> dict[str, Any]:
         """Returns the bench's document; only one copy of the model is loaded at a time."""
@@ -215,10 +217,10 @@ class Bench:
     def _our_methods(self, backbone: Backbone, loaded: Mapping[str, tuple[Drafter, DraftPolicy]]) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
-            if name == "llama.cpp":
+            if name in LLAMA:
                 file = self.gguf or gguf_path(self.choice.model)
                 assert file is not None  # check_llama has seen to it
-                methods[name] = llama_method(file, backbone)
+                methods[name] = llama_method(name, file, backbone)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, ngrams_alone(backbone) if name == "lookup" else None))
                 rules = self.sampling, self.logits_options

@@ -28,12 +28,13 @@ WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), "
-    "medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), llama.cpp, and drafters by name, such as "
-    "hydra: of the run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
+    "medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), llama.cpp, llama.cpp-ngram (with its n-gram "
+    "drafts), and drafters by name, such as hydra: of the run inside the run by that name, or the run's own. [default: "
+    "hf,ar,medusa, with --sweep ar,medusa]"
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context; resumes a killed one."
 STEPS = "Ask no questions: time forward passes by rows and engine after N tokens, such as 384."
-GGUF = "The file that llama.cpp reads. [default: the default model's own]"
+GGUF = "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
 swept = partial(flag, panel="Sweeps and pass times")
 other = partial(flag, panel="Methods of other programs")
 
