@@ -17,7 +17,7 @@ PACKAGE = Path(cli.__file__).parent
 PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
 PACKAGES["urllib3"] = "requests"
 OPTIONAL = {"llama_cpp", "xllamacpp"}  # used if they are installed
-INDIRECT = {"accelerate", "gguf"}  # transformers imports them
+INDIRECT = {"accelerate"}  # transformers imports it
 
 
 def declared(section: str) -> set[str]:
