@@ -15,7 +15,7 @@ from medusa_cli.bench.stats import Answer
 from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
 from medusa_cli.decode.processors import generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run, describe_drafter
@@ -217,7 +217,10 @@ def _xllamacpp_method(gguf: Path, context: int, ngrams: bool) -> Method:
     settings.verbosity, settings.cache_ram_mib = 0, 0
     if ngrams:
         settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-    server: Any = xllamacpp.Server(settings)
+    try:
+        server: Any = xllamacpp.Server(settings)
+    except RuntimeError as reason:
+        raise UserError(f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE") from reason
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
 
