@@ -141,7 +141,6 @@ class Handler:
 
     async def answer(self, body: ChatRequest | CompletionRequest, receive: Receive) -> Response:
         """Returns the whole answer, or a stream of it; raises Refusal."""
-        self.check_model(body.model)
         requests = await self._requests(body)
         backbone = self._medusa.backbone
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
