@@ -141,9 +141,9 @@ def load_drafting(
         policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, costs), costs)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
-        least = tree_provenance(choice.tree).break_even if choice.tree else 0.0
-        nodes = choice.dynamic or (max(MAX_PAYING_NODES, tree.size) if least else tree.size)
-        policy = policy_of(DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), least))
+        paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
+        nodes = choice.dynamic or (max(MAX_PAYING_NODES, tree.size) if paying else tree.size)
+        policy = policy_of(DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying))
     else:
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())

