@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Request
+from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
-from medusa_cli.serve.scheduler import Event, Ticket
+from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate
 from tests.helpers import save_model, save_run, tiny_backbone
@@ -103,6 +104,25 @@ def logprobs_of(backbone, *chunks: list[Likelihood], chat: bool) -> list[dict]:
     answer = OpenAIFormat(backbone, body, [ticket])
     events = [Event([], tuple(chunk)) for chunk in chunks]
     return [answer.chunk(0, event)["choices"][0]["logprobs"] for event in events]
+
+
+def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
+    """Between the prefills of two waiting requests every running one gets a step."""
+    order: list[tuple[str, int]] = []
+    scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=3, waiting=3)
+    for number in range(3):
+        events: list[Event] = []
+
+        def deliver(event: Event, number: int = number, events: list[Event] = events) -> None:
+            order.append(("step" if events else "prefill", number))
+            events.append(event)
+
+        request = Request(tuple(range(5, 9 + number)), 12, stop_ids=())
+        scheduler.submit([Ticket(request, Answer(scheduler._medusa.backbone), deliver)])
+    scheduler.drain()
+    scheduler.run()
+    second, third = order.index(("prefill", 1)), order.index(("prefill", 2))
+    assert ("step", 0) in order[:second] and {("step", 0), ("step", 1)} <= {*order[second:third]}
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:

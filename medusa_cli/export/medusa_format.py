@@ -37,7 +37,8 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
             stored = k if config.matrices == "each" else 0
             written[f"{k}.{layers}.weight"] = _full_matrix(tensors, f"{stored}.{layers}", config.vocab_size)
     if config.vocabulary == "draft":
-        notes.append(f"the draft vocabulary of {config.draft_vocab_size:,} tokens is widened to {config.vocab_size:,}")
+        widened = f"the draft vocabulary of {config.draft_vocab_size:,} tokens is widened to {config.vocab_size:,}"
+        notes.append(f"{widened}; the others score 0, too much for a model whose logits lie below 0")
     if source.run.adapter is not None:
         notes.append("these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)")
     with exporting(output, overwrite) as part:

@@ -125,7 +125,7 @@ class Scheduler:
             self._finish(ticket, Event(last=True))
 
     def _admit(self) -> None:
-        """Prefills waiting requests while slots are free."""
+        """Prefills one waiting request if a slot is free: a step of the running ones follows each."""
         while self._waiting and self._decoder.free_slots:
             with self._changed:
                 ticket = self._waiting.popleft()
@@ -142,6 +142,7 @@ class Scheduler:
             self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
             self._metrics.reused_tokens.inc(sequence.reused)
             self._deliver(sequence, first)
+            return
 
     def _step(self) -> None:
         """Runs one step of all running requests."""
