@@ -46,6 +46,8 @@ SHAPE = (
 )
 # Laps of few rows, of which two run before the pass is traced; many rows gain nothing by that.
 LAPS, FEW, LONG_LAPS = 6, 16, 3
+# No lap begins after so many seconds, as on a busy machine, once there were MIN_LAPS.
+BUDGET, MIN_LAPS = 10.0, 2
 # Tokens in the cache of the steps that are timed.
 CONTEXT = 192
 # Bytes of weights that a lap reads at least: more than a processor's cache holds.
@@ -233,7 +235,10 @@ def time_kernels(names: Iterable[str], config: Any) -> tuple[Mapping[str, Curve]
             continue
         engines.append((engine, engine.new_cache()))
         engine.forward(Plan.chain(_ids(engine, CONTEXT), logits="none"), engines[-1][1])
+    started = time.perf_counter()
     for lap in range(LAPS):
+        if lap >= MIN_LAPS and time.perf_counter() - started > BUDGET:
+            break
         for rows in EXPECTED:
             for engine, cache in engines if rows <= FEW or lap < LONG_LAPS else ():
                 body, head = time_step(engine, cache, rows)
