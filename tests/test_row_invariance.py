@@ -1,5 +1,6 @@
 """A row of a pass has the same bits alone, in a tree, in a batch, in a prompt and behind a reused prefix."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from medusa_cli.decode import Decoder, Request
 from medusa_cli.engine import Plan, attach
-from medusa_cli.engine.attention import BLOCK, PIECE, attend, padding_of, pieces_of
+from medusa_cli.engine.attention import BLOCK, PIECE, attend, padding_of, pieces_of, powers
 from medusa_cli.engine.kernels import Kernel, can_pack, has_fp16_weights
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16
@@ -153,3 +154,23 @@ def test_traced_passes_have_the_bits_of_untraced_ones() -> None:
     forward(backbone, text[:20], cache)
     for token in range(20, 30):  # the third pass of a kind is traced
         assert torch.equal(forward(backbone, text[token : token + 1], cache).hidden[0], whole.hidden[token])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Sets five threads, which share few tensors evenly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_shares_of_threads_change_no_bit(threads: None) -> None:
+    scores = -20 * torch.rand(7, 53, 256)
+    assert torch.equal(powers(scores.clone()), torch.stack([powers(row[None].clone())[0] for row in scores]))
+    backbone = backbone_of("fp16-weights", layers=8)
+    for rows in (301, 389, 431, 503):
+        text = torch.arange(rows) * 37 % 512
+        cache = backbone.engine.new_cache()
+        parts = [forward(backbone, part, cache).hidden for part in text.split(100)]  # each by one thread
+        assert torch.equal(forward(backbone, text).hidden, torch.cat(parts))
