@@ -1,6 +1,7 @@
 """Every drafter: identity, drafting against training, batches, files, refusals, and each through the commands."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -439,6 +440,26 @@ def test_eagles_tensors_have_the_names_of_serving_engines(tmp_path: Path) -> Non
     assert tensors["fc.weight"].shape == (32, 96) and tensors["lm_head.weight"].shape == (24, 32)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
     assert torch.equal(tensors["draft_ids"], drafter.draft_ids) and drafter.taps == (1, 3, 4, -1)
+
+
+def test_levels_of_eagles_taps_are_folded_into_its_files_and_out_again(tmp_path: Path) -> None:
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, "eagle").requires_grad_(False)
+    batch = batch_of(drafter, backbone, [0] * 40)
+    scales = torch.tensor([0.5, 3.0, 25.0, 1.0]).repeat_interleave(backbone.hidden_size)
+    batch = replace(batch, hidden=batch.hidden * scales)
+    drafter.level(batch.hidden)
+    read = drafter._lower(batch.hidden).unflatten(-1, (3, -1))
+    assert read.square().mean((0, 2)) == pytest.approx([1.0, 1.0, 1.0], rel=1e-4)
+    expected = list(drafter.logits(backbone, batch))
+    drafter.save(tmp_path, provenance(backbone.identity))
+    again = drafter_of(backbone, "eagle")
+    again.level(batch.hidden[:20])  # other levels
+    loaded = load_drafter(tmp_path, backbone)
+    again.start_from(loaded)
+    for same in (drafter, loaded, again.eval()):
+        for ours, theirs in zip(same.logits(backbone, batch), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.1)  # files are bf16
 
 
 def test_drafters_of_another_model_and_broken_files_are_refused(tmp_path: Path) -> None:

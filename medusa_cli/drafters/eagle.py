@@ -1,8 +1,10 @@
 """EAGLE-3: one decoder layer over fused states of three layers, fed with its own states (arXiv:2503.01840)."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,11 +50,13 @@ class Eagle(HeadDrafter):
     vocabularies = ("draft", "own")
     reads_next = sees_prompt = True
     config: EagleConfig
+    levels: Tensor  # [H * taps], what the states that are fused are multiplied by; ones in a file
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.taps = with_last_layer(config.taps)
         size = config.hidden_size
+        self.register_buffer("levels", torch.ones(len(config.taps) * size), persistent=False)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         widths = (size, config.num_attention_heads, config.head_dim, config.intermediate_size)
         numbers = {"eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
@@ -126,14 +130,36 @@ class Eagle(HeadDrafter):
         return backbone.embedding(tokens).to(self.dtype)
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the states that are fused, without the last layer's."""
-        return hidden[..., : -self.config.hidden_size].to(self.dtype)
+        """Returns the states that are fused, levelled and without the last layer's."""
+        return hidden[..., : -self.config.hidden_size].to(self.dtype) * self.levels.to(self.dtype)
+
+    @torch.no_grad()
+    def level(self, hidden: Tensor) -> None:
+        """Divides each tap by its root mean square over states [n, H * taps] of answers.
+
+        Raw ones differ tenfold, and the layer would need thousands of steps to add as much to a state as it holds.
+        """
+        size = self.config.hidden_size
+        squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
+        self.levels.copy_(squares.clamp(min=1e-12).rsqrt().repeat_interleave(size))
+
+    @torch.no_grad()
+    def start_from(self, trained: HeadDrafter) -> None:
+        super().start_from(trained)
+        self.fc.weight.div_(self.levels)  # files hold it for raw states
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         fused, embedded = self.fc(self._lower(batch.hidden)), self.embed(backbone, batch.next)
         steps = training_time_test(self.midlayer, fused, embedded, batch.attention_groups, batch.learnt)
         for positions, states in zip(rows, steps, strict=False):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
+
+    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Writes a drafter that reads raw states: the levels are folded into `fc`."""
+        folded = copy.deepcopy(self)
+        with torch.no_grad():
+            folded.fc.weight.mul_(folded.levels)
+        super(Eagle, folded).save(folder, provenance)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines read."""

@@ -149,6 +149,15 @@ class HeadDrafter(Drafter):
 
     # Training
 
+    @torch.no_grad()
+    def start_from(self, trained: "HeadDrafter") -> None:
+        """Copies the weights and the vocabulary of a trained drafter of the same kind, which may have fewer layers."""
+        weights = dict(trained.named_parameters())
+        for name, weight in self.named_parameters():
+            if name in weights:
+                weight.copy_(weights[name])
+        self.draft_ids.copy_(trained.draft_ids)
+
     @abstractmethod
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields the states [n, H] of each head in turn at its rows [n] of the batch, for as many heads as `rows` has.

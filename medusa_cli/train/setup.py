@@ -211,10 +211,5 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
         if run.adapter is None or adapter.digest(run.adapter) != learnt:
             return False
         adapter.take_up(backbone.model, run.adapter)
-    weights = dict(trained.named_parameters())
-    with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            if name in weights:
-                weight.copy_(weights[name])
-        drafter.draft_ids.copy_(trained.draft_ids)
+    drafter.start_from(trained)
     return True

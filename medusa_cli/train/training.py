@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
-from medusa_cli.drafters import DRAFTERS
+from medusa_cli.drafters import DRAFTERS, Eagle
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -35,6 +35,7 @@ from medusa_cli.train.loop import Trainer
 from medusa_cli.train.prefill import with_states
 
 log = logging.getLogger(__name__)
+LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
 
 
@@ -101,6 +102,9 @@ def _load(
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if not online:
         dataset = with_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
+    if isinstance(drafter, Eagle):
+        first = dataset.batch(backbone, drafter, dataset.micro_batches(dataset.train, LEVELLED)[0])
+        drafter.level(first.hidden[first.learnt])
     return backbone, dataset, drafter
 
 
