@@ -4,12 +4,13 @@ import itertools
 import json
 import math
 import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from medusa_cli.decode.costs import measure_costs
+from medusa_cli.decode.costs import costs_for, measure_costs
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
@@ -273,6 +274,21 @@ def tiny_run(tmp_path: Path) -> Path:
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_costs_of_a_busy_machine_are_measured_again_an_hour_later(
+    busy: bool, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, now, measured = tiny_backbone(), [1e9], []
+    costs, times = costs_of(0.001, each_level=0.001), "medusa_cli.decode.costs.time"
+    monkeypatch.setattr("medusa_cli.decode.costs.measure_costs", lambda *_, **__: measured.append(0) or costs)
+    monkeypatch.setattr(f"{times}.time", lambda: now[0])
+    monkeypatch.setattr(f"{times}.thread_time", lambda: 0.0 if busy else 2 * time.perf_counter())
+    for _ in range(6):
+        assert costs_for(backbone, None, None) == costs
+        now[0] += 1500
+    assert len(measured) == (2 if busy else 1)
 
 
 def test_budget_auto_finds_a_size_and_keeps_the_times(tiny_run: Path, own_home: Path) -> None:

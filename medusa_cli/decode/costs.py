@@ -1,7 +1,9 @@
 """The cost of whole steps on this machine, timed once for a drafter on a backbone by the loop that decodes."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +13,7 @@ from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.stats import Step
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.autotune import Timings, device_name, keep_timings, machine_key, read_timings
+from medusa_cli.engine.autotune import Curve, device_name, keep_timings, machine_key, read_timings
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Costs
@@ -23,7 +25,23 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not timed.
 HOPELESS = 6.0
 WITHOUT = "no drafter"  # the stamp of its costs
+# A decoding thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy,
+# and steps are timed again after so many seconds: not at each start, which takes longest on a busy machine.
+UNDISTURBED, RETRY_AFTER = 0.8, 3600
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptCosts:
+    """Costs as they are kept; `busy`: when a busy machine measured them, in seconds since 1970, else None."""
+
+    verify: Curve
+    draft: Curve
+    busy: float | None = None
+
+    @property
+    def doubtful(self) -> bool:
+        return self.busy is not None and not 0 <= time.time() - self.busy < RETRY_AFTER
 
 
 class Blank(Drafter):
@@ -98,7 +116,7 @@ def costs_for(
 ) -> Costs:
     """Returns the kept costs of a drafter (by its stamp) on a backbone on this machine, or measures and keeps them.
 
-    Without a drafter, those of the backbone's passes alone.
+    Without a drafter, those of the backbone's passes alone. Costs of a busy machine are measured again an hour later.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(
@@ -112,13 +130,15 @@ def costs_for(
             stamp or "",
         )
     )
-    kept = (None if again or stamp is None else read_timings(key, Timings)) or {}
-    if 1 in kept.get("verify", {}) and 1 in kept.get("draft", {}):
-        return Costs(kept["verify"], kept["draft"])
+    kept = None if again or stamp is None else read_timings(key, KeptCosts)
+    if kept is not None and not kept.doubtful and 1 in kept.verify and 1 in kept.draft:
+        return Costs(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
+    wall, own = time.perf_counter(), time.thread_time()
     costs = measure_costs(backbone, drafter or Blank(), on_progress=on_progress)
+    busy = time.thread_time() - own < UNDISTURBED * (time.perf_counter() - wall)
     if stamp is not None:
-        keep_timings(key, {"verify": costs.verify, "draft": costs.draft})
+        keep_timings(key, KeptCosts(costs.verify, costs.draft, time.time() if busy else None))
     return costs
 
 

@@ -21,7 +21,7 @@ from medusa_cli.assets import home
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import Kernel
-from medusa_cli.engine.plan import Plan
+from medusa_cli.engine.plan import Plan, lay_out
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import Unsupported
@@ -50,12 +50,8 @@ LAPS, FEW, LONG_LAPS = 6, 16, 3
 BUDGET, MIN_LAPS = 10.0, 2
 # Tokens in the cache of the steps that are timed.
 CONTEXT = 192
-# Bytes of weights that a lap reads at least: more than a processor's cache holds.
-LAP_BYTES = 64 * 2**20
-# A timing thread computes or spins all the while. If it ran for a smaller share of the time (of more than so many
-# seconds), the machine was busy: kernels are timed again after RETRY_AFTER seconds, until RETRIES were busy, too.
-UNDISTURBED, SHORT = 0.8, 0.2
-RETRY_AFTER, RETRIES = 3600, 3
+# Bytes of weights that a lap reads at least: more than a processor's cache holds. And those of its lm_head.
+LAP_BYTES, HEAD_BYTES = 64 * 2**20, 8 * 2**20
 # A kernel takes the place of the one chosen before if its cost is below this share of the other's.
 GAIN = 0.95
 log = logging.getLogger(__name__)
@@ -66,15 +62,12 @@ class KernelTimings:
     """The least seconds of a step by kernel and rows; {} for a kernel that cannot be had.
 
     choices: the kernel taken, by the question that it answers. variant: the kernels under which a row's bits depend on
-    the rows beside it. busy: measurements in a row on a busy machine. measured:
-    the time of the last one, in seconds since 1970.
+    the rows beside it.
     """
 
     seconds: Timings = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     variant: tuple[str, ...] = ()
-    busy: int = 0
-    measured: float = 0.0
 
 
 def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
@@ -109,8 +102,8 @@ def read_timings(key: str, kind: type[T]) -> T | None:
         return None
 
 
-def keep_timings(key: str, timings: Timings | KernelTimings) -> None:
-    """Keeps timings beside those of other keys; without a writable file they are measured again next time."""
+def keep_timings(key: str, timings: Any) -> None:
+    """Keeps a record of timings beside other keys'; without a writable file they are measured again next time."""
     kept: dict[str, Any] = {}
     with suppress(UserError):  # a damaged file is replaced
         kept = _read_file()
@@ -179,31 +172,15 @@ def cost(curve: Mapping[int, float], rows: int | None) -> float:
 
 
 def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> KernelTimings:
-    """Returns what is kept for models of a shape, after a measurement if kernels are missing or the last was busy.
-
-    again: measures in any case and forgets what was kept.
-    """
+    """Returns what is kept for models of a shape, after a measurement if kernels are missing or `again` is set."""
     key = _kernel_key(config)
-    kept = (None if again else read_timings(key, KernelTimings)) or KernelTimings()
-    missing = [name for name in names if name not in kept.seconds]
-    doubtful = 0 < kept.busy <= RETRIES and not 0 <= time.time() - kept.measured < RETRY_AFTER
-    if not (missing or doubtful):
+    kept = read_timings(key, KernelTimings) or KernelTimings()
+    if not again and all(name in kept.seconds for name in names):
         return kept
     log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(names))
-    wall, own = time.perf_counter(), time.thread_time()
     seconds, variant = time_kernels(names, config)
-    wall, own = time.perf_counter() - wall, time.thread_time() - own
-    busy = wall > SHORT and own < UNDISTURBED * wall
-    if busy:
-        log.warning(
-            "other programs took much of the processor while it was timed; it is timed again in an hour or later"
-        )
-    merged: Timings = {}
-    for name, curve in seconds.items():  # disturbances only add
-        before = kept.seconds.get(name, {})
-        merged[name] = {size: min(s, before.get(size, s)) for size, s in curve.items()}
-    others = tuple(sorted({*kept.variant} - {*names} | {*variant}))
-    kept = KernelTimings({**kept.seconds, **merged}, kept.choices, others, kept.busy + 1 if busy else 0, time.time())
+    others = {*kept.variant} - {*names}
+    kept = KernelTimings({**kept.seconds, **seconds}, kept.choices, tuple(sorted({*variant} | others)))
     keep_timings(key, kept)
     return kept
 
@@ -216,9 +193,11 @@ def time_kernels(names: Iterable[str], config: Any) -> tuple[Mapping[str, Curve]
     """Returns seconds of a step of a model of this shape by kernel and rows; {} for a kernel that cannot be had.
 
     Also returns the kernels that are not row-invariant. A few layers with random weights, run by the fast engine, stand
-    for all of them. Kernels take turns, so that a disturbance meets all of them.
+    for all of them. Kernels take turns, so that a disturbance meets all of them. Disturbances only add, so the least
+    times count.
     """
     timings: dict[str, dict[int, float]] = {name: {} for name in names}
+    parts: dict[tuple[str, int], tuple[float, float]] = {}
     engines: list[tuple[FastEngine, Cache]] = []
     try:
         small, layers, vocabularies = _part_of(config)
@@ -241,9 +220,11 @@ def time_kernels(names: Iterable[str], config: Any) -> tuple[Mapping[str, Curve]
             break
         for rows in EXPECTED:
             for engine, cache in engines if rows <= FEW or lap < LONG_LAPS else ():
-                body, head = time_step(engine, cache, rows)
-                curve = timings[engine.kernel.name]
-                curve[rows] = min(body * layers + head * vocabularies, curve.get(rows, float("inf")))
+                layer, head = time_step(engine, cache, rows)
+                before = parts.get((engine.kernel.name, rows), (layer, head))
+                parts[engine.kernel.name, rows] = min(layer, before[0]), min(head, before[1])
+    for (name, rows), (layer, head) in parts.items():
+        timings[name][rows] = layer * layers + head * vocabularies
     return timings, [engine.kernel.name for engine, _ in engines if not engine.row_invariant]
 
 
@@ -253,21 +234,25 @@ def _ids(engine: FastEngine, count: int) -> Tensor:
 
 @torch.inference_mode()
 def time_step(engine: FastEngine, cache: Cache, rows: int) -> tuple[float, float]:
-    """Returns the seconds of the layers and of the lm_head for a tree of `rows` rows behind the cache's tokens.
+    """Returns the seconds of a layer and of the lm_head for a tree of `rows` rows behind the cache's tokens.
 
-    All steps follow the same tokens: a tree's rows stay in the cache only if they are kept.
+    The fastest of the layers counts: each takes so short that some run between two turns of another program. They run
+    one after the other, so that none finds its weights in a processor's cache.
     """
     depth, sees = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
-    plan = Plan(_ids(engine, rows)[None], depth, sees, logits="none")
-    states, device = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype), engine.backbone.device
-    # In turns, so that neither finds its weights in a processor's cache.
-    return best_time(device, partial(engine.forward, plan, cache), 1), best_time(
-        device, partial(engine.logits, states), 1
+    plan, device = Plan(_ids(engine, rows)[None], depth, sees), engine.backbone.device
+    layout = lay_out(plan, cache, engine.masks, engine.backbone.max_positions, device, engine.round_to)
+    states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
+    inputs = engine.inputs(rows, layout)
+    a_layer = min(
+        best_time(device, partial(engine.run_layers, index, index + 1, states, layout, cache, *inputs), 1)
+        for index in range(len(engine.layers))
     )
+    return a_layer, best_time(device, partial(engine.logits, states), 1)
 
 
-def _part_of(config: Any) -> tuple[Any, float, float]:
-    """Returns the config of a part of a model, and the model's layers and vocabulary as multiples of the part's."""
+def _part_of(config: Any) -> tuple[Any, int, float]:
+    """Returns the config of a part of a model, the model's layers, and its vocabulary as a multiple of the part's."""
     small = copy.deepcopy(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * dim * (config.num_attention_heads + config.num_key_value_heads)
@@ -276,7 +261,7 @@ def _part_of(config: Any) -> tuple[Any, float, float]:
     small.num_hidden_layers = layers
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:layers]
-    small.vocab_size = min(config.vocab_size, max(4096, LAP_BYTES // (2 * config.hidden_size)))
+    small.vocab_size = min(config.vocab_size, max(4096, HEAD_BYTES // (2 * config.hidden_size)))
     small.tie_word_embeddings = True
     small.pad_token_id = None
-    return small, config.num_hidden_layers / layers, config.vocab_size / small.vocab_size
+    return small, config.num_hidden_layers, config.vocab_size / small.vocab_size

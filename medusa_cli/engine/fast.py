@@ -168,13 +168,13 @@ class FastEngine(Engine):
             if pseudo is not None:
                 x = pseudo.enter(first, x)
             if not inputs or x.shape[1] != rows:
-                inputs = self._inputs(x.shape[1], layout)
-            tapped[after - 1] = x = self._run_layers(first, after, x, layout, cache, *inputs)
+                inputs = self.inputs(x.shape[1], layout)
+            tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, *inputs)
         # As in the network's own list of states, the last layer's are those after the last norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
 
-    def _run_layers(
+    def run_layers(
         self, first: int, end: int, x: Tensor, layout: Layout, cache: Cache, path: str, *inputs: Any
     ) -> Tensor:
         """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm."""
@@ -190,7 +190,7 @@ class FastEngine(Engine):
             self._segments[key] = TracedModule(segment, lambda: [segment], never=path == "fused" or pieces > 1)
         return self._segments[key](x.flatten(0, 1), *inputs, keys, values).view(x.shape)
 
-    def _inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
+    def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
         """Returns the path of attention for the first `rows` rows, and the other inputs of a segment."""
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         # Slots may share their positions.
