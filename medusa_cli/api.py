@@ -21,6 +21,7 @@ from medusa_cli.decode import (
     policy_of,
 )
 from medusa_cli.decode.costs import costs_for
+from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
@@ -259,6 +260,9 @@ class Medusa:
         suppress_tokens: Sequence[int] | None = None,
         min_new_tokens: int | None = None,
         logit_bias: Mapping[int, float] | None = None,
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         raw: bool = False,
     ) -> Request:
         """Returns the request that stream, generate and batch decode.
@@ -267,7 +271,8 @@ class Medusa:
         template, it is continued as it is. Decoding is greedy without a temperature. stop: strings that end the answer.
         stop_ids: end tokens in place of the model's own. logprobs: how many of the likeliest tokens to report beside
         each; the model's own, before what follows. min_p and repetition_penalty to logit_bias: None takes what the
-        model's generation config says (LogitsOptions). Raises UsageError for invalid values.
+        model's generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
+        must follow. Raises UsageError for invalid values.
         """
         if logprobs is not None and logprobs < 0:
             raise UsageError(f"@logprobs {logprobs} is not valid", "use 0 or more, or None")
@@ -280,8 +285,9 @@ class Medusa:
             suppress_tokens,
             min_new_tokens,
             logit_bias,
+            Grammar.of(json_schema=json_schema, regex=regex, grammar=grammar),
         )
-        logits_options.check_ids(self.backbone.vocab_size)
+        logits_options.check(self.backbone)
         if min_new_tokens is not None and min_new_tokens > max_new_tokens:
             raise UsageError(
                 f"@min_new_tokens {min_new_tokens} is more than @max_new_tokens {max_new_tokens}", "use a smaller one"

@@ -242,6 +242,7 @@ EXTRAS = {
     "train": ("datasets", "requests", "matplotlib", "bitsandbytes"),
     "plot": ("matplotlib",),
     "quant": ("bitsandbytes",),
+    "grammar": ("llguidance",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
 }
 

@@ -83,6 +83,34 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     return tokenizer
 
 
+JSON_WORDS = ['{"name": "Ada", "age": 36, "tags": ["new", "sale"], "nested": {"kind": "city"}}, ', "true false null "]
+
+
+def byte_tokenizer(vocab: int = 320) -> Any:
+    """Returns a tokenizer over bytes and some merges of them, with the special tokens first and words of JSON."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(JSON_WORDS * 8, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def byte_backbone(family: str = "llama", **shape: Any) -> Backbone:
+    """Returns a tiny random model that writes bytes."""
+    backbone = tiny_backbone(family, vocab=320, **shape)
+    backbone.tokenizer = byte_tokenizer()
+    return backbone
+
+
 def tiny_model(
     family: str = "llama", *, vocab: int = 64, hidden: int = 32, layers: int = 2, positions: int = 512, seed: int = 0
 ) -> Any:

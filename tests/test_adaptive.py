@@ -26,7 +26,7 @@ def adaptive(*trees: SizedTree) -> AdaptivePolicy:
 
 def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
     """Returns what a policy reads of a sequence that begins."""
-    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0)
+    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0, forced=[])
 
 
 def choose(policy: AdaptivePolicy, *sequences: SimpleNamespace) -> Tree:

@@ -11,7 +11,7 @@ import torch
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths
-from medusa_cli.decode.policy import DraftPlan, DraftPolicy, StaticTreePolicy
+from medusa_cli.decode.policy import ROOT, DraftPlan, DraftPolicy, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
@@ -20,8 +20,6 @@ from medusa_cli.engine.autotune import synchronize
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tree import batch_drafts
-
-ROOT = Tree.root_only()
 
 
 class Decoder:

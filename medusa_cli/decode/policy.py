@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from medusa_cli.decode.sequence import Sequence
     from medusa_cli.decode.stats import Step
 
+ROOT = Tree.root_only()
 # A node below this chance is not worth a row of any tree.
 MIN_CHANCE = 0.05
 # Assumed chance of a head's first guess where no calibration exists.
@@ -42,7 +43,7 @@ class DraftPolicy(ABC):
     """Decides what each sequence drafts. Several sequences share one policy; each has a DraftState of its own.
 
     ngrams: n-gram matches of the text are drafted, too (prompt lookup). The trust in a match depends on its length and
-    is learnt, as in SAM Decoding (arXiv:2411.10666).
+    is learnt, as in SAM Decoding (arXiv:2411.10666). Tokens that a grammar forces are drafted in the place of both.
     """
 
     max_depth: int
@@ -68,7 +69,11 @@ class DraftPolicy(ABC):
     def next(self, sequences: Several[Sequence]) -> list[DraftPlan]:
         """Returns what each sequence drafts next."""
         texts = [(sequence.draft.ngrams, sequence) for sequence in sequences]
-        return self.plan(sequences, [ngrams.find(of.tokens, of.root) if ngrams else [] for ngrams, of in texts])
+        plans = self.plan(sequences, [ngrams.find(of.tokens, of.root) if ngrams else [] for ngrams, of in texts])
+        if not self.max_depth and not self.ngrams:  # plain decoding
+            return plans
+        forced = [sequence.forced for sequence in sequences]
+        return [(ROOT, [tuple(path)]) if path else plan for path, plan in zip(forced, plans, strict=True)]
 
     @abstractmethod
     def plan(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[DraftPlan]:

@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from medusa_cli.decode.grammar import Grammar, GrammarProcessor, matcher_of
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
@@ -70,6 +71,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suppress_tokens": (_ids, "use a list of token ids"),
     "min_new_tokens": (_count, "use a whole number; 0 is no minimum"),
     "logit_bias": (lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())), "use {token id: number}"),
+    "grammar": (lambda grammar: isinstance(grammar, Grammar), "use a Grammar"),
 }
 
 
@@ -78,7 +80,7 @@ class LogitsOptions:
     """Changes of the logits before a token is chosen, by transformers' names; None takes the model's own value.
 
     presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of tokens; it replaces
-    the model's sequence_bias. Raises UsageError for values that are not valid.
+    the model's sequence_bias. grammar: what the answer must follow. Raises UsageError for values that are not valid.
     """
 
     repetition_penalty: float | None = None
@@ -89,6 +91,7 @@ class LogitsOptions:
     suppress_tokens: Several[int] | None = None
     min_new_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
@@ -105,13 +108,16 @@ class LogitsOptions:
         """Returns the options that are not left to the model."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def check_ids(self, vocabulary: int) -> None:
-        """Raises UsageError for token ids beyond the vocabulary."""
+    def check(self, backbone: Backbone) -> None:
+        """Raises UsageError for token ids beyond the vocabulary, and for a grammar that cannot be followed."""
+        vocabulary = backbone.vocab_size
         ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
         ids |= {"suppress_tokens": [*(self.suppress_tokens or ())], "logit_bias": [*(self.logit_bias or ())]}
         for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
             if largest >= vocabulary:
                 raise UsageError(f"@{name}: {largest} is no token id", f"use ids from 0 to {vocabulary - 1}")
+        if self.grammar is not None:
+            matcher_of(backbone, self.grammar)
 
 
 MODELS_OWN = LogitsOptions()
@@ -136,11 +142,11 @@ class AdditivePenalties(LogitsProcessor):
 class SequenceProcessors:
     """The processors of one sequence, and its text so far: each new token is processed once, in order.
 
-    In exact sampling temperature, top-k and top-p are among them.
+    In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that follows a grammar.
     """
 
-    def __init__(self, processors: LogitsProcessorList, text: Tensor) -> None:
-        self._processors, self._text = processors, text[None]
+    def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
+        self._processors, self._text, self._grammar = processors, text[None], grammar
 
     def __call__(self, logits: Tensor, following: Tensor | None = None) -> Tensor:
         """Returns the logits [V] after the text and the tokens that follow it, in fp32."""
@@ -157,13 +163,22 @@ class SequenceProcessors:
         """Adds tokens that were chosen to the text."""
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
 
+    def forced(self) -> list[int]:
+        """Returns the tokens that a grammar forces after the text."""
+        return [] if self._grammar is None else self._grammar.forced(self._text)
 
-def generate_arguments(sampling: Sampling, options: LogitsOptions, prompt_length: int) -> dict[str, Any]:
+
+def generate_arguments(
+    sampling: Sampling, options: LogitsOptions, prompt_length: int, grammar: GrammarProcessor | None = None
+) -> dict[str, Any]:
     """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
-    arguments, penalties = {**NOT_DONE, **options.given}, []
+    arguments, own = {**NOT_DONE, **options.given}, LogitsProcessorList()
+    arguments.pop("grammar", None)
     presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
     if presence or frequency:
-        penalties.append(AdditivePenalties(prompt_length, presence, frequency))
+        own.append(AdditivePenalties(prompt_length, presence, frequency))
+    if grammar is not None:  # after all others but temperature and cuts: it has the last word
+        own.append(grammar)
     if (bias := arguments.pop("logit_bias", None)) is not None:
         arguments["sequence_bias"] = [[[token], float(value)] for token, value in bias.items()] or None
     if options.repetition_penalty is not None:
@@ -177,7 +192,7 @@ def generate_arguments(sampling: Sampling, options: LogitsOptions, prompt_length
         arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
     else:  # transformers names what a greedy answer does not read
         arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
-    return {**arguments, "do_sample": sampling.exact, "logits_processor": LogitsProcessorList(penalties)}
+    return {**arguments, "do_sample": sampling.exact, "logits_processor": own}
 
 
 def sequence_processors(
@@ -196,9 +211,12 @@ def sequence_processors(
     defaults = {**PROCESSORS, **WARPERS} if sampling.exact else PROCESSORS
     if not options.given and not sampling.min_p and not differing(config, defaults):
         return None
-    options.check_ids(backbone.vocab_size)
+    options.check(backbone)
     text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
-    arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length)}
+    grammar = None
+    if options.grammar is not None:
+        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, ends or ())
+    arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length, grammar)}
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
     with warnings.catch_warnings():
@@ -217,7 +235,11 @@ def sequence_processors(
         except Exception as reason:  # options are checked, and a file may hold anything
             raise _invalid_config(backbone, reason) from reason
     sampler = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-    return None if all(isinstance(own, sampler) for own in processors) else SequenceProcessors(processors, text[0])
+    return (
+        None
+        if all(isinstance(own, sampler) for own in processors)
+        else SequenceProcessors(processors, text[0], grammar)
+    )
 
 
 def check_generation_config(backbone: Backbone) -> None:

@@ -119,6 +119,11 @@ class Sequence:
     def done(self) -> bool:
         return self.cancelled or self.stop.reason is not None
 
+    @property
+    def forced(self) -> list[int]:
+        """Returns the tokens that the answer's grammar forces after the root."""
+        return [] if self.sampler.processors is None else self.sampler.processors.forced()
+
     def common_length(self, prompt: Several[int]) -> int:
         """Returns how many tokens in the slot a prompt begins with."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, prompt, strict=False)))

@@ -1,0 +1,157 @@
+"""Grammars that an answer must follow: JSON schemas, regular expressions, Lark and GBNF grammars, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from medusa_cli.assets import need_extra
+from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.model import Backbone
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# One way of writing JSON, the one that models write most: free whitespace lets small models write blanks for ever, and
+# forces fewer tokens.
+WHITESPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT = {"type": "object"}
+CACHED_GRAMMARS = 128
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF); text: its source."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, **sources: Any) -> Grammar | None:
+        """Returns the grammar that is given by its kind, None for none; a JSON schema may be a dict.
+
+        Raises UsageError for more than one, and for a schema that is no JSON object.
+        """
+        given = {kind: source for kind, source in sources.items() if source is not None}
+        if not given:
+            return None
+        kind, source = next(iter(given.items()))
+        if len(given) > 1:
+            raise UsageError(f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out")
+        if kind != "json_schema":
+            if not isinstance(source, str) or not source.strip():
+                raise UsageError(f"@{kind} is empty or no text", "give its source")
+            return cls(kind, source)
+        try:
+            schema = json.loads(source) if isinstance(source, str | bytes) else source
+            if not isinstance(schema, dict):
+                raise TypeError("no JSON object")
+            return cls(kind, json.dumps(schema))
+        except (ValueError, TypeError, RecursionError) as reason:
+            raise UsageError(f"@json_schema is not valid: {first_line(reason)}", "give a JSON object") from reason
+
+
+class GrammarCompiler:
+    """Compiles grammars over the vocabulary of one tokenizer, and keeps the latest ones.
+
+    Raises UserError without llguidance, and for a tokenizer that it cannot read.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        need_extra("grammar", "an answer by a grammar")
+        from llguidance.hf import from_tokenizer
+
+        try:
+            self._tokenizer = from_tokenizer(backbone.tokenizer, backbone.vocab_size, sorted(backbone.eos_ids) or None)
+        except Exception as reason:  # of a library that reads any file
+            text = f"grammars cannot be followed with the tokenizer of {backbone.id!r}: {first_line(reason)}"
+            raise UserError(text, "use a model with a byte-level or SentencePiece tokenizer.json") from reason
+        self.matcher = lru_cache(CACHED_GRAMMARS)(self._matcher)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """Returns a matcher at the beginning of a grammar, for its callers to copy; raises UsageError for a bad one."""
+        from llguidance import LLMatcher, grammar_from
+
+        try:
+            if grammar.kind == "json_schema":
+                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=WHITESPACE)
+            elif grammar.kind == "regex":
+                source = LLMatcher.grammar_from_regex(grammar.text)
+            else:
+                source = grammar_from("grammar", grammar.text)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0)
+            fault = matcher.get_error()
+        except Exception as reason:  # of the reader of GBNF
+            fault = str(reason)
+        if fault:
+            text = " ".join(fault.split("\n   1 |")[0].split())
+            raise UsageError(f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out")
+        return matcher
+
+
+_compilers: WeakKeyDictionary[Backbone, GrammarCompiler] = WeakKeyDictionary()
+
+
+def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
+    """Returns a grammar's compiled matcher, which must be copied before it is moved.
+
+    Raises UsageError for a grammar that cannot be followed, UserError where the model or this machine cannot.
+    """
+    if backbone not in _compilers:
+        _compilers[backbone] = GrammarCompiler(backbone)
+    return _compilers[backbone].matcher(grammar)
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Sets the logits of tokens that the grammar does not allow next to -inf.
+
+    The matcher follows the answer in the text, and goes back where another path of a draft begins. Where one text alone
+    may follow, llguidance allows only the tokens that the tokenizer would write it with.
+    """
+
+    def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
+        self._matcher, self._prompt_length, self._stop_ids = matcher, prompt_length, list(stop_ids)
+        self._answer: list[int] = []  # the tokens that the matcher has read
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns logits [1, V] after the text [1, L]. A text that the grammar does not allow changes nothing."""
+        if not self._read(input_ids) and not self._matcher.is_error():
+            return scores
+        # Beyond the limits of grammars the mask allows nothing but the end.
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
+        if self._stop_ids and self._matcher.is_accepting():
+            allowed[self._stop_ids] = True
+        forbidden = ~allowed.to(scores.device)
+        masked = scores.masked_fill(forbidden, -torch.inf)
+        if masked.max() == -torch.inf:  # other processors forbid all that the grammar allows
+            return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
+        return masked
+
+    def forced(self, text: Tensor) -> list[int]:
+        """Returns the only tokens that may follow the text [1, L], the end among them."""
+        if not self._read(text):
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._answer += tokens[: self._matcher.try_consume_tokens(tokens)]
+        return tokens + self._stop_ids[:1] if self._matcher.is_stopped() else tokens
+
+    def _read(self, text: Tensor) -> bool:
+        """Moves the matcher to the end of a text [1, L]; returns False if the grammar does not allow the text."""
+        answer, read = text[0, self._prompt_length :].tolist(), self._answer
+        length = min(len(answer), len(read))
+        shared = next((i for i in range(length) if answer[i] != read[i]), length)
+        if shared < len(read):
+            self._matcher.rollback(len(read) - shared)
+        count = shared + self._matcher.try_consume_tokens(answer[shared:])
+        self._answer = answer[:count]
+        return count == len(answer)

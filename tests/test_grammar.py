@@ -1,0 +1,226 @@
+"""Answers by a grammar: the tokens of plain constrained decoding, and its distribution, whatever is drafted."""
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from medusa_cli import assets
+from medusa_cli.api import Medusa
+from medusa_cli.decode import LogitsOptions, Sampling, Step
+from medusa_cli.decode.accept import accept
+from medusa_cli.decode.grammar import Grammar, GrammarProcessor, matcher_of
+from medusa_cli.decode.policy import StaticTreePolicy
+from medusa_cli.decode.processors import SequenceProcessors
+from medusa_cli.decode.sampling import Sampler
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.tree import Draft, Tree
+from tests.helpers import (
+    END_ID,
+    PROMPT,
+    SPARSE,
+    TREE,
+    byte_backbone,
+    forward,
+    generate,
+    medusa_drafter,
+    tiny_backbone,
+    tokens_of,
+)
+from tests.schemas import PERSON, random_schema
+from tests.test_drafters import drafter_of
+
+jsonschema = pytest.importorskip("jsonschema_rs")
+pytest.importorskip("llguidance")
+SAMPLED = Sampling("exact", 1.0, seed=3)
+# Drafters, and what they draft; plain decoding drafts nothing.
+DRAFTED: dict[str, tuple[str, Any]] = {
+    "heads": ("medusa", SPARSE),
+    "firp": ("firp", TREE),
+    "n-grams": ("medusa", StaticTreePolicy(TREE, ngrams=True)),
+}
+
+
+def answers(backbone: Backbone, grammar: Grammar, drafted: str | None, **rules: Any) -> list[Step]:
+    """Returns the steps of an answer that follows a grammar."""
+    kind, policy = DRAFTED[drafted] if drafted else (None, None)
+    drafter = kind and (medusa_drafter(backbone) if kind == "medusa" else drafter_of(backbone, kind))
+    rules = {"max_new_tokens": 400, "logits_options": LogitsOptions(grammar=grammar), **rules}
+    return list(generate(backbone, drafter, policy, PROMPT, **rules))
+
+
+@pytest.mark.parametrize("drafted", DRAFTED)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sampling) -> None:
+    backbone, grammar = byte_backbone(layers=4), Grammar.of(json_schema=PERSON)
+    plain = answers(backbone, grammar, None, sampling=sampling)
+    steps = answers(backbone, grammar, drafted, sampling=sampling)
+    assert tokens_of(steps) == tokens_of(plain) and tokens_of(plain)[-1] == END_ID
+    assert len(steps) < 0.8 * len(plain) and all(len(step.tokens) == 1 for step in plain)
+    jsonschema.validate(PERSON, json.loads(backbone.decode(tokens_of(steps))))
+
+
+def test_random_schemas_are_followed() -> None:
+    chance, backbone = random.Random(1), byte_backbone()
+    for number in range(12):
+        schema = random_schema(chance)
+        for sampling in (Sampling(), Sampling("exact", 1.0, seed=number), Sampling("typical", 0.7)):
+            tokens = tokens_of(answers(backbone, Grammar.of(json_schema=schema), "n-grams", sampling=sampling))
+            assert tokens[-1] == END_ID, schema
+            jsonschema.validate(schema, json.loads(backbone.decode(tokens)))
+
+
+# Where one text alone may follow, its usual tokens are the only ones allowed: no text here is forced that far.
+LANGUAGE = ["{", '{"', "na", "nam", "name", "tr", "true", "trua", "[]"]
+
+
+def next_tokens(backbone: Backbone, text: str) -> list[int]:
+    """Returns the tokens that may follow a text of LANGUAGE, the end among them: the slow, obvious way."""
+    tokenizer, allowed = backbone.tokenizer, [END_ID] if text in LANGUAGE else []
+    for token in range(len(tokenizer)):
+        piece = tokenizer.decode([token], skip_special_tokens=True)
+        if piece and any(word.startswith(text + piece) for word in LANGUAGE):
+            allowed.append(token)
+    return sorted(allowed)
+
+
+@pytest.mark.parametrize("sort", ["regex", "grammar", "gbnf"])
+def test_greedy_tokens_are_the_best_allowed_ones(sort: str) -> None:
+    choices = " | ".join(json.dumps(word) for word in LANGUAGE)
+    escaped = "|".join(map(re.escape, LANGUAGE))
+    source = {"regex": escaped, "grammar": f"start: {choices}", "gbnf": f"root ::= {choices}"}[sort]
+    grammar = Grammar.of(**{"grammar" if sort == "gbnf" else sort: source})
+    for seed in range(3):
+        backbone = byte_backbone(seed=seed)
+        expected: list[int] = []
+        while END_ID not in expected:
+            logits = forward(backbone, [*PROMPT, *expected]).logits[-1]
+            allowed = next_tokens(backbone, backbone.decode(expected))
+            expected.append(allowed[int(logits[allowed].argmax())])
+        assert backbone.decode(expected) in LANGUAGE
+        for drafted in (None, "heads"):
+            assert tokens_of(answers(backbone, grammar, drafted)) == expected
+
+
+def test_sampling_keeps_the_constrained_distribution() -> None:
+    """Texts that come out through drafts are distributed as those of plain constrained sampling (chi-square)."""
+    backbone, runs = byte_backbone(), 3000
+    choices = " | ".join(json.dumps(word) for word in LANGUAGE)
+    matcher = matcher_of(backbone, Grammar.of(grammar=f"start: {choices}"))
+    bigram = 0.6 * torch.randn(320, 320, generator=torch.Generator().manual_seed(3))
+    # Some drafts are allowed and some are not.
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    encode = backbone.tokenizer.encode
+    guesses = [encode("{")[0], encode("t")[0], 7, encode('"')[0], encode("r")[0], encode("r")[0], encode("a")[0]]
+    draft, seen = Draft(torch.tensor([0, *guesses]), tree), Counter[str]()
+
+    def mass(text: str, last: int) -> dict[str, float]:
+        allowed = next_tokens(backbone, text)
+        chances = bigram[last, allowed].double().softmax(-1).tolist()
+        total: dict[str, float] = Counter()
+        for token, chance in zip(allowed, chances, strict=True):
+            rest = {text: 1.0} if token == END_ID else mass(text + backbone.decode([token]), token)
+            for word, share in rest.items():
+                total[word] += chance * share
+        return total
+
+    sampler = Sampler(Sampling("exact", 1.0))
+    for _ in range(runs):
+        grammar = GrammarProcessor(matcher.deep_copy(), 1, [END_ID])
+        chain = LogitsProcessorList([grammar, TemperatureLogitsWarper(1.0)])
+        sampler.processors = SequenceProcessors(chain, torch.tensor([0]), grammar)
+        [(path, bonus)] = accept(bigram[draft.tokens][None], [draft], [sampler])
+        tokens = [*draft.tokens[path[1:]].tolist(), bonus]
+        while END_ID not in tokens:
+            tokens.append(sampler.choose(bigram[tokens[-1]]))
+        seen[backbone.decode(tokens)] += 1
+    expected = {word: runs * share for word, share in mass("", 0).items()}
+    assert set(seen) <= set(expected) == set(LANGUAGE)
+    statistic = sum((seen[word] - count) ** 2 / count for word, count in expected.items())
+    freedom = len(expected) - 1
+    assert min(expected.values()) > 5 and statistic < freedom + 4.5 * math.sqrt(2 * freedom)
+
+
+def test_forced_tokens_are_drafted_to_the_end() -> None:
+    backbone = byte_backbone()
+    schema = {"type": "object", "properties": {"kind": {"const": "city"}}, "required": ["kind"]}
+    grammar = Grammar.of(json_schema={**schema, "additionalProperties": False})
+    steps = answers(backbone, grammar, "heads")
+    assert backbone.decode(tokens_of(steps)) == '{"kind": "city"}' and tokens_of(steps)[-1] == END_ID
+    assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
+
+
+def test_the_grammar_has_the_last_word() -> None:
+    """Other options that forbid all that the grammar allows give way."""
+    backbone = byte_backbone()
+    grammar = Grammar.of(regex="yes")
+    options = LogitsOptions(grammar=grammar, suppress_tokens=[*range(4, 320)], min_new_tokens=40)
+    for sampling in (Sampling(), Sampling("exact", 0.8, 0.9, 5, seed=2)):
+        tokens = tokens_of(answers(backbone, grammar, "heads", logits_options=options, sampling=sampling))
+        assert backbone.decode(tokens) == "yes"
+
+
+def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exhausted:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.broken = inner, False
+
+        def deep_copy(self) -> "Exhausted":
+            return Exhausted(self.inner.deep_copy())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def compute_bitmask(self) -> bytes:
+            if self.inner.is_accepting():
+                self.inner.consume_token(4)  # an error, for good
+            return self.inner.compute_bitmask()
+
+    backbone = byte_backbone()
+    grammar = Grammar.of(regex="a{3}a*")
+    matcher = Exhausted(matcher_of(backbone, grammar))
+    monkeypatch.setattr("medusa_cli.decode.processors.matcher_of", lambda *_: matcher)
+    tokens = tokens_of(answers(backbone, grammar, None, max_new_tokens=30))
+    assert tokens[-1] == END_ID and backbone.decode(tokens) == "aaa"
+
+
+@pytest.mark.parametrize(
+    ("sources", "name"),
+    [
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": [1]}, "json_schema"),
+        ({"json_schema": {"type": "objekt"}}, "json_schema"),
+        ({"json_schema": {"uniqueItems": True, "type": "array"}}, "json_schema"),
+        ({"json_schema": {"$ref": "#/$defs/none"}}, "json_schema"),
+        ({"json_schema": {"default": object()}}, "json_schema"),
+        ({"regex": "("}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"grammar": "start: x"}, "grammar"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"grammar": "neither"}, "grammar"),
+        ({"regex": "a", "json_schema": {}}, "json_schema"),
+    ],
+)
+def test_bad_grammars_are_named(sources: dict[str, Any], name: str) -> None:
+    medusa = Medusa.__new__(Medusa)
+    medusa.backbone = byte_backbone()
+    with pytest.raises(UsageError) as raised:
+        medusa.request(PROMPT, **sources)
+    assert raised.value.setting == name and "\n" not in raised.value.text
+
+
+def test_a_missing_package_and_a_foreign_tokenizer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Grammar.of(regex="a")
+    assert grammar is not None
+    with pytest.raises(UserError, match="tokenizer"):
+        matcher_of(tiny_backbone(), grammar)
+    monkeypatch.setattr(assets, "has_package", lambda name: False)
+    with pytest.raises(UserError, match=r"medusa-cli\[grammar\]"):
+        matcher_of(byte_backbone(), grammar)
