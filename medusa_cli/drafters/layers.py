@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
@@ -71,6 +70,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     Without a mask each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
+        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo, half a second of imports
+
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
