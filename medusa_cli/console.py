@@ -3,6 +3,7 @@
 import io
 import json as jsonlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -34,10 +35,15 @@ def visible(text: str) -> str:
 
 
 class Screen(Console):
-    """A rich console that takes strings neither as markup nor as commands to the terminal."""
+    """A rich console that takes strings neither as markup nor as commands to the terminal.
+
+    plain: nothing but text is written, as NO_COLOR and TERM=dumb ask; rich would still move the cursor.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+        self.plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+        colours = None if self.plain else "auto"
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, "color_system": colours, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)  # before it is measured
@@ -188,8 +194,12 @@ class Bar:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Shows the bars that are added until the block ends, unless quiet or without a terminal."""
+    off = _mode.quiet or not err.is_terminal or err.plain
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
-    with terminated(), Progress(*columns, console=err, disable=_mode.quiet or not err.is_terminal) as shown:
+    with (
+        terminated(),
+        Progress(*columns, console=err, disable=off) as shown,
+    ):
         yield shown
 
 
@@ -238,7 +248,7 @@ def terminated() -> Iterator[None]:
 @contextmanager
 def footer() -> Iterator[Callable[[str], None]]:
     """Yields what prints to the terminal's last row, below streamed text; silent when quiet or without a terminal."""
-    if not (err.is_terminal and out.is_terminal) or _mode.quiet or _mode.json:
+    if not (err.is_terminal and out.is_terminal) or err.plain or _mode.quiet or _mode.json:
         yield lambda text: None
         return
 

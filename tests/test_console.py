@@ -82,6 +82,8 @@ def test_a_message_keeps_its_ends(say: Callable[[str], None], value: str, capsys
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Makes both streams a terminal without colours, on which no escape sequence is the console's own."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     written = io.StringIO()
     screen = Screen(file=written, force_terminal=True, color_system=None, width=200, height=10)
     monkeypatch.setattr(console, "out", screen)
@@ -149,9 +151,9 @@ def test_the_footer_holds_the_last_row_and_gives_it_back(terminal: io.StringIO) 
 class Terminal:
     """A program on a pseudo-terminal of its own, and its output."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, **settings: str) -> None:
         self.master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
+        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80", "NO_COLOR": "", **settings}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
         )
@@ -184,6 +186,25 @@ try:
 except ValueError:
     console.trace()
 """
+
+
+EVERYTHING = f"""{START}
+console.warn("a warning")
+console.stream([("drafted", "bold green")])
+console.err.print("dimmed", style="dim")
+with console.footer() as footer:
+    footer("12 tokens")
+with console.progress("training", total=2) as bar:
+    bar.advance()
+console.result(console.grid("title", ("a", "b"), [("1", "2")]))
+"""
+
+
+@pytest.mark.parametrize("settings", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_a_plain_terminal_gets_no_control_sequences(settings: dict[str, str]) -> None:
+    assert "\x1b" in Terminal(EVERYTHING).until()
+    text = Terminal(EVERYTHING, **settings).until()
+    assert "\x1b" not in text and "drafted" in text and "title" in text
 
 
 def test_messages_of_libraries_are_escaped_and_brief() -> None:

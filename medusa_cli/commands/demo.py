@@ -95,7 +95,7 @@ def panes(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
             text = "\n".join(f"--- {title}\n{text}" for title, text in texts.items())
             console.result(_panels(texts) if out.is_terminal else text)
 
-    with live if out.is_terminal else nullcontext():
+    with live if out.is_terminal and not out.plain else nullcontext():
         yield show
 
 
