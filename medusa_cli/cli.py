@@ -1,5 +1,7 @@
 """The `medusa` program: imports the typed command, and turns errors into one line and an exit code."""
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -117,7 +119,8 @@ def explain(reason: Exception) -> tuple[str, int]:
             return in_flags(of_system(reason).text), 1
         case ModuleNotFoundError() if message := missing_package(reason.name):
             return message, 1
-        case _ if "No space left on device" in str(reason):  # safetensors and torch have their own types for it
+        # safetensors and torch have their own types for it.
+        case _ if any(os.strerror(fault) in str(reason) for fault in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return "no disk space left; free some space or choose another --run, then run again", 1
         case _ if type(reason).__name__ in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator" in str(reason):
             return in_flags(OUT_OF_MEMORY), 1  # torch has two types of its own, which must not be imported here

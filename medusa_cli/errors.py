@@ -72,7 +72,7 @@ def of_system(reason: OSError) -> UserError:
     """Returns the error of a file that the system refuses."""
     path = str(reason.filename2 or reason.filename or "")  # filename2: the target that a temporary file replaces
     match reason.errno:
-        case errno.ENOSPC | errno.EDQUOT:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:  # the last: a quota, ulimit, or a file system's limit
             return UserError(f"no disk space left to write {path}".rstrip(), "free some space or choose another @run")
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return UserError(f"no permission to use {path}".rstrip(), "change its permissions or give another path")

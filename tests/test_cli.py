@@ -224,6 +224,8 @@ def test_a_wrong_command_line_is_one_short_line(
         (UserError("the file is empty", "write it again"), 1, "the file is empty; write it again"),
         (UsageError("@budget 0 is too small"), 2, "--budget 0 is too small"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/a/x"), 1, "runs/a/x"),
+        (OSError(errno.EFBIG, "File too large", "runs/a/x"), 1, "space left to write runs/a/x"),
+        (RuntimeError("I/O error: File too large (os error 27)"), 1, "space left"),
         (PermissionError(errno.EACCES, "Permission denied", "runs/a"), 1, "runs/a"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 1, "a.json"),
         (OSError("the model cannot be found"), 1, "the model cannot be found"),

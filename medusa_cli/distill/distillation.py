@@ -203,11 +203,15 @@ class Records:
 
     def write(self, conversation: Conversation, states: Tensor | None = None) -> None:
         """Appends a conversation: its states [n, W] first, then its line."""
-        if states is not None:
-            rows = (self.states.append(states), len(states))
-            conversation = replace(conversation, state_rows=rows, seal=seal(conversation, states))
-        self._lines.write(conversation.to_json() + "\n")
-        self._lines.flush()
+        try:
+            if states is not None:
+                rows = (self.states.append(states), len(states))
+                conversation = replace(conversation, state_rows=rows, seal=seal(conversation, states))
+            self._lines.write(conversation.to_json() + "\n")
+            self._lines.flush()
+        except OSError as reason:
+            reason.filename = str(self.path.parent)
+            raise
         self.done.add(conversation.id)
         self.tokens += conversation.positions
 
