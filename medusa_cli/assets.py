@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from medusa_cli import gguf
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.runs.io import read_object
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2-135m"
@@ -81,6 +82,8 @@ def model_dir(name: str) -> str:
 
     Raises UserError for a path that holds no model, and within seconds for a hub id without a network.
     """
+    if not name.strip():
+        raise UsageError("@model is empty", f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}")
     if name in MODELS:
         return str(_converted(name))
     path = Path(name).expanduser()
@@ -88,13 +91,40 @@ def model_dir(name: str) -> str:
         return str(_unpacked(path))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
+            raise _no_model(name, path)
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         fault = f"@model {name!r} is {'no GGUF file' if path.is_file() else 'no model folder and no file'}"
         raise UserError(fault, "give a folder with config.json, a GGUF file, a hub id, or a named model")
     check_hub(name)
     return name
+
+
+def _no_model(name: str, path: Path) -> UserError:
+    """Returns the error for a folder without config.json, by what it holds instead."""
+    if (path / "adapter_config.json").is_file():
+        remedy = "merge it into its model (peft's merge_and_unload), save that, and give its folder"
+        return UserError(f"@model {name!r} is an adapter (adapter_config.json), not a model", remedy)
+    if files := sorted(path.glob("*.gguf")):
+        return UserError(f"@model {name!r} holds GGUF files and no config.json", f"give a file, such as {files[0]}")
+    return UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
+
+
+def check_chat_template(name: str) -> None:
+    """Raises UserError for a model in a folder whose files hold no chat template."""
+    folder = Path(model_dir(name))
+    if not folder.is_dir() or any(folder.glob("chat_template.*")) or any(folder.glob("additional_chat_templates/*")):
+        return
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and "chat_template" not in read_object(config, "the tokenizer's config"):
+        raise no_chat_template(name)
+
+
+def no_chat_template(model: str) -> UserError:
+    return UserError(
+        f"the model {model!r} has no chat template",
+        "use an instruction-tuned model, or give @chat_template FILE; `medusa chat --raw` continues texts as they are",
+    )
 
 
 def untrusted(model: str) -> UserError:

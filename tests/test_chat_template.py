@@ -2,15 +2,17 @@
 
 import itertools
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medusa_cli import assets
+from medusa_cli import Medusa, assets
 from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
 from medusa_cli.runs.io import Malformed, read_jsonl
 from medusa_cli.runs.recipe import load_recipe
@@ -173,3 +175,25 @@ def test_template_does_not_join_conversations_without_it(words: list[str], tmp_p
     medusa(*words, "--model", own, "--max-samples", "3", exit_code=0)
     medusa(*words, "--model", own, "--chat-template", tmp_path / "tiny.jinja", exit_code=1)
     assert Run(tmp_path / "run").chat_template is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 20000000 }}",
+        "{{ 'a' * 99999999999 }}",
+        "{% set ns = namespace(text='ab') %}{% for i in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_is_bounded_in_time_and_memory(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "MAX_BYTES", 1 << 26)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    model = save_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="template"):
+        Medusa.from_pretrained(model, drafter=None, dtype="fp32")
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits

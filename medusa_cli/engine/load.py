@@ -18,7 +18,7 @@ from medusa_cli.engine.layers import FastLayer
 from medusa_cli.errors import UsageError, first_line
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Layers, Unsupported
-from medusa_cli.model.chat_template import check_template
+from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import FAULTS
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import (
@@ -73,6 +73,7 @@ def load_backbone(
         backbone = Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
         if chat:
             check_template(backbone)
+        try_template(backbone)
         return backbone
 
     if engine == "eager" or shard or gradients or foreign or (quantised and engine == "auto"):

@@ -3,9 +3,15 @@
 The template is rendered up to each answer and through it: the difference is the answer with its end token.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
+from medusa_cli.assets import no_chat_template
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.io import Malformed
 
@@ -23,6 +29,8 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
+# What a chat template may take: seconds, bytes, and characters beyond a few times those of the messages.
+MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
 # The fault of a text with half of a surrogate pair.
 HALF = "half a character"
 
@@ -37,23 +45,61 @@ def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
     check_template(model)
     try:
         arguments = {"tokenize": False, "add_generation_prompt": prompt, **template}
-        text = str(model.tokenizer.apply_chat_template(messages, **arguments))
-    except MemoryError:
-        raise
+        with _bounded():
+            text = str(model.tokenizer.apply_chat_template(messages, **arguments))
+    except (MemoryError, TimeoutError) as reason:
+        raise _too_much(model) from reason
     except Exception as reason:  # a template is a program, and may fail as any
         raise Malformed(f"the chat template refuses it ({first_line(reason)})") from reason
+    if len(text) > MAX_GROWTH + 4 * len(str((messages, template))):
+        raise _too_much(model)
     if not is_whole(text):
         raise Malformed(HALF)
     return text
 
 
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Ends what takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
+
+    In the main thread alone: no other can be interrupted, and others need memory meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS)  # again: Jinja catches what its optimizer raises
+    try:
+        with suppress(OSError, ValueError):  # no Linux, or a limit that is lower
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_BYTES, limits[1]))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _too_much(model: ChatTokenizer) -> UserError:
+    return UserError(f"the chat template of {model.id!r} takes too much time or memory", "give another @chat_template")
+
+
+def try_template(model: ChatTokenizer) -> None:
+    """Raises UserError if the model's chat template, if any, takes too much for one word."""
+    if getattr(model.tokenizer, "chat_template", None):
+        with suppress(Malformed):  # it may want other messages
+            render(model, [{"role": "user", "content": "a"}], prompt=True)
+
+
 def check_template(model: ChatTokenizer) -> None:
     """Raises UserError if the model has no chat template."""
     if not getattr(model.tokenizer, "chat_template", None):
-        raise UserError(
-            f"the model {model.id!r} has no chat template",
-            "use an instruction-tuned model, or a recipe that names a template as chat_template",
-        )
+        raise no_chat_template(model.id)
 
 
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
