@@ -81,9 +81,8 @@ def load_model(
     drafter for the first time on this machine.
     """
     tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
-    template = choice.run.chat_template if choice.run else None
     options = as_trained(options, choice.trained)
-    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=template, chat=chat)
+    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat)
     check_generation_config(backbone)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
@@ -411,7 +410,10 @@ class Stream:
 
 
 class Chat:
-    """A conversation with a model; the oldest turns are left out when the context is full."""
+    """A conversation with a model; the oldest turns are left out when the context is full.
+
+    raw: each text is continued as it is, whatever came before.
+    """
 
     last: Answer
 
@@ -423,8 +425,10 @@ class Chat:
         max_new_tokens: int = MAX_NEW_TOKENS,
         stop_strings: Sequence[str] = (),
         system: str | None = None,
+        raw: bool = False,
     ) -> None:
-        self.medusa, self.sampling, self.logits_options = medusa, sampling, logits_options
+        self.medusa, self.raw = medusa, raw
+        self.sampling, self.logits_options = sampling, logits_options
         self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings
         self.total = Stats()
         self.clear(system)
@@ -441,7 +445,10 @@ class Chat:
         """Yields the answer to a message as it comes, and keeps both when the block ends."""
         question, backbone = {"role": "user", "content": text}, self.medusa.backbone
         limits = {"context": backbone.max_positions, "answer": self.max_new_tokens, "forgotten": self.forgotten}
-        prompt, self.forgotten = fit(backbone.encode_chat, self.messages, question, **limits)
+        if self.raw:
+            prompt = self.medusa.encode(text, raw=True)
+        else:
+            prompt, self.forgotten = fit(backbone.encode_chat, self.messages, question, **limits)
         request = Request(
             tuple(prompt),
             self.max_new_tokens,

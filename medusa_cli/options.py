@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.errors import UsageError
-from medusa_cli.runs.recipe import COLDEST
+from medusa_cli.runs.recipe import COLDEST, template_text
 from medusa_cli.runs.resolve import Choice, LoadOptions, choose
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -40,6 +40,16 @@ def check_temperature(value: float | None) -> float | None:
     if value is not None and not (value == 0 or (math.isfinite(value) and value >= COLDEST)):
         raise typer.BadParameter(f"{value} is not valid; use 0 for greedy, or {COLDEST:g} and more")
     return value
+
+
+def check_model(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise typer.BadParameter("it is empty; give a model, or leave it out")
+    return value
+
+
+def model_flag(default: str) -> Any:
+    return flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: {default}]", callback=check_model)
 
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
@@ -82,12 +92,15 @@ Run = Annotated[str, flag("--run --run-dir NAME", _RUN, show_default=True)]
 RunOrShipped = Annotated[Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")]
 RunOrDefault = Annotated[Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")]
 RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
-Model = Annotated[Text, flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the run's, else {DEFAULT_MODEL}]")]
-ModelOfDrafter = Annotated[Text, flag("--model NAME|FOLDER|ID", f"{_MODEL} [default: the one that its config names]")]
+Model = Annotated[Text, model_flag(f"the run's, else {DEFAULT_MODEL}")]
+ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
 Drafter = Annotated[
     Path | None, flag("--drafter FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships]")
 ]
 TrustRemoteCode = Annotated[bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")]
+ChatTemplate = Annotated[
+    Path | None, flag("--chat-template FILE", "Jinja template in place of the model's own.", dir_okay=False)
+]
 Seed = Annotated[Text, flag("--seed NAME|FILE|ID", f"{_SEED} [default: {DEFAULT_SEED}]")]
 RandomSeed = Annotated[
     int | None, _sampling("--random-seed N", "Seed of the random generator. [default: 0]", min=0, max=2**62)
@@ -133,11 +146,12 @@ class DraftFlags:
         """Returns the files that belong together; raises UserError for missing ones."""
         return choose(self.model, self.run, self.drafter, self.tree, need_drafter=need_drafter, lookup=self.lookup)
 
-    def or_plain(self, baseline: bool) -> Choice:
-        """Returns the files, or with --baseline those of plain decoding."""
+    def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
+        """Returns the files, or with --baseline those of plain decoding, and a template's text."""
         if baseline and self.lookup:
             raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
-        return self.choose(need_drafter=not baseline)
+        choice = self.choose(need_drafter=not baseline)
+        return choice if chat_template is None else replace(choice, chat_template=template_text(str(chat_template)))
 
 
 @dataclass(frozen=True)

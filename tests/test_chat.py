@@ -11,7 +11,7 @@ import pytest
 from typer.testing import Result
 
 from medusa_cli import console
-from medusa_cli.api import Stream
+from medusa_cli.api import Medusa, Stream
 from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
 from medusa_cli.decode.stream import TextStream
@@ -54,6 +54,27 @@ def test_penalty_and_min_p_change_the_answer_alike_with_and_without_drafts(place
     for words in (["--repetition-penalty", "1.8"], ["--temperature", "1.5", "--min-p", "0.9"]):
         drafted, plain = (chat(place, "--prompt", "w1 w2", *words, *more) for more in ([], ["--baseline"]))
         assert drafted.stdout == plain.stdout != chat(place, "--prompt", "w1 w2", *words[:-2]).stdout
+
+
+def test_raw_continues_each_text_as_it_is(place: Path) -> None:
+    words = ["chat", "--model", place / "model", "--dtype", "fp32", "--baseline", "--max-new-tokens", "9", "--quiet"]
+    loaded = Medusa.from_pretrained(place / "model", drafter=None, dtype="fp32")
+    expected = [loaded.generate(text, raw=True, max_new_tokens=9).text for text in ("w1 w2", "w7")]
+    assert medusa(*words, "--raw", input="w1 w2\nw7\n").stdout.splitlines() == expected
+    assert "--system" in medusa(*words, "--raw", "--system", "w1", "--prompt", "w2", exit_code=2).stderr
+
+
+def test_a_template_takes_the_place_of_the_models(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    words = ["chat", "--dtype", "fp32", "--max-new-tokens", "9", "--quiet", "--prompt", "w1 w2"]
+    raw = medusa(*words, "--model", place / "model", "--baseline", "--raw", exit_code=0).stdout
+    for more in (
+        ["--model", place / "model", "--baseline"],
+        ["--run", f"{place / 'mine'}/", "--model", place / "model"],
+    ):
+        assert medusa(*words, *more, "--chat-template", file, exit_code=0).stdout == raw
+    assert "--chat-template" in medusa(*words, "--chat-template", tmp_path / "none", exit_code=1).stderr
 
 
 def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:

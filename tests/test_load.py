@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load, save_file
 
+from medusa_cli import Medusa
 from medusa_cli.engine import autotune, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
@@ -126,7 +129,6 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         (hf.T5Config(), "encoder"),
         (hf.MambaConfig(), "softmax"),
         (hf.FalconConfig(alibi=True), "ALiBi"),
-        (hf.GptOssConfig(), "sinks"),
         (hf.GPTJConfig(), "scaled_dot_product_attention"),
         (hf.Gemma4TextConfig(), "differ in head_dim"),
         (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
@@ -137,6 +139,57 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
 def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: Any, match: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)  # there are no weights
     assert_refused(tmp_path, match)
+
+
+def test_sinks_are_found_in_the_files(model: Path) -> None:
+    tensors = load((model / WEIGHTS).read_bytes()) | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    assert_refused(model, "sinks")
+
+
+@pytest.mark.parametrize(
+    ("files", "match"),
+    [
+        (["adapter_config.json"], "adapter"),
+        (["weights.gguf"], "weights.gguf"),
+        ([], "config.json"),
+        (["config.json", "model.safetensors"], "no tokenizer"),
+    ],
+)
+def test_folders_are_named_by_what_they_hold(model: Path, tmp_path: Path, files: list[str], match: str) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name in files:
+        source = model / name
+        (folder / name).write_bytes(source.read_bytes() if source.exists() else b"{}")
+    assert_refused(folder, match)
+    shown = medusa("chat", "--model", folder, "--prompt", "w1", exit_code=1).stderr
+    assert match in shown or files[:1] == ["config.json"]  # without --lookup there is no drafter
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="model"):
+        Medusa.from_pretrained(name)
+    assert "--model" in medusa("chat", "--model", name, "--prompt", "w1", exit_code=2).stderr
+
+
+def test_a_model_that_does_not_exist_is_no_model_without_a_drafter(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "missing"), "no/such/model"):
+        with pytest.raises(UserError, match="model") as raised:
+            Medusa.from_pretrained(name)
+        assert raised.value.setting == "model"
+
+
+def test_refusals_come_before_torch_is_imported(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    words = ["chat", "--model", str(model), "--baseline", "--prompt", "w1"]
+    code = f"""import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+sys.argv[1:] = {words!r}
+from medusa_cli.cli import main; main()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "False\n") and "template" in done.stderr
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

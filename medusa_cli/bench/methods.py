@@ -209,7 +209,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
 
 def _xllamacpp_method(gguf: Path, context: int, ngrams: bool) -> Method:
     """Returns greedy decoding by the llama.cpp server inside the prebuilt package xllamacpp."""
-    import xllamacpp  # type: ignore[import-not-found, unused-ignore]
+    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     settings: Any = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), context, 1

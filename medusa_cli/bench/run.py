@@ -199,7 +199,7 @@ class Bench:
             self.choice.model,
             options,
             adapter=self.choice.adapter,
-            chat_template=self.choice.run.chat_template if self.choice.run else None,
+            chat_template=self.choice.template,
             gradients=gradients,
             chat=True,
         )

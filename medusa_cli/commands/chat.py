@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_cli import console
+from medusa_cli.assets import check_chat_template
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, SamplingFlags, load
+from medusa_cli.options import ChatTemplate, DraftFlags, LoadFlags, OutputFlags, SamplingFlags, load
 from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
     show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour accepted draft tokens.")] = False,
+    chat_template: ChatTemplate = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, alone, without a template.")] = False,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End an answer at this text; may be repeated.")
     ] = None,
@@ -49,11 +52,15 @@ def chat(
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
+    if raw and (system is not None or chat_template is not None):
+        raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
+    choice = drafting.or_plain(baseline, chat_template)
+    if not (raw or choice.template):
+        check_chat_template(choice.model)  # before torch is imported, which takes a second
     from medusa_cli.api import Chat, Medusa
 
-    choice, rules = drafting.or_plain(baseline), (sampling.sampled, sampling.logits_options)
-    medusa = Medusa(load(choice, place, chat=True))
-    session = Chat(medusa, *rules, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()), system)
+    rules = (sampling.sampled, sampling.logits_options, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()))
+    session = Chat(Medusa(load(choice, place, chat=not raw)), *rules, system, raw=raw)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)
     stopped = answer(session, prompt, show_accepted, silent=output.json)

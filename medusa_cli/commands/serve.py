@@ -32,6 +32,7 @@ def serve(
     max_prompt_tokens: Annotated[int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")] = 4096,
     max_new_tokens: Annotated[int, _limit("--max-new-tokens N", "Longest answer, in tokens.")] = 2048,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
+    chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
     port: Annotated[
@@ -64,7 +65,7 @@ def serve(
 
     check_certificate(ssl_certfile, ssl_keyfile)
     listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
-    choice = drafting.or_plain(baseline)
+    choice = drafting.or_plain(baseline, chat_template)
     loaded = load(choice, place)
     limits = Limits(
         names=tuple(name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]),

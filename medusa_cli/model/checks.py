@@ -20,6 +20,8 @@ from medusa_cli.runs.io import read_as
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 PROBE = 6  # tokens of the passes that check a network
+# What the names of all tokenizers' files have in common.
+TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 AGAIN = "get the model again"
 # A pass through a model that does not fit its config, or through code not known here, raises any of these.
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -106,17 +108,17 @@ def check_architecture(config: Any, model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     refuse_unsupported(config)
+    files = tensors_of(model)
+    if any(name.endswith(".sinks") for name in files):
+        raise unverifiable(config.get_text_config(), "its attention has sinks")
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as reason:  # a damaged config raises any exception
         raise unloadable(model, reason) from reason
     weights = dict(network.named_parameters())
-    if any(name.endswith(".sinks") for name in weights):
-        raise unverifiable(config.get_text_config(), "its attention has sinks")
     if not network._supports_sdpa:
         raise unverifiable(config.get_text_config(), "transformers has no scaled_dot_product_attention for it")
-    files = tensors_of(model)
     if not files or getattr(config, "quantization_config", None) is not None:  # packed weights have their own shapes
         return
     prefix = f"{network.base_model_prefix}."
@@ -129,6 +131,13 @@ def check_architecture(config: Any, model: str) -> None:
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
         raise unloadable(model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}")
+
+
+def check_tokenizer(source: str, model: str) -> None:
+    """Raises UserError for a folder without any file of a tokenizer's."""
+    folder = Path(source)
+    if folder.is_dir() and not any(word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES):
+        raise UserError(f"@model {model!r} has no tokenizer", "put the model's tokenizer.json into its folder")
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:

@@ -18,6 +18,7 @@ from medusa_cli.model.checks import (
     check_files,
     check_network,
     check_sizes,
+    check_tokenizer,
     refuse_unsupported,
     unloadable,
 )
@@ -84,6 +85,7 @@ def load_network(
         refuse_unsupported(config)
     else:
         check_architecture(config, model)
+    check_tokenizer(source, model)
     try:
         if find_adapter_config_file(source):  # transformers would load it, and the model that it names, unchecked
             raise UserError(

@@ -170,7 +170,7 @@ def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> R
     """Returns the recipe with one setting; a chat template is read, from `folder` if given."""
     value = _valid(key, value)
     if key == "chat_template" and value is not None:
-        value = _template(value, folder)
+        value = template_text(value, folder)
     section, dot, name = key.partition(".")
     if dot:
         value = dataclasses.replace(getattr(recipe, section), **{name: value})
@@ -221,18 +221,20 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _template(value: str, folder: Path | None) -> str:
+def template_text(value: str, folder: Path | None = None) -> str:
     """Returns the text of a chat template: the value itself, which then has braces, or the text of that file.
 
     A recipe may name a file in its own `folder` only; the command line (None) may name any file.
     """
     if "{" in value:
         return value
-    name, remedy = f"chat_template={shown(value)}", "give a Jinja file, beside the recipe"
+    name, remedy = f"@chat_template {shown(value)}", "give a Jinja file"
     try:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{name} lies outside the recipe's folder", f"{remedy}, or name it on the command line")
+            raise UserError(
+                f"{name} lies outside the recipe's folder", f"{remedy} in it, or name it on the command line"
+            )
         return read_text(path, f"{name}:", remedy=remedy)
     except (OSError, ValueError) as reason:  # no name of a file at all
         raise UserError(f"{name} cannot be read", remedy) from reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from medusa_cli.assets import DEFAULT_MODEL, check_hub
+from medusa_cli.assets import DEFAULT_MODEL, check_hub, gguf_path, model_dir
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import read_as
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated, rounding_in
@@ -77,7 +77,7 @@ class Choice:
     auto: a tree of the size that pays here. static: nodes of a tree searched by the calibration (None: that of the file
     `tree`). dynamic: nodes of a tree grown for every step (0: as many as the static one has; None: static). adapter:
     what stage 2 added to the model. lookup: draft n-gram matches, too, or alone without a drafter; lookup_named: on
-    request, not only by `auto`.
+    request, not only by `auto`. chat_template: a Jinja template in place of the model's and the run's.
     """
 
     model: str
@@ -91,6 +91,12 @@ class Choice:
     auto: bool = False
     lookup: bool = False
     lookup_named: bool = False
+    chat_template: str | None = None
+
+    @property
+    def template(self) -> str | None:
+        """Returns the chat template in place of the model's own, or None."""
+        return self.chat_template or (self.run.chat_template if self.run else None)
 
     @property
     def trained(self) -> Path | None:
@@ -112,7 +118,7 @@ def choose(
     lookup None: with `auto` trees.
     """
     target = Run.open(run) if run else None
-    name = model or (target.model if target else None) or DEFAULT_MODEL
+    name = model if model is not None else (target.model if target else None) or DEFAULT_MODEL
     plain = Choice(name, run=target, adapter=target.adapter if target else None, lookup=bool(lookup))
     choice = replace(plain, **_parse_tree(tree))
     if not need_drafter:
@@ -127,6 +133,8 @@ def choose(
     if folder is None and lookup:
         return plain
     if folder is None:
+        if gguf_path(name) is None:  # unpacking one takes its time
+            model_dir(name)
         raise UserError(
             f"no drafter ships for the model {name!r}",
             f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run; @lookup drafts "
