@@ -10,7 +10,7 @@ __all__ = ["Medusa", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Medusa, imported when it is first asked for: it brings torch."""
+    """Imports Medusa when it is first asked for: it brings torch."""
     if name == "Medusa":
         from medusa_cli.api import Medusa
 

@@ -92,29 +92,29 @@ class Case:
 
     @cached_property
     def provenance(self) -> Provenance:
-        """Provenance of the drafter."""
+        """Returns the provenance of the drafter."""
         return describe_drafter(self.need(self.run.drafter_dir / "config.json", "train").parent).provenance
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The model as it decodes with this run."""
+        """Returns the model as it decodes with this run."""
         template = self.run.chat_template
         return load_backbone(self.model, self.options, adapter=self.run.adapter, chat_template=template)
 
     @cached_property
     def drafter(self) -> HeadDrafter:
-        """The run's drafter on that model."""
+        """Returns the run's drafter on that model."""
         folder = self.need(self.run.drafter_dir / "config.json", "train").parent
         return load_drafter(folder, self.backbone)
 
     @cached_property
     def heads(self) -> Calibration:
-        """Measured accuracies of the heads."""
+        """Returns the measured accuracies of the heads."""
         return read_calibration(self.need(self.run.calibration_path, "calibrate"))
 
     @cached_property
     def tree(self) -> Tree:
-        """The run's tree, or else the best one of some nodes by the calibration."""
+        """Returns the run's tree, or else the best one of some nodes by the calibration."""
         if self.run.tree_path.is_file():
             tree = load_tree(self.run.tree_path)
         else:
@@ -128,7 +128,7 @@ class Case:
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        """The data in random order, conversations that were held out in training first."""
+        """Returns the data in random order, conversations that were held out in training first."""
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
@@ -140,7 +140,7 @@ class Case:
 
     @cached_property
     def decoded(self) -> list[Stats]:
-        """The stats of held-out prompts, each decoded greedily by itself over the run's tree."""
+        """Returns the stats of held-out prompts, each decoded greedily by itself over the run's tree."""
         policy = policy_of(self.tree)  # before the model is loaded: its files may be missing
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
         answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)

@@ -76,8 +76,8 @@ def start(
                 os.dup2(out.fileno(), 1)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if size > 1:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-            os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_ADDR="127.0.0.1")
         operations = [0] if die_at is None else count_operations(die_at)
         try:
             cli.app(list(words))

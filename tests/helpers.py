@@ -315,9 +315,9 @@ class Recording:
 
     seen: list[tuple[NewTokens, Draft]]
 
-    def draft(self, backbone, sequences, confirmed, shape) -> list[Draft]:
-        drafts = super().draft(backbone, sequences, confirmed, shape)
-        self.seen += zip(confirmed, drafts, strict=True)
+    def draft(self, backbone, sequences, new, shape) -> list[Draft]:
+        drafts = super().draft(backbone, sequences, new, shape)
+        self.seen += zip(new, drafts, strict=True)
         return drafts
 
 

@@ -32,8 +32,8 @@ def test_results_on_stdout_the_rest_on_stderr(quiet: bool, capsys: pytest.Captur
     console.configure(quiet=quiet)
     for say in (console.result, console.info, console.warn, console.error):
         say("first\n  second" if say is console.error else "a text")
-    told = "" if quiet else "a text\n"
-    assert capsys.readouterr() == ("a text\n", f"{told}warning: a text\nerror: first second\n")
+    info = "" if quiet else "a text\n"
+    assert capsys.readouterr() == ("a text\n", f"{info}warning: a text\nerror: first second\n")
 
 
 def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,11 +191,11 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
 
 def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> None:
     dataset = load_dataset(run, backbone, fraction=0.2)
-    held, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
-    assert held and trained and not held & trained
+    ids, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
+    assert ids and trained and not ids & trained
     write_lines(run.distill_path, [conversation(n) for n in range(80)])
     more = load_dataset(run, backbone, fraction=0.2)
-    assert {a.id for a in more.held_out} & (held | trained) == held
+    assert {a.id for a in more.held_out} & (ids | trained) == ids
     assert len({dataset.digest, more.digest, load_dataset(run, backbone, fraction=0.3).digest}) == 3
     write_lines(run.distill_path, [conversation(n) for n in range(2)])
     small = load_dataset(run, backbone, fraction=0.001)
@@ -203,10 +203,10 @@ def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> No
 
 
 def test_parts_of_a_conversation_stay_together() -> None:
-    held = held_out_ids([f"A{n:06d}_{part}" for n in range(400) for part in range(4)], 0.2)
-    names = {id[:7] for id in held}
+    ids = held_out_ids([f"A{n:06d}_{part}" for n in range(400) for part in range(4)], 0.2)
+    names = {id[:7] for id in ids}
     assert 40 < len(names) < 120
-    assert held == {f"{name}_{part}" for name in names for part in range(4)}
+    assert ids == {f"{name}_{part}" for name in names for part in range(4)}
     # Numbered names are no parts: each conversation goes its own way.
     for kind in ("example", "c", "sharegpt", "conversation7"):
         assert 0 < len(held_out_ids([f"{kind}_{n}" for n in range(100)], 0.2)) < 100

@@ -377,15 +377,15 @@ def test_confidences_after_a_token_are_shares_of_all_guesses(monkeypatch: pytest
     torch.nn.init.normal_(bias.after)
     owner, split = torch.tensor([0, 1, 1]), [tokens[:1], tokens[1:]]
     lifted = (scores[owner] + bias.before[tokens] @ bias.after.T) / 1.3
-    log_p, places = bias.best(scores, split, 4, 1.3)
+    log_p, indices = bias.best(scores, split, 4, 1.3)
     assert torch.allclose(log_p, lifted.log_softmax(-1).topk(4).values, atol=1e-5)
-    assert torch.equal(places, lifted.topk(4).indices)
-    assert torch.equal(bias.best(scores, split, 4, None)[1], places)
+    assert torch.equal(indices, lifted.topk(4).indices)
+    assert torch.equal(bias.best(scores, split, 4, None)[1], indices)
     monkeypatch.setattr(blocks, "CANDIDATES", 8)
-    log_p, places = bias.best(scores, split, 8, 1.3)
+    log_p, indices = bias.best(scores, split, 8, 1.3)
     # Other guesses count without the bias.
     rest = (scores / 1.3).scatter(1, scores.topk(8).indices, -torch.inf).exp().sum(-1)[owner, None]
-    some = lifted.gather(1, places)
+    some = lifted.gather(1, indices)
     assert torch.allclose(log_p, some - (some.exp().sum(-1, keepdim=True) + rest).log(), atol=1e-4)
 
 

@@ -121,11 +121,11 @@ def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape
     drafter.__class__ = Watched
     drafter.seen = []
     list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=60, stop_ids=()))
-    assert any(len(confirmed.tokens) > 1 for confirmed, _ in drafter.seen[1:])  # acceptance did happen
+    assert any(len(new.tokens) > 1 for new, _ in drafter.seen[1:])  # acceptance did happen
     assert max(draft.tree.max_depth for _, draft in drafter.seen) == 3
     accepted = PROMPT[:-1]
-    for number, (confirmed, draft) in enumerate(drafter.seen):
-        accepted += confirmed.tokens.tolist()
+    for number, (new, draft) in enumerate(drafter.seen):
+        accepted += new.tokens.tolist()
         scores = reference("llama", drafter, accepted) @ backbone.lm_head_weight.T
         ranked = scores.argsort(dim=-1, descending=True)
         for node in range(1, draft.tree.size):

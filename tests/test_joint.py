@@ -288,12 +288,15 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
     assert frozen["kl"] == 0 and frozen["agreement"] == frozen["perplexity_ratio"] == 1
     assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
     # Measured anew on the held-out conversations, the figures are those of the trainings.
-    held, trained = tmp_path / "held.jsonl", tmp_path / "trained.jsonl"
+    held_out, trained = tmp_path / "held.jsonl", tmp_path / "trained.jsonl"
     lines = Path(run, "distill.jsonl").read_text().splitlines()
     out = held_out_ids([json.loads(line)["id"] for line in lines], 0.05)
-    held.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
+    held_out.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
     trained.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
-    on_held, few = compared(*runs, "--data", str(held)), compared(*runs, "--data", str(trained), "--max-samples", "2")
+    on_held, few = (
+        compared(*runs, "--data", str(held_out)),
+        compared(*runs, "--data", str(trained), "--max-samples", "2"),
+    )
     for again, row in zip(on_held, rows, strict=True):
         assert again["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-5)
         assert again["accuracies"] == pytest.approx(row["accuracies"])

@@ -42,9 +42,9 @@ def place(distilled: Path, tmp_path: Path) -> Path:
 
 
 def distill_words(place: Path, name: str, *more: str) -> list[str]:
-    places = ("--seed", (place / "seeds.jsonl").resolve(), "--run", place / name, "--model", place / "model")
+    flags = ("--seed", (place / "seeds.jsonl").resolve(), "--run", place / name, "--model", place / "model")
     short = ("--quiet", "--dtype", "fp32", "--max-new-tokens", "8", "--context", "96")
-    return ["distill", *map(str, places), *short, *more]
+    return ["distill", *map(str, flags), *short, *more]
 
 
 def tapping(backbone: Backbone, taps: tuple[int, ...]) -> MedusaHeads:
@@ -116,15 +116,15 @@ def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
     done = forked.run(distill_words(place, "two", "--taps", "1,3"), place / "output", size=2)
     assert done.returncode == 0, done.stderr
     backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
-    held = []
+    batches = []
     for name in ("kept", "two"):
         data = load_dataset(Run(place / name), backbone, taps=(0, 2, -1))
         items = sorted([*data.train, *data.held_out], key=lambda item: item.id)
         heads = tapping(backbone, (0, 2, -1))
-        held.append(([item.tokens for item in items], data.batch(backbone, heads, items, torch.float32)))
+        batches.append(([item.tokens for item in items], data.batch(backbone, heads, items, torch.float32)))
         assert data.kept
-    assert held[0][0] == held[1][0]
-    assert torch.allclose(held[0][1].hidden, held[1][1].hidden, rtol=2**-6, atol=1e-3)
+    assert batches[0][0] == batches[1][0]
+    assert torch.allclose(batches[0][1].hidden, batches[1][1].hidden, rtol=2**-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("words", [["4"], ["3,1"], ["low"], ["1", "--endpoint", "http://127.0.0.1:9"]])

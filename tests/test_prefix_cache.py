@@ -115,8 +115,8 @@ def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: py
     ):
         rows.clear()
         tokens = tokens_of(answer(decoder, prompt, **RULES))
-        told = name in ("amphista, prompts", "eagle")  # their last row was told of the next token
-        assert fresh <= rows[0] <= fresh + told
+        reread = name in ("amphista, prompts", "eagle")  # their last row was told of the next token
+        assert fresh <= rows[0] <= fresh + reread
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 

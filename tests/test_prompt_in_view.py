@@ -44,8 +44,8 @@ def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
     return drafter.eval()
 
 
-def drafted(drafter: HeadDrafter, backbone: Backbone, confirmed: NewTokens, shape: Tree | DynamicTree) -> torch.Tensor:
-    return drafter.draft(backbone, [drafter], [confirmed], shape)[0].tokens
+def drafted(drafter: HeadDrafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree) -> torch.Tensor:
+    return drafter.draft(backbone, [drafter], [new], shape)[0].tokens
 
 
 def whole(backbone: Backbone, number: int, turns: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:

@@ -111,8 +111,8 @@ def test_commands_after_qlora_load_the_model_in_4_bits_unless_quantize_is_given(
         assert ran.exit_code == 0, ran.output
         assert "quantizing the model by bnb.nf4" in ran.stderr and in_4bit == [True], words
         in_4bit.clear()
-    told = medusa(*chat, "--run", run, "--quantize", "bnb.nf4")
-    assert told.exit_code == 0 and in_4bit == [True] and "quantizing the model" not in told.stderr, told.output
+    done = medusa(*chat, "--run", run, "--quantize", "bnb.nf4")
+    assert done.exit_code == 0 and in_4bit == [True] and "quantizing the model" not in done.stderr, done.output
     for words in ("none", "bnb.int8"):
         in_4bit.clear()
         other = medusa(*chat, "--run", run, "--quantize", words)

@@ -49,8 +49,8 @@ def tree(
     from medusa_cli.tree.draw import draw_picture, draw_terminal
     from medusa_cli.tree.io import save_tree
 
-    ways = {"--budget": budget, "--shape": shape, "--choices": choices}
-    given = [flag for flag, value in ways.items() if value is not None]
+    sources = {"--budget": budget, "--shape": shape, "--choices": choices}
+    given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
     widths = search.parse_shape(shape) if shape is not None else None

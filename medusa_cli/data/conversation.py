@@ -49,7 +49,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """System prompt, None without one."""
+        """Returns the system prompt, None without one."""
         return next((message["content"] for message in self.messages[:1] if message["role"] == "system"), None)
 
     @property
@@ -59,7 +59,7 @@ class Conversation:
 
     @property
     def positions(self) -> int:
-        """Number of answer tokens: the positions that are trained on."""
+        """Returns the number of answer tokens: the positions that are trained on."""
         return sum(end - start for start, end in self.spans)
 
     def to_json(self) -> str:

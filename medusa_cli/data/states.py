@@ -56,7 +56,7 @@ class StateStore:
 
     @property
     def rows(self) -> int:
-        """Number of whole rows in the file."""
+        """Returns the number of whole rows in the file."""
         return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:

@@ -172,7 +172,7 @@ class Decoder:
 
     def forget(self) -> None:
         """Drops the cached prefixes of idle slots."""
-        self._slots = [None if held is None or held.done else held for held in self._slots]
+        self._slots = [None if previous is None or previous.done else previous for previous in self._slots]
 
     def _take_slot(self, sequence: Sequence) -> int:
         """Returns the idle slot that shares most with the sequence's prompt; the sequence takes over what it holds.
@@ -181,15 +181,18 @@ class Decoder:
         """
         prompt, reuse = sequence.request.prompt, sequence.request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
-        idle = [(slot, held) for slot, held in enumerate(self._slots) if held is None or held.done]
+        idle = [(slot, previous) for slot, previous in enumerate(self._slots) if previous is None or previous.done]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
-        shares = [(min(held.common_length(prompt), limit), -len(held.tokens)) if held else (0, 0) for _, held in idle]
+        shares = [
+            (min(previous.common_length(prompt), limit), -len(previous.tokens)) if previous else (0, 0)
+            for _, previous in idle
+        ]
         best = max(range(len(idle)), key=shares.__getitem__)
-        slot, held = idle[best]
+        slot, previous = idle[best]
         self._slots[slot] = None
-        sequence.continue_from(held, shares[best][0], self.drafter)
+        sequence.continue_from(previous, shares[best][0], self.drafter)
         self.cache.truncate(slot, sequence.reused)
         return slot
 
@@ -197,11 +200,11 @@ class Decoder:
         """Moves running sequences from the last slots into idle ones before them: a pass runs over the first slots."""
         running = self.sequences
         for slot in range(len(running)):
-            held = self._slots[slot]
-            if held is None or held.done:
+            previous = self._slots[slot]
+            if previous is None or previous.done:
                 last = self._slots.index(running[-1])
                 self.cache.swap(slot, last)
-                self._slots[slot], self._slots[last] = self._slots[last], held
+                self._slots[slot], self._slots[last] = self._slots[last], previous
                 running = self.sequences
         return running
 

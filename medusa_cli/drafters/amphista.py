@@ -78,13 +78,13 @@ class Amphista(HeadDrafter):
 
     def _adapt(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
-        x, places = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        last = torch.tensor([len(own) for own in places], device=x.device).cumsum(0) - 1
+        last = torch.tensor([len(own) for own in positions], device=x.device).cumsum(0) - 1
         adapted = []
         for number, stage in enumerate(self.packed("stages")):
             caches = [own._caches[number] for own in sequences]
-            x = stage.layer.extend(stage.join(x, embedded), places, caches, self.repeated)
+            x = stage.layer.extend(stage.join(x, embedded), positions, caches, self.repeated)
             adapted.append(x[last])
         return adapted
 

@@ -34,7 +34,7 @@ class NewTokens:
 
     @property
     def end(self) -> int:
-        """The position of the root."""
+        """Returns the position of the root."""
         return self.start + len(self.tokens)
 
     def last(self) -> "NewTokens":
@@ -49,7 +49,7 @@ class NewTokens:
 
     @property
     def following(self) -> Tensor:
-        """The token after each position [A+1], the root last."""
+        """Returns the token after each position [A+1], the root last."""
         return torch.cat([self.tokens[1:], self.tokens.new_tensor([self.root])])
 
 
@@ -93,12 +93,12 @@ class Batch:
 
     @property
     def learnt(self) -> Tensor:
-        """The positions [n] that are learnt."""
+        """Returns the positions [n] that are learnt."""
         return torch.nonzero(self.segment >= 0).squeeze(-1)
 
     @property
     def learnt_index(self) -> Tensor:
-        """The number [P] of each learnt position among those; of no meaning for other positions."""
+        """Returns the number [P] of each learnt position among those; of no meaning for other positions."""
         return (self.segment >= 0).cumsum(0) - 1
 
     def targets(self, head: int) -> Tensor:
@@ -108,7 +108,7 @@ class Batch:
 
     @property
     def attention_groups(self) -> Tensor:
-        """The conversation, or segment, [P] within which each position sees all earlier ones."""
+        """Returns the conversation, or segment, [P] within which each position sees all earlier ones."""
         return self.segment if self.sequence is None else self.sequence
 
 

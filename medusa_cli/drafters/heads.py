@@ -242,7 +242,7 @@ class HeadDrafter(Drafter):
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel of its linear layers and vocabulary matrices when it drafts."""
+        """Returns the kernel of its linear layers and vocabulary matrices when it drafts."""
         return self._kernel or kernels_for(self.dtype, next(self.parameters()).device)[-1]
 
     @property
@@ -299,8 +299,8 @@ class HeadDrafter(Drafter):
                 counts = torch.tensor(level.counts, device=ids.device)
                 return log_p.repeat_interleave(counts, 0), ids.repeat_interleave(counts, 0)
             tokens = level.tokens.split(level.counts)
-            log_p, places = self.conditional.best(scores[head], tokens, width, temperature)
-            return log_p, self.draft_ids[places]
+            log_p, indices = self.conditional.best(scores[head], tokens, width, temperature)
+            return log_p, self.draft_ids[indices]
 
         return draft_by_level(tree, new, guess)
 

@@ -92,10 +92,10 @@ class HydraHeads(HeadDrafter):
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
-        x, places = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
             caches, last = [own._caches[number] for own in sequences], number + 1 == len(self.prefix)
-            x = layer.extend(x, places, caches, self.repeated, last=last)
+            x = layer.extend(x, positions, caches, self.repeated, last=last)
         return x
 
     def _path(self, backbone: Backbone, x: Tensor, above: Tensor, tokens: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class DecoderLayer(SelfAttention):
     def extend(
         self,
         x: Tensor,
-        places: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
         caches: Sequence[LayerCache],
         repeated: Repeated,
         *embedded: Tensor,
@@ -183,13 +183,13 @@ class DecoderLayer(SelfAttention):
     ) -> Tensor:
         """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
 
-        places: each sequence's positions. masks: which of all rows [n_i, m_i] its rows see; by default all before them.
+        positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all before them.
         last: returns each sequence's last row alone [B, H].
         """
-        counts = [len(own) for own in places]
-        positions = torch.tensor([position for own in places for position in own], device=x.device)
-        q, k, v = repeated((self, "project"), self._projected, x, positions, *embedded)
-        parts = zip(caches, k.split(counts, 1), v.split(counts, 1), places, strict=True)
+        counts = [len(own) for own in positions]
+        flat = torch.tensor([position for own in positions for position in own], device=x.device)
+        q, k, v = repeated((self, "project"), self._projected, x, flat, *embedded)
+        parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
             rows = torch.tensor(counts, device=x.device).cumsum(0) - 1
@@ -231,16 +231,16 @@ class Padding:
         starts = first.nonzero().squeeze(-1)
         self.position = torch.arange(len(segment), device=segment.device) - starts[self.sequence]
         self.shape = (len(starts), int(self.position.max()) + 1)
-        self._places = self.sequence * self.shape[1] + self.position
+        self._index = self.sequence * self.shape[1] + self.position
 
     def pad(self, x: Tensor) -> Tensor:
         """Returns rows [P, ..] as sequences [S, L, ..], zero where there is none."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
-        return rows.index_copy(0, self._places, x).unflatten(0, self.shape)
+        return rows.index_copy(0, self._index, x).unflatten(0, self.shape)
 
     def unpad(self, x: Tensor) -> Tensor:
         """Returns the rows [P, ..] of padded sequences [S, L, ..]."""
-        return x.flatten(0, 1)[self._places]
+        return x.flatten(0, 1)[self._index]
 
 
 class TokenBias(nn.Module):

@@ -48,7 +48,7 @@ class Engine(ABC):
 
     @property
     def title(self) -> str:
-        """The engine and its kernel in words."""
+        """Returns the engine and its kernel in words."""
         return f"{self.name} engine ({self.kernel.name})"
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:

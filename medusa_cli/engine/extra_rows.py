@@ -92,7 +92,7 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
     if torch.is_grad_enabled() and any(isinstance(module, Product) for module in parts.layers.modules()):
         raise UserError("internal: packed weights lose gradients; load the backbone with gradients=True")
     size, length = traced.states[-1].shape[:2]
-    places, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
+    index, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
@@ -119,17 +119,17 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
             use_cache=False,
         )
         x = out.view(x.shape)
-    return parts.base.norm(x).flatten(0, 1)[places]
+    return parts.base.norm(x).flatten(0, 1)[index]
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the places [P] of flat rows [P] in size * W, and padded positions [size, W] of the sequences."""
+    """Returns the index [P] of flat rows [P] in size * W, and padded positions [size, W] of the sequences."""
     owner = rows // length
     counts = torch.bincount(owner, minlength=size)
     wide = int(counts.max())
     first = counts.cumsum(0) - counts
-    places = owner * wide + torch.arange(len(rows), device=rows.device) - first[owner]
-    return places, rows.new_zeros(size * wide).index_copy(0, places, rows % length).view(size, wide)
+    index = owner * wide + torch.arange(len(rows), device=rows.device) - first[owner]
+    return index, rows.new_zeros(size * wide).index_copy(0, index, rows % length).view(size, wide)
 
 
 def _chunk(backbone: Backbone, kind: str, positions: Tensor, sees: Tensor, length: int) -> tuple[int, Tensor]:

@@ -58,18 +58,18 @@ class Backbone:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the states: the engine may compute in fp32 over 16-bit weights."""
+        """Returns the type of the states: the engine may compute in fp32 over 16-bit weights."""
         engine = getattr(self, "engine", None)
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
     @cached_property
     def masks(self) -> attention.Masks:
-        """Additive masks of the weights' type, for passes through the network itself."""
+        """Returns additive masks of the weights' type, for passes through the network itself."""
         return attention.Masks(self.config, self.embedding.weight.dtype)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """The token ids that end an answer."""
+        """Returns the token ids that end an answer."""
         return frozenset(eos_ids_of((self.model.generation_config, self.config, self.tokenizer)))
 
     def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
