@@ -61,7 +61,7 @@ fuzz: $(READY) ## change every file and flag at random for ten minutes; SEED=N d
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa bench --steps 384
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 \
-		--methods hf,hf-lookup,ar,medusa,medusa-dynamic$$($(BIN)/python -c 'import llama_cpp' 2>/dev/null && echo ,llama.cpp)
+		--methods hf,hf-lookup,ar,medusa,medusa-dynamic$$($(BIN)/python -c 'import xllamacpp' 2>/dev/null && echo ,llama.cpp)
 
 # Fewer for a look: make soak REQUESTS=500
 REQUESTS ?= 10000

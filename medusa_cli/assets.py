@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from medusa_cli import gguf
 from medusa_cli.errors import UsageError, UserError, first_line
@@ -159,6 +160,27 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
     except Exception as reason:  # the hub client raises its HTTP library's errors
         fault = f"{named} {name!r} is not on this machine and the model hub cannot be reached"
         raise UserError(fault, remedy) from reason
+
+
+def hub_rows(
+    name: str, named: str, prefer: Sequence[str], config: str | None = None, split: str | None = None
+) -> Iterator[Any]:
+    """Yields the rows of a hub dataset: of the named split, else of the first that there is of `prefer`, or of all.
+
+    Raises UserError, with the setting `named`, for a dataset or a split that does not exist.
+    """
+    from datasets import load_dataset
+
+    check_hub(name, kind="dataset", named=named)
+    try:
+        splits = load_dataset(name, config or None, trust_remote_code=False)
+    except Exception as reason:  # the library raises its own and its HTTP client's many types
+        fault = f"{named} {name!r} could not be loaded from the hub: {first_line(reason)}"
+        raise UserError(fault, "check the name and its config, or give a file") from reason
+    chosen = split or next(key for key in (*prefer, *splits) if key in splits)
+    if chosen not in splits:
+        raise UserError(f"{named} {name!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
+    yield from splits[chosen]
 
 
 def _converted(name: str) -> Path:

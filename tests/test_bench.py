@@ -311,7 +311,7 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: P
 def test_llama_cpp_decodes_greedily_from_a_known_file(
     monkeypatch, installed, model, file, sampling, penalty, named
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
         check_llama("llama.cpp", model, file, sampling, LogitsOptions(penalty))
 

@@ -208,12 +208,12 @@ def test_seed_without_a_conversation_is_refused(tmp_path: Path, text: str | None
 def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def rows(name: str):
+    def rows(name: str, named: str, prefer: tuple[str, ...]):
         asked.append(name)
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}]
         yield {"prompt_id": "p1", "messages": messages}
 
-    monkeypatch.setattr("medusa_cli.data.seeds._hub_rows", rows)
+    monkeypatch.setattr("medusa_cli.assets.hub_rows", rows)
     assert read_seeds("ultrachat")[0] == [seed("p1", ["hello"])]
     assert asked == ["HuggingFaceH4/ultrachat_200k"]
 

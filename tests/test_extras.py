@@ -16,7 +16,7 @@ PACKAGE = Path(cli.__file__).parent
 # Names of packages by the name that is imported.
 PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
 PACKAGES["urllib3"] = "requests"
-OPTIONAL = {"llama_cpp", "xllamacpp"}  # used if they are installed
+OPTIONAL = {"xllamacpp"}  # used if it is installed
 INDIRECT = {"accelerate"}  # transformers imports it
 
 

@@ -1,6 +1,5 @@
 """Decoding methods that a bench compares: our loops, transformers' generate, llama.cpp."""
 
-import importlib.util
 import json
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli.assets import DEFAULT_MODEL, MODELS
+from medusa_cli.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.bench.stats import Answer
 from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
 from medusa_cli.decode.processors import generate_arguments
@@ -38,15 +37,9 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def llama_package(name: str) -> str | None:
-    """Returns the installed package that runs a method of llama.cpp; None if there is none."""
-    packages = ("llama_cpp", "xllamacpp") if name == "llama.cpp" else ("xllamacpp",)  # the former drafts in Python
-    return next((package for package in packages if importlib.util.find_spec(package)), None)
-
-
 def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
     """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
-    if llama_package(name) is None:
+    if not has_package("xllamacpp"):
         raise UsageError(
             f"@methods {name}: llama.cpp is not installed", "`pip install xllamacpp`, or leave the method out"
         )
@@ -182,40 +175,17 @@ class _Streamer:
 
 
 def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
-    """Returns llama.cpp's greedy decoding of a GGUF file of the same model, with torch's number of threads.
+    """Returns greedy decoding of a GGUF file of the same model by llama.cpp's server inside the package xllamacpp.
 
-    llama.cpp-ngram: with its n-gram drafts, by its own defaults.
+    It has torch's number of threads. llama.cpp-ngram: with its n-gram drafts, by its own defaults.
     """
-    if llama_package(name) == "xllamacpp":
-        return _xllamacpp_method(gguf, backbone.max_positions, ngrams=name != "llama.cpp")
-    from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
-
-    threads, ends = torch.get_num_threads(), backbone.eos_ids
-    context = backbone.max_positions
-    model: Any = Llama(str(gguf), verbose=False, n_ctx=context, n_threads=threads, n_threads_batch=threads)
-
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
-        [prompt], tokens = prompts, list[int]()
-        model.reset()  # no method may keep a prompt from the turn before
-        for token in model.generate(list(prompt), temp=0.0, top_k=1):
-            tokens.append(int(token))
-            on_tokens(tokens[-1:])
-            if len(tokens) == max_new_tokens or tokens[-1] in ends:
-                break
-        return [Answer([tokens])]
-
-    return answer
-
-
-def _xllamacpp_method(gguf: Path, context: int, ngrams: bool) -> Method:
-    """Returns greedy decoding by the llama.cpp server inside the prebuilt package xllamacpp."""
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     settings: Any = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), context, 1
+    settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), backbone.max_positions, 1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
     settings.verbosity, settings.cache_ram_mib = 0, 0
-    if ngrams:
+    if name == "llama.cpp-ngram":
         settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
     try:
         server: Any = xllamacpp.Server(settings)

@@ -80,7 +80,7 @@ def _records(source: str) -> Iterator[Any]:
     if path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or name.count("/") != 1 or len(parts) > 2:
         remedy = f"give a file ({', '.join(SUFFIXES)}) or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]"
         raise UserError(f"@questions {source!r} does not exist", remedy)
-    yield from _hub_records(source, name, *parts)
+    yield from assets.hub_rows(name, "@questions", ("test", "validation", "train"), *parts)
 
 
 def _file_records(path: Path) -> Iterator[Any]:
@@ -100,22 +100,6 @@ def _file_records(path: Path) -> Iterator[Any]:
     bad: list[None] = []
     yield from read_jsonl(path, on_bad=lambda number, reason: bad.append(None), array=True)
     yield from bad
-
-
-def _hub_records(source: str, name: str, config: str | None = None, split: str | None = None) -> Iterator[Any]:
-    """Yields the rows of a hub dataset: of the named split, else of test, validation, train, or the first."""
-    from datasets import load_dataset
-
-    assets.check_hub(name, kind="dataset", named="@questions")
-    try:
-        splits = load_dataset(name, config or None, trust_remote_code=False)
-    except Exception as reason:  # the library raises its own and its HTTP client's many types
-        text = " ".join(str(reason).split())
-        raise UserError(f"@questions {source!r}: {text}", "name the config as OWNER/NAME:CONFIG") from reason
-    chosen = split or next(key for key in ("test", "validation", "train", *splits) if key in splits)
-    if chosen not in splits:
-        raise UserError(f"@questions {source!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
-    yield from splits[chosen]
 
 
 def _question(record: Any, number: int) -> Question | None:

@@ -48,7 +48,7 @@ from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
-PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "llama-cpp-python", "xllamacpp")
+PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp")
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 

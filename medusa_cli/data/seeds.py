@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cli import assets
 from medusa_cli.data.conversation import Conversation, id_of, messages_of
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import UserError
 from medusa_cli.model.chat_template import HALF, is_whole
 from medusa_cli.runs.io import Malformed, ReadReport, read_jsonl, usable
 
@@ -40,7 +40,7 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
     if source == assets.DEFAULT_SEED:
         yield from read_jsonl(assets.sharegpt_path(), report.skip_line, array=True)
     elif source in HUB:
-        yield from _hub_rows(HUB[source])
+        yield from assets.hub_rows(HUB[source], "@seed", ("train",))
     elif path.is_file():
         if path.stat().st_size == 0:
             raise UserError(f"@seed {source!r} is empty", "give a file with conversations")
@@ -51,22 +51,7 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
             f"give one of {', '.join(NAMED)}, a .json or .jsonl file, or a hub dataset OWNER/NAME",
         )
     else:
-        yield from _hub_rows(source)
-
-
-def _hub_rows(name: str) -> Iterator[Any]:
-    """Yields the rows of a hub dataset's training split, or of its first split where it has none of that name."""
-    from datasets import load_dataset
-
-    assets.check_hub(name, kind="dataset", named="@seed")
-    try:
-        splits = load_dataset(name, trust_remote_code=False)
-    except Exception as reason:  # the library raises its own and its HTTP client's many types
-        raise UserError(
-            f"@seed {name!r} could not be loaded from the hub: {first_line(reason)}",
-            f"check the name, or use one of {', '.join(NAMED)} or a file",
-        ) from reason
-    yield from splits["train" if "train" in splits else next(iter(splits))]
+        yield from assets.hub_rows(source, "@seed", ("train",))
 
 
 def seed_of(record: Any) -> Conversation:

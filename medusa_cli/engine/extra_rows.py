@@ -92,7 +92,7 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
     if torch.is_grad_enabled() and any(isinstance(module, Product) for module in parts.layers.modules()):
         raise UserError("internal: packed weights lose gradients; load the backbone with gradients=True")
     size, length = traced.states[-1].shape[:2]
-    index, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
+    padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
@@ -119,7 +119,7 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
             use_cache=False,
         )
         x = out.view(x.shape)
-    return parts.base.norm(x).flatten(0, 1)[index]
+    return parts.base.norm(x).flatten(0, 1)[padded]
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
