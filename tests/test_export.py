@@ -90,8 +90,7 @@ def test_medusa_heads_are_written_for_engines_and_come_back(
     tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
     blocks = {f"{k}.{layer}.linear.{end}" for k in range(3) for layer in range(layers) for end in ("weight", "bias")}
     matrices = {f"{k}.{layers}.weight" for k in range(3)} if vocabulary != "shared" else set()
-    widened = vocabulary == "draft"
-    assert tensors.keys() == blocks | matrices | ({"token_map"} if widened else set())
+    assert tensors.keys() == blocks | matrices
     assert all(tensors[matrix].shape == (V, H) for matrix in matrices)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "base_model_name_or_path": model,
@@ -100,18 +99,28 @@ def test_medusa_heads_are_written_for_engines_and_come_back(
         "medusa_num_layers": layers,
         "hidden_size": H,
         "vocab_size": V,
-        "truncated_vocab_size": 24 if widened else V,
         "medusa_fc_bias": True,
     }
     assert '"num_speculative_tokens": 3' in launch[0]
     back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back")[0]
-    kept = weights_of(run.drafter_dir)
-    assert "matrices" in settings or same(weights_of(back.drafter_dir), kept)
+    assert same(weights_of(back.drafter_dir), tensors)
+    if not settings and vocabulary != "draft":
+        assert same(tensors, weights_of(run.drafter_dir))
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
-    if widened:
-        last = f"{0 if settings else 2}.{layers}.weight"
-        wide = torch.zeros(V, H, dtype=torch.bfloat16).index_copy(0, kept["draft_ids"].long(), kept[last])
-        assert torch.equal(tensors[f"2.{layers}.weight"], wide) and torch.equal(tensors["token_map"], kept["draft_ids"])
+    if vocabulary == "draft":
+        narrow, last = weights_of(run.drafter_dir), f"{0 if settings else 2}.{layers}.weight"
+        assert torch.equal(tensors[f"2.{layers}.weight"][narrow["draft_ids"].long()], narrow[last])
+
+
+def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(tmp_path: Path, backbone: Backbone) -> None:
+    run = medusa_run(tmp_path / "run", backbone, "draft")
+    weights = weights_of(run.drafter_dir)
+    weights["0.2.weight"] += 2  # so that some states have no logit above 0
+    save_file(weights, run.drafter_dir / MedusaHeads.weights_file)
+    export_medusa(source_of(run), tmp_path / "out")
+    logits = (0.2 * torch.randn(500, H) - 1) @ weights_of(tmp_path / "out")["0.2.weight"].float().T
+    ids = weights["draft_ids"].long()
+    assert (logits[:, ids] < 0).all() and torch.isin(logits.argmax(1), ids).all()
 
 
 @pytest.mark.parametrize(

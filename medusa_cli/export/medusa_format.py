@@ -20,9 +20,9 @@ KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
-    Rows of zeros stand for tokens outside a draft vocabulary; vLLM's token_map names the tokens inside. Heads that read
-    the model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias are
-    refused: the layout cannot hold it.
+    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the likeliest. Heads that
+    read the model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias
+    are refused: the layout cannot hold it.
     """
     config, tensors, notes = source.config, source.tensors, []
     if source.kind != MedusaHeads.name or config.conditional:
@@ -39,8 +39,7 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
             written[f"{k}.{layers}.weight"] = _full_matrix(tensors, f"{stored}.{layers}", config.vocab_size)
     if config.vocabulary == "draft":
         widened = f"the draft vocabulary of {config.draft_vocab_size:,} tokens is widened to {config.vocab_size:,}"
-        notes.append(f"{widened}; except in vLLM the others score 0, too much for a model whose logits lie below 0")
-        written["token_map"] = tensors["draft_ids"].long()
+        notes.append(f"{widened}; the others get the mean logit")
     if source.run.adapter is not None:
         notes.append("these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)")
     with exporting(output, overwrite) as part:
@@ -52,7 +51,6 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
             "medusa_num_layers": layers,
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.draft_vocab_size or config.vocab_size,
             "medusa_fc_bias": True,  # engines drop the biases silently without it
         }
         write_json(part / "config.json", facts)
@@ -65,7 +63,8 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
     matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
-    return matrix.new_zeros(vocabulary, matrix.shape[1]).index_copy(0, tensors["draft_ids"].long(), matrix)
+    mean = matrix.float().mean(0, keepdim=True).to(matrix.dtype)  # zeros would win where all logits lie below 0
+    return mean.repeat(vocabulary, 1).index_copy(0, tensors["draft_ids"].long(), matrix)
 
 
 def import_medusa(
@@ -86,10 +85,7 @@ def import_medusa(
             weight = tensors[key[0]]
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
     if ids is not None:
-        tensors["draft_ids"] = ids = _checked_ids(ids, model.vocab_size)
-        for name, weight in tensors.items():  # as vLLM, which takes the map's rows of a full matrix
-            if name.endswith(f".{layers}.weight") and len(weight) == model.vocab_size:
-                tensors[name] = weight[ids.long()]
+        tensors["draft_ids"] = _checked_ids(ids, model.vocab_size)
     own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
     settings = {
         "medusa_num_heads": heads,
