@@ -261,7 +261,7 @@ class Medusa:
         logit_bias: Mapping[int, float] | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
         regex: str | None = None,
-        grammar: str | None = None,
+        grammar: str | Grammar | None = None,
         raw: bool = False,
     ) -> Request:
         """Returns the request that stream, generate and batch decode.
@@ -284,7 +284,9 @@ class Medusa:
             suppress_tokens,
             min_new_tokens,
             logit_bias,
-            Grammar.of(json_schema=json_schema, regex=regex, grammar=grammar),
+            grammar
+            if isinstance(grammar, Grammar)
+            else Grammar.of(json_schema=json_schema, regex=regex, grammar=grammar),
         )
         logits_options.check(self.backbone)
         if min_new_tokens is not None and min_new_tokens > max_new_tokens:
@@ -427,6 +429,7 @@ class Chat:
         system: str | None = None,
         raw: bool = False,
     ) -> None:
+        logits_options.check(medusa.backbone)
         self.medusa, self.raw = medusa, raw
         self.sampling, self.logits_options = sampling, logits_options
         self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings

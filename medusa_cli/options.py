@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from medusa_cli.api import LoadedModel
     from medusa_cli.bench.questions import Question
     from medusa_cli.decode import LogitsOptions, Sampling
+    from medusa_cli.decode.grammar import Grammar
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
@@ -32,6 +33,7 @@ def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
 
 _drafting = partial(flag, panel="Drafting")
 _sampling = partial(flag, panel="Sampling")
+_grammar = partial(flag, panel="Form of the answer")
 _loading = partial(flag, panel="Loading")
 _output = partial(flag, panel="Output")
 
@@ -180,6 +182,28 @@ class SamplingFlags:
         from medusa_cli.decode import LogitsOptions
 
         return LogitsOptions(self.repetition_penalty)
+
+
+@dataclass(frozen=True)
+class GrammarFlags:
+    """Flags of what an answer must follow."""
+
+    json_schema: Annotated[Path | None, _grammar("--json-schema FILE", "Answer in JSON by the schema in FILE.")] = None
+    regex: Annotated[Text, _grammar("--regex TEXT", "Answer by a regular expression.")] = None
+    grammar_file: Annotated[
+        Path | None, _grammar("--grammar FILE", "Answer by the grammar in FILE, in Lark's or llama.cpp's form (GBNF).")
+    ] = None
+
+    @property
+    def grammar(self) -> "Grammar | None":
+        """Returns the grammar; raises UserError for a file that cannot be read, UsageError for two grammars."""
+        if self.json_schema is self.regex is self.grammar_file is None:
+            return None
+        from medusa_cli.decode.grammar import Grammar
+        from medusa_cli.runs.io import read_text
+
+        schema, grammar = (path and read_text(path) for path in (self.json_schema, self.grammar_file))
+        return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa_cli import assets
-from medusa_cli.api import Medusa
+from medusa_cli.api import LoadedModel, Medusa
 from medusa_cli.decode import LogitsOptions, Sampling, Step
 from medusa_cli.decode.accept import accept
-from medusa_cli.decode.grammar import Grammar, GrammarProcessor, matcher_of
+from medusa_cli.decode.grammar import Grammar, GrammarProcessor, closed, matcher_of
 from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling import Sampler
@@ -28,9 +29,13 @@ from tests.helpers import (
     SPARSE,
     TREE,
     byte_backbone,
+    byte_tokenizer,
     forward,
     generate,
+    medusa,
     medusa_drafter,
+    medusa_json,
+    save_model,
     tiny_backbone,
     tokens_of,
 )
@@ -191,6 +196,18 @@ def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.Monkey
     assert tokens[-1] == END_ID and backbone.decode(tokens) == "aaa"
 
 
+def test_objects_have_no_other_properties_than_named_ones() -> None:
+    part = {"type": "object", "properties": {"const": {"type": "string"}}}
+    schema = {"properties": {"enum": part, "free": {**part, "additionalProperties": True}}, "default": part}
+    done = closed({**schema, "$defs": {"A": part}, "anyOf": [part]})
+    assert done == {**schema, "$defs": {"A": part}, "anyOf": [part]}  # combined ones are left as they are
+    done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part]}], "items": schema})
+    shut = {**part, "additionalProperties": False}
+    assert done["$defs"]["A"] == done["anyOf"][0] == done["items"]["properties"]["enum"] == shut
+    assert done["anyOf"][1] == {"allOf": [part]} and done["items"]["default"] == part
+    assert done["items"]["properties"]["free"]["additionalProperties"] is True
+
+
 @pytest.mark.parametrize(
     ("sources", "name"),
     [
@@ -209,10 +226,9 @@ def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.Monkey
     ],
 )
 def test_bad_grammars_are_named(sources: dict[str, Any], name: str) -> None:
-    medusa = Medusa.__new__(Medusa)
-    medusa.backbone = byte_backbone()
+    loaded = Medusa(LoadedModel(byte_backbone()))
     with pytest.raises(UsageError) as raised:
-        medusa.request(PROMPT, **sources)
+        loaded.request(PROMPT, **sources)
     assert raised.value.setting == name and "\n" not in raised.value.text
 
 
@@ -224,3 +240,34 @@ def test_a_missing_package_and_a_foreign_tokenizer_are_named(monkeypatch: pytest
     monkeypatch.setattr(assets, "has_package", lambda name: False)
     with pytest.raises(UserError, match=r"medusa-cli\[grammar\]"):
         matcher_of(byte_backbone(), grammar)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = save_model(tmp_path_factory.mktemp("bytes") / "model", vocab=320, positions=2048)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_chat_answers_by_a_form(model: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(PERSON))
+    (tmp_path / "grammar.lark").write_text('start: "yes" | "no"')
+    common = ["chat", "--model", model, "--lookup", "--dtype", "fp32", "--prompt", "Ada"]
+    jsonschema.validate(PERSON, json.loads(medusa_json(*common, "--json-schema", tmp_path / "schema.json")["answer"]))
+    assert medusa_json(*common, "--grammar", tmp_path / "grammar.lark")["answer"] in ("yes", "no")
+    assert re.fullmatch("[ab]{4}", medusa_json(*common, "--regex", "[ab]{4}")["answer"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "name"),
+    [
+        (["--json-schema", "missing.json"], 1, "missing.json"),
+        (["--regex", "("], 2, "--regex"),
+        (["--regex", "a", "--json-schema", "SCHEMA"], 2, "--regex"),
+    ],
+)
+def test_chat_names_a_bad_form(model: str, tmp_path: Path, words: list[str], code: int, name: str) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(PERSON))
+    words = [str(tmp_path / "schema.json") if word == "SCHEMA" else word for word in words]
+    result = medusa("chat", "--model", model, "--baseline", "--dtype", "fp32", "--prompt", "Ada", *words)
+    assert result.exit_code == code and name in result.output and "Traceback" not in result.output

@@ -209,7 +209,8 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
         ("logit_bias", {"5": 101}, "logit_bias.5"),
         ("logit_bias", {"w5": 1}, "logit_bias.w5.[key]"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
-        ("response_format", {"type": "json_object"}, "response_format.type"),
+        ("response_format", {"type": "json_object"}, "response_format"),  # of a tokenizer without bytes
+        ("response_format", {"type": "json_schema"}, "response_format"),
         ("presence_penalty", 2.5, "presence_penalty"),
         ("frequency_penalty", -3, "frequency_penalty"),
         ("repetition_penalty", 0, "repetition_penalty"),

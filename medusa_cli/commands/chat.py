@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from medusa_cli import console
 from medusa_cli.assets import check_chat_template
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.options import ChatTemplate, DraftFlags, LoadFlags, OutputFlags, SamplingFlags, load
+from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, load
 from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def chat(
         list[str] | None, typer.Option(metavar="TEXT", help="End an answer at this text; may be repeated.")
     ] = None,
     sampling: SamplingFlags,
+    constraint: GrammarFlags,
     place: LoadFlags,
     output: OutputFlags,
 ) -> None:
@@ -59,7 +61,8 @@ def chat(
         check_chat_template(choice.model)  # before torch is imported, which takes a second
     from medusa_cli.api import Chat, Medusa
 
-    rules = (sampling.sampled, sampling.logits_options, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()))
+    options = replace(sampling.logits_options, grammar=constraint.grammar)
+    rules = (sampling.sampled, options, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()))
     session = Chat(Medusa(load(choice, place, chat=not raw)), *rules, system, raw=raw)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)

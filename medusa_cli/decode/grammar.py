@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 # One way of writing JSON, the one that models write most: free whitespace lets small models write blanks for ever, and
 # forces fewer tokens.
 WHITESPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
+# Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and those that combine.
+VALUES = {"enum", "const", "default", "examples", "required"}
+BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
 CACHED_GRAMMARS = 128
 
 
@@ -55,9 +60,28 @@ class Grammar:
             schema = json.loads(source) if isinstance(source, str | bytes) else source
             if not isinstance(schema, dict):
                 raise TypeError("no JSON object")
-            return cls(kind, json.dumps(schema))
+            return cls(kind, json.dumps(closed(schema)))
         except (ValueError, TypeError, RecursionError) as reason:
             raise UsageError(f"@json_schema is not valid: {first_line(reason)}", "give a JSON object") from reason
+
+
+def closed(schema: Any) -> Any:
+    """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
+
+    Schemas leave `additionalProperties` out, and mean none: small models would write more and more of them.
+    """
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict) or "allOf" in schema or ("properties" in schema and COMBINING & schema.keys()):
+        return schema
+    result = {}
+    for key, value in schema.items():
+        if key in BY_NAME and isinstance(value, dict):
+            result[key] = {name: closed(part) for name, part in value.items()}
+        else:
+            result[key] = value if key in VALUES else closed(value)
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+    return result if "properties" not in schema or others & schema.keys() else {**result, "additionalProperties": False}
 
 
 class GrammarCompiler:

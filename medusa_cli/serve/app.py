@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Request
+from medusa_cli.decode.grammar import matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body, refusal_for_http
@@ -192,6 +193,11 @@ class Handler:
                 text = f"the prompt has {len(prompt):,} tokens, this server takes {longest:,}"
                 raise Refusal(400, text, code="context_length_exceeded")
         try:
+            if (grammar := body.grammar) is not None:  # compiled here, and not between the steps of others
+                await run_in_threadpool(matcher_of, self._medusa.backbone, grammar)
+        except UserError as reason:
+            raise self._refusal(reason, body.constraint) from reason
+        try:
             return [
                 self._medusa.request(
                     prompt,
@@ -209,6 +215,7 @@ class Handler:
                     frequency_penalty=body.frequency_penalty or None,
                     min_new_tokens=body.min_tokens,
                     logit_bias=body.logit_bias or None,
+                    grammar=grammar,
                     raw=True,
                 )
                 for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))

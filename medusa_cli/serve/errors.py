@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, shown
 from medusa_cli.serve.schema import FIXED, FORMS
 
@@ -65,15 +66,15 @@ def _printable(text: str) -> str:
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     """Returns the refusal for an error of the core; `param` is at fault if no setting is."""
-    text, setting = in_words(reason.text, _field), reason.setting
+
+    def field(setting: str) -> str:
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        return str(param) if setting in KINDS else names.get(setting, setting)
+
+    text, setting = in_words(reason.text, field), reason.setting
     if setting is not None:
-        return Refusal(400, text, param=_field(setting), code="invalid_value")
+        return Refusal(400, text, param=field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
-
-
-def _field(setting: str) -> str:
-    """Returns a setting's name in OpenAI's requests."""
-    return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}.get(setting, setting)
 
 
 def refusal_for_http(path: str, reason: HTTPException) -> Refusal:

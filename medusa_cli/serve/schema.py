@@ -1,16 +1,20 @@
 """Bodies of requests, in OpenAI's words. A field that has no effect here is refused by name, never ignored."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
+from medusa_cli.errors import UsageError
+
 # OpenAI allows 4 and 128.
-MAX_STOPS, MAX_CHOICES = 16, 128
+MAX_STOPS, MAX_CHOICES, MAX_NAME = 16, 128, 256
 # Fields with a single possible value: clients send them, and any other value is refused.
 FIXED = {
     *("best_of", "suffix"),
-    *("tools", "tool_calls", "tool_choice", "response_format", "annotations"),
+    *("tools", "tool_calls", "tool_choice", "annotations"),
 }
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST, TEXTS, LISTS = FORMS = "<text>", "<list>", "<texts>", "<lists>"
@@ -37,6 +41,50 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
+
+
+class NamedSchema(Strict):
+    """JSON schema with a name; it is followed, strict or not."""
+
+    name: str = Field("answer", max_length=MAX_NAME)
+    schema_: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
+    description: Unused = None
+    strict: Unused = None
+
+
+class ResponseFormat(Strict):
+    """Form of the answer: any text, any JSON object, or one by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema and the type json_schema belong together")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return Grammar.of(json_schema=self.json_schema.schema_ if self.json_schema else ANY_OBJECT)
+
+
+class StructuredOutputs(Strict):
+    """Constraint of the answer in vLLM's words: one of these."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar_: str | None = Field(None, alias="grammar")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        choice = self.choice and "start: " + " | ".join(json.dumps(text) for text in self.choice)
+        if choice and self.grammar_:
+            raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
+        return Grammar.of(json_schema=self.json_, regex=self.regex, grammar=choice or self.grammar_)
 
 
 class Common(Strict):
@@ -68,10 +116,22 @@ class Common(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def constraint(self) -> str:
+        """Returns the field that constrains the answer, if any does."""
+        return "structured_outputs"
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Returns what the answer must follow; raises UsageError."""
+        given = self.structured_outputs
+        return None if given is None else given.grammar
 
 
 class TextPart(Strict):
@@ -95,10 +155,6 @@ class Message(Strict):
         """Returns the message in the form that chat templates take."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class TextFormat(Strict):
-    type: Literal["text"] = "text"
 
 
 class Conversation(Strict):
@@ -130,7 +186,7 @@ class ChatRequest(Common, Conversation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat = ResponseFormat()
     tools: NoList | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Unused = None
@@ -143,7 +199,17 @@ class ChatRequest(Common, Conversation):
             raise ValueError("top_logprobs needs logprobs to be true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; leave one of them out")
+        if self.structured_outputs is not None and self.response_format.type != "text":
+            raise ValueError("response_format and structured_outputs exclude each other")
         return self
+
+    @property
+    def constraint(self) -> str:
+        return super().constraint if self.response_format.type == "text" else "response_format"
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return self.response_format.grammar or super().grammar
 
     @property
     def limit(self) -> int | None:
