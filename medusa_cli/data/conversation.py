@@ -54,7 +54,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[str]:
-        """Texts of the user's turns."""
+        """Returns the texts of the user's turns."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property

@@ -111,7 +111,7 @@ class HeadAttention(SelfAttention):
         super().__init__(hidden_size, heads, hidden_size // heads, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """States [P, K, H] -> [P, K, H]."""
+        """Returns states [P, K, H] of states [P, K, H]."""
         read = normed(self.hidden_norm, x)
         q, k, v = (self.project(name, read) for name in ("q_proj", "k_proj", "v_proj"))
         return self.add(x, F.scaled_dot_product_attention(q, k, v))
@@ -147,7 +147,7 @@ class DecoderLayer(SelfAttention):
         nn.init.zeros_(self.mlp["down_proj"].weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sequences x [S, n, H] -> [S, n, H], each from its first position on."""
+        """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
         read, positions = self.reads(x), torch.arange(x.shape[1], device=x.device)
         q, (k, v) = self.queries(read, positions), self.keys_values(read, positions)
         return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))

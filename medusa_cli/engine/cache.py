@@ -45,7 +45,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, free rows included."""
+        """Returns the bytes of memory, free rows included."""
         return sum(buffer.nbytes for buffer in (self.keys, self.rows) if buffer is not None)
 
     def reserve(self, rows: int) -> None:

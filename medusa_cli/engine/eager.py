@@ -22,7 +22,7 @@ class EagerEngine(Engine):
     name = "eager"
 
     def __init__(self, backbone: Backbone, pack: bool = False) -> None:
-        """pack: replaces the network's linear layers by a kernel's products, through which no gradient passes."""
+        """Wraps a backbone. pack: replaces its linear layers by a kernel's products, which pass no gradient."""
         super().__init__(backbone)
         table = backbone.embedding.weight
         self.dtype, self.masks = table.dtype, backbone.masks

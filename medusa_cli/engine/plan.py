@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of one sequence without pseudo rows."""
+        """Returns the rows of one sequence without pseudo rows."""
         return self.tokens.shape[1]
 
     @property
