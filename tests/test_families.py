@@ -31,9 +31,10 @@ SMALL = {
     "is_decoder": True,
 }  # fmt: skip
 DECODING = (
-    "apertus", "biogpt", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "glm4", "glm4_moe_lite", "gpt2",
-    "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_moe", "ministral3", "mixtral", "moshi", "nemotron",
-    "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2_moe", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "apertus", "biogpt", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma3_text", "glm4",
+    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_moe", "llama",
+    "ministral3", "mistral", "mixtral", "moshi", "nemotron", "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 REFUSED = ("bart", "bert", "bloom", "cohere", "doge", "gemma2", "gpt_oss", "gptj", "mamba", "qwen3_next")
 

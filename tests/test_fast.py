@@ -1,21 +1,16 @@
 """The fast engine against the eager one: chains, trees, kept paths, slots, taps, pseudo rows, traces, refusals."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
-from medusa_cli.drafters import HydraHeads
-from medusa_cli.engine import Plan, attach, attention, jit, load_backbone
+from medusa_cli.engine import Plan, attach, attention, jit
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
-from medusa_cli.tree import Draft, Tree
-from medusa_cli.tree.tree import batch_drafts
+from medusa_cli.tree import Tree
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -23,16 +18,13 @@ from tests.helpers import (
     answer,
     decoder_of,
     forward,
-    generate,
-    medusa_drafter,
     plain,
-    rows_of,
-    save_network,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
     tokens_of,
 )
+from tests.test_drafters import drafter_of
 from tests.test_firp import firp
 
 TRACED_FROM = jit.TRACED_FROM
@@ -81,26 +73,6 @@ def test_free_cache_rows_are_not_seen() -> None:
             cache.keys[:, :, :, 13:] = rest
         outputs.append(forward(backbone, torch.arange(20, 20 + TREE.size), cache, TREE).logits.clone())
     assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_slots_of_different_lengths_equal_the_eager_engine(family: str) -> None:
-    trees, taps, results, caches = [TREE, Tree.chain(3), Tree.root_only()], (0, -1), [], []
-    for backbone in engines(family):
-        cache = backbone.engine.new_cache(3, 4)  # grows
-        for slot, count in enumerate((3, 21, 7)):
-            forward(backbone, torch.arange(5, 5 + count), cache, slot=slot)
-        outputs = [backbone.engine.forward(Plan(torch.tensor([[9], [10], [11]]), taps=taps), cache)]
-        drafts = [Draft(torch.arange(30 + i, 30 + i + tree.size), tree) for i, tree in enumerate(trees)]
-        outputs.append(backbone.engine.forward(Plan(*batch_drafts(drafts), taps=taps), cache))
-        for slot, path in enumerate((TREE.path(7), [0, 1, 2], [0])):
-            cache.keep(slot, path)
-        outputs.append(backbone.engine.forward(Plan(torch.tensor([[8], [7], [6]]), taps=taps), cache))
-        assert cache.lengths == [4 + 5 + 1, 22 + 3 + 1, 8 + 1 + 1]
-        results.append([part for out in outputs for part in (out.logits, out.hidden)])
-        caches.append(cache)
-    assert_close(results)
-    assert_close([[rows_of(cache, slot) for slot in range(3)] for cache in caches])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,23 +155,6 @@ def test_the_lm_heads_bias_is_kept() -> None:
     assert torch.allclose(forward(ours, [5, 6, 7]).logits, forward(theirs, [5, 6, 7]).logits, atol=1e-4)
 
 
-def stateful(backbone: Backbone) -> HydraHeads:
-    """Returns random Hydra heads with a prefix layer, which has a state."""
-    torch.manual_seed(1)
-    heads = HydraHeads.create(backbone, 4, 2, "own", prefix_layers=1)
-    for weight in heads.parameters():
-        weight.data += 0.3 * torch.randn_like(weight)
-    return heads.eval()
-
-
-@pytest.mark.parametrize("drafter", [medusa_drafter, stateful])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drafted_greedy_decoding_equals_the_eager_engines_plain_decoding(family: str, drafter: Any) -> None:
-    ours, theirs = engines(family)
-    steps = generate(ours, drafter(ours), SPARSE, PROMPT, max_new_tokens=60, stop_ids=())
-    assert tokens_of(steps) == plain(theirs, 60)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fast_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
@@ -208,7 +163,7 @@ def test_fast_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
     attach(ours, "fast")
     expected = plain(theirs, 60)
     assert plain(ours, 60) == expected
-    decoder = decoder_of(ours, stateful(ours).cuda(), SPARSE)
+    decoder = decoder_of(ours, drafter_of(ours, "hydra++").cuda(), SPARSE)
     for _ in range(2):  # the second prompt is in the prefix cache
         assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
 
@@ -239,26 +194,6 @@ def test_layers_that_compute_something_else_are_refused() -> None:
     model.model.layers[1].mlp = SwappedMLP(model.model.layers[1].mlp)
     with pytest.raises(UsageError, match="states differ"):
         attach(Backbone(model), "fast")
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
-        hf.StableLmForCausalLM(
-            hf.StableLmConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, partial_rotary_factor=0.5,
-            )
-        ),
-    ],
-    ids=["gpt2", "partly-rotary"],
-)  # fmt: skip
-def test_unknown_models_get_the_eager_engine(model: Any, tmp_path: Path) -> None:
-    path = save_network(model.eval(), tmp_path)
-    assert load_backbone(path, LoadOptions(dtype="fp32")).engine.name == "eager"
-    with pytest.raises(UsageError, match="engine fast"):
-        load_backbone(path, LoadOptions(dtype="fp32", engine="fast"))
 
 
 def test_rotary_tables_grow_with_the_text() -> None:
