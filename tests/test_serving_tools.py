@@ -7,13 +7,37 @@ from typing import Any
 import pytest
 
 from medusa_cli.api import Medusa
-from tests.helpers import byte_tokenizer, save_model, save_run
+from medusa_cli.decode import LogitsOptions, Sampling
+from medusa_cli.serve.tools import MAX_CALLS, CallReader, calls_grammar, marker_ids, told_of
+from tests.helpers import (
+    END_ID,
+    PROMPT,
+    byte_backbone,
+    byte_tokenizer,
+    generate_plain,
+    save_model,
+    save_run,
+    tiny_backbone,
+    tokens_of,
+)
 from tests.schemas import PERSON
 from tests.serving import MODEL, Served, serving
 
 jsonschema = pytest.importorskip("jsonschema_rs")
 pytest.importorskip("llguidance")
 ASK = [{"role": "user", "content": "Ada"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+BAD_CALL = {"function": {"name": "f", "arguments": "["}}
+NAMES = ("get_weather", "now")
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +108,167 @@ def test_openai_parses_pydantic_models(served: Served) -> None:
         assert isinstance(done.choices[0].message.parsed, City)
 
 
+def check_call(call: Any) -> None:
+    """Asserts that a call of OpenAI's client is one of TOOLS."""
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(WEATHER if call.function.name == "get_weather" else {"maxProperties": 0}, arguments)
+    assert call.id and call.type == "function" and call.function.name in NAMES
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_required_tools_are_called(served: Served, choice: Any) -> None:
+    pytest.importorskip("openai")
+    client = served.openai()
+    for seed in range(4):
+        rules = {"temperature": 1.0, "seed": seed, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+        [done] = client.chat.completions.create(model=MODEL, messages=ASK, **rules).choices
+        assert done.finish_reason == "tool_calls" and done.message.content is None
+        [call] = done.message.tool_calls
+        check_call(call)
+        assert choice == "required" or call.function.name == "get_weather"
+
+        chunks = client.chat.completions.create(model=MODEL, messages=ASK, stream=True, **rules)
+        deltas = [(c.delta, c.finish_reason) for chunk in chunks for c in chunk.choices]
+        parts = [part for delta, _ in deltas for part in delta.tool_calls or ()]
+        assert [part.function.name for part in parts if part.function.name] == [call.function.name]
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert len(parts) > 1 or call.function.name == "now"
+        assert deltas[-1][1] == "tool_calls" and not any(delta.content for delta, _ in deltas)
+
+
+def test_openais_stream_collects_calls(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+    del openai
+    with served.openai().chat.completions.stream(
+        model=MODEL, messages=ASK, tools=tools, tool_choice="required", max_tokens=200
+    ) as stream:
+        events = [event.type for event in stream]
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    check_call(call)
+    assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
+
+
+def test_several_calls_are_read(served: Served) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True, "logit_bias": {END_ID: -100}}
+    [choice] = chat(served, temperature=1.0, max_tokens=800, **fields)["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert len({call["id"] for call in calls}) == len(calls) and 2 < len(calls) <= MAX_CALLS
+
+
+def test_an_answer_may_call_or_follow_a_schema(served: Served) -> None:
+    for seed in range(4):
+        fields = {"tools": TOOLS, "response_format": schema_format(PERSON), "seed": seed}
+        [choice] = chat(served, temperature=1.0, max_tokens=400, **fields)["choices"]
+        if choice["finish_reason"] == "tool_calls":
+            assert choice["message"]["tool_calls"][0]["function"]["name"] in NAMES
+        else:
+            jsonschema.validate(PERSON, json.loads(choice["message"]["content"]))
+
+
+def test_results_of_tools_go_back_to_the_model(served: Served) -> None:
+    call = {"id": "abc", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    body = {"model": MODEL, "messages": messages, "tools": TOOLS}
+    for path, more in (("/tokenize", {}), ("/v1/chat/completions", {"max_tokens": 4})):
+        status, _, answer = served.post({**body, **more}, path)
+        assert status == 200, answer
+    _, _, tokens = served.post(body, "/tokenize")
+    _, _, text = served.post({"tokens": tokens["tokens"]}, "/detokenize")
+    for part in ("get_weather", '{"name": "now", "arguments": {}}', "noon", "Oslo"):
+        assert part in text["prompt"], part
+    _, _, none = served.post({**body, "tool_choice": "none", "max_tokens": 1}, "/v1/chat/completions")
+    assert none["usage"]["prompt_tokens"] < tokens["count"]  # the model is told of no tools
+
+
+def test_a_template_with_tools_gets_them_and_past_calls_as_they_are() -> None:
+    backbone = byte_backbone()
+    backbone.tokenizer.chat_template = "{{ tools | tojson }}"
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert told_of(backbone, messages, TOOLS) == (messages, {"tools": TOOLS})
+    assert told_of(backbone, messages, []) == (messages, {})
+
+
+# Answers, and the content and calls in them.
+ANSWERS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
+    "Hello <b> world": ("Hello <b> world", []),
+    '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": {"c": 1}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>': ("", [("f", {"a": '}"', "b": {"c": 1}}), ("g", {})]),
+    'So. <tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call> Done.': ("So.  Done.", [("g", {"a": 1})]),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': ("", [("f", {"a": 1})]),
+    "<tool_call>\nno json\n</tool_call> x": ("<tool_call>\nno json\n</tool_call> x", []),
+    '<tool_call>{"name": "h", "arguments": {}}': ('<tool_call>{"name": "h", "arguments": {}}', []),
+    '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1, 2]}}, {"name": "g", "arguments": {}}]': (
+        "",
+        [("f", {"a": [1, 2]}), ("g", {})],
+    ),
+    'Yes [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123[ARGS]{}': ("Yes ", [("f", {"a": 1}), ("g", {})]),
+    '<|python_tag|>{"name": "f", "parameters": {"x": "y"}}; {"name": "g", "parameters": {}}': (
+        "",
+        [("f", {"x": "y"}), ("g", {})],
+    ),
+    '\n{"name": "f", "parameters": {"x": 1}}': ("", [("f", {"x": 1})]),
+    '{"name": "Ada", "age": 3}': ('{"name": "Ada", "age": 3}', []),
+    '{"x": 1} and <tool_call>': ('{"x": 1} and ', []),
+    "[1, 2] <tool_cal": ("[1, 2] <tool_cal", []),
+    "": ("", []),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("text", ANSWERS)
+def test_calls_are_read_as_they_come(text: str, size: int) -> None:
+    reader, content, calls = CallReader(("f", "g")), "", list[list[str]]()
+    for start in range(0, len(text) + size, size):
+        delta = reader.feed(text[start : start + size], last=start >= len(text))
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(calls):
+                calls.append([part["function"]["name"], ""])
+            calls[part["index"]][1] += part["function"]["arguments"]
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ANSWERS[text]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"],
+    ids=["hermes", "llama", "mistral", "mistral-11"],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) -> None:
+    """Calls come back from what a model of any style writes by the grammar, its markers special tokens or text."""
+    backbone = byte_backbone()
+    if special:
+        backbone.tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+        backbone = tiny_backbone(vocab=len(backbone.tokenizer), positions=2048)
+        backbone.tokenizer = byte_tokenizer()
+        backbone.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    backbone.tokenizer.chat_template = template
+    keep = tuple(marker_ids(backbone).values())
+    assert len(keep) == 2 * special
+    grammar = calls_grammar(backbone, TOOLS, several=True)
+    for seed in range(3):
+        rules = {"max_new_tokens": 600, "sampling": Sampling("exact", 1.0, seed=seed)}
+        tokens = tokens_of(generate_plain(backbone, PROMPT, logits_options=LogitsOptions(grammar=grammar), **rules))
+        text = backbone.decode(tokens, keep)
+        delta = CallReader(NAMES).feed(text, last=True)
+        assert tokens[-1] == END_ID and "content" not in delta, text
+        for call in delta["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            assert call["function"]["name"] == "now" or jsonschema.is_valid(WEATHER, arguments)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
+        ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),
         ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -96,6 +278,6 @@ def test_openai_parses_pydantic_models(served: Served) -> None:
     ],
 )
 def test_bad_forms_are_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
-    body = {"model": MODEL, "messages": ASK, **fields}
-    status, _, answer = served.post(body, "/v1/chat/completions")
+    more = {"tools": TOOLS, "tool_choice": "required"} if "tool_choice" in fields or param == "tools" else {}
+    status, _, answer = served.post({"model": MODEL, "messages": ASK, **more, **fields}, "/v1/chat/completions")
     assert status == 400 and answer["error"]["param"] == param and "@" not in answer["error"]["message"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,11 @@ class Grammar:
             return cls(kind, json.dumps(closed(schema)))
         except (ValueError, TypeError, RecursionError) as reason:
             raise UsageError(f"@json_schema is not valid: {first_line(reason)}", "give a JSON object") from reason
+
+
+def inline(schema: Mapping[str, Any]) -> str:
+    """Returns a JSON schema as the body of a rule in Lark's form."""
+    return f"%json {json.dumps({**schema, 'x-guidance': WHITESPACE})}"
 
 
 def closed(schema: Any) -> Any:

@@ -1,7 +1,8 @@
 """An answer's text as its tokens come: whole characters only, and nothing of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from medusa_cli.decode.stats import Likelihood, Stats, Step
 from medusa_cli.model import Backbone
@@ -15,11 +16,11 @@ MAX_LINE_TOKENS = 256
 class TextStream:
     """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
 
-    All parts together are the text of all ids decoded at once.
+    All parts together are the text of all ids decoded at once. keep: special tokens that the text shows.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
-        self._decode = backbone.decode
+    def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
+        self._decode = partial(backbone.decode, keep=keep) if keep else backbone.decode
         self._ids: list[int] = []
         # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows: Llama decoders strip
         # a blank from the beginning of what they decode, and it must not be a line's own.
@@ -57,16 +58,23 @@ class Answer:
 
     finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop string is not part of
     the text, and text that may begin one waits until that is decided; its tokens, and an end token, are among `tokens`.
+    keep: special tokens that the text shows.
     """
 
-    def __init__(self, backbone: Backbone, stop_strings: Sequence[str] = (), prompt_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        stop_strings: Sequence[str] = (),
+        prompt_tokens: int = 0,
+        keep: Collection[int] = (),
+    ) -> None:
         self.text = ""
         self.tokens: list[int] = []
         self.likelihoods: list[Likelihood] = []
         self.finish_reason: str | None = None
         self.stats = Stats()
         self.prompt_tokens = prompt_tokens
-        self._stream = TextStream(backbone)
+        self._stream = TextStream(backbone, keep)
         self._stops = [text for text in stop_strings if text]
         self._waiting: list[Piece] = []
 

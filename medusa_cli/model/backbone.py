@@ -1,6 +1,6 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -80,7 +80,7 @@ class Backbone:
         return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
 
     def encode_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **template: Any
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **template: Any
     ) -> list[int]:
         """Returns the token ids of a conversation, `template`: more arguments of transformers' chat templates.
 
@@ -95,9 +95,12 @@ class Backbone:
             ) from reason
         return token_ids(self, text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], keep: Collection[int] = ()) -> str:
+        """Returns the text of token ids without special tokens, but for those to keep."""
+        if not keep:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special} - set(keep)
+        return str(self.tokenizer.decode([id for id in ids if id not in special], skip_special_tokens=False))
 
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:

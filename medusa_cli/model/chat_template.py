@@ -35,7 +35,7 @@ MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
 HALF = "half a character"
 
 
-def render(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool, **template: Any) -> str:
+def render(model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool, **template: Any) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
 
     template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to the template.

@@ -38,6 +38,7 @@ from medusa_cli.serve.schema import (
     TokenizeRequest,
     TokenizeText,
 )
+from medusa_cli.serve.tools import calls_grammar, marker_ids, told_of
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
@@ -151,8 +152,9 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
+        keep = marker_ids(backbone).values() if isinstance(body, ChatRequest) and body.offered else ()
         tickets = [
-            Ticket(request, Answer(backbone, request.stop_strings), partial(deliver, index))
+            Ticket(request, Answer(backbone, request.stop_strings, keep=tuple(keep)), partial(deliver, index))
             for index, request in enumerate(requests)
         ]
         if body.limit == 0:  # only the prompt is echoed
@@ -193,7 +195,11 @@ class Handler:
                 text = f"the prompt has {len(prompt):,} tokens, this server takes {longest:,}"
                 raise Refusal(400, text, code="context_length_exceeded")
         try:
-            if (grammar := body.grammar) is not None:  # compiled here, and not between the steps of others
+            grammar = body.grammar
+            if isinstance(body, ChatRequest) and (body.required or (body.offered and grammar)):
+                tools, answer = body.required or body.offered, None if body.required else grammar
+                grammar = calls_grammar(self._medusa.backbone, tools, body.parallel_tool_calls, answer)
+            if grammar is not None:  # compiled here, and not between the steps of others
                 await run_in_threadpool(matcher_of, self._medusa.backbone, grammar)
         except UserError as reason:
             raise self._refusal(reason, body.constraint) from reason
@@ -242,7 +248,8 @@ class Handler:
                 if name in own:
                     param = f"chat_template_kwargs.{name}"
                     raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
-            return [backbone.encode_chat([message.plain for message in body.messages], **body.template)]
+            messages, more = told_of(backbone, [message.plain for message in body.messages], body.offered)
+            return [backbone.encode_chat(messages, **body.template, **more)]
         if isinstance(body, TokenizeText):
             return [token_ids(backbone, body.prompt, begin=body.add_special_tokens)]
         return [self._medusa.encode(prompt, raw=True) for prompt in body.prompts]

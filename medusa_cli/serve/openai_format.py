@@ -10,6 +10,7 @@ from medusa_cli.decode.stream import REPLACEMENT
 from medusa_cli.model import Backbone
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
+from medusa_cli.serve.tools import CallReader
 
 # OpenAI's value for an impossible token: JSON has no infinity.
 NEVER = -9999.0
@@ -25,6 +26,8 @@ class OpenAIFormat:
         self._offsets = [0] * len(tickets)  # characters of each answer so far
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), body.model
+        names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
+        self._calls = [CallReader(names) if names else None for _ in tickets]
         self._echoes = [""] * len(tickets)
         if isinstance(body, CompletionRequest) and body.echo:
             texts = [text if isinstance(text, str) else backbone.decode(text) for text in body.prompts]
@@ -36,6 +39,11 @@ class OpenAIFormat:
         for index, ticket in enumerate(self._tickets):
             reply = ticket.reply
             message = {"role": "assistant", "content": reply.text, "refusal": None}
+            if calls := self._calls[index]:
+                read = calls.feed(reply.text, last=True)
+                for call in read.get("tool_calls", ()):
+                    del call["index"]
+                message |= {"content": None if calls.count else "", **read}
             content = {"message": message} if self._chat else {"text": self._echoes[index] + reply.text}
             choices.append(self._choice(index, content, reply.likelihoods, reply.finish_reason))
         return {**self._body(choices, "chat.completion"), "usage": self._usage()}
@@ -49,7 +57,10 @@ class OpenAIFormat:
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk of one step of a choice."""
         text = "".join(piece.text for piece in event.pieces)
-        content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls := self._calls[index]:
+            delta = calls.feed(text, event.last)
+        content: dict[str, Any] = {"delta": delta} if self._chat else {"text": text}
         reason = self._tickets[index].reply.finish_reason if event.last else None
         choice = self._choice(index, content, event.likelihoods, reason)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
@@ -88,6 +99,8 @@ class OpenAIFormat:
         if self._tickets[index].request.top is not None and likelihoods is not None:
             rows = [self._tokens[index].row(likelihood) for likelihood in likelihoods]
             logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(index, rows)
+        if reason == "stop" and (calls := self._calls[index]) and calls.count:
+            reason = "tool_calls"
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:

@@ -4,20 +4,17 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
 
 # OpenAI allows 4 and 128.
-MAX_STOPS, MAX_CHOICES, MAX_NAME = 16, 128, 256
+MAX_STOPS, MAX_CHOICES, MAX_NAME, MAX_TOOLS = 16, 128, 256, 128
 # Fields with a single possible value: clients send them, and any other value is refused.
-FIXED = {
-    *("best_of", "suffix"),
-    *("tools", "tool_calls", "tool_choice", "annotations"),
-}
+FIXED = {"best_of", "suffix", "annotations"}
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
-TEXT, LIST, TEXTS, LISTS = FORMS = "<text>", "<list>", "<texts>", "<lists>"
+TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]
@@ -141,26 +138,105 @@ class TextPart(Strict):
     text: str
 
 
+class Function(Strict):
+    """Function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    strict: Unused = None
+
+
+class Tool(Strict):
+    """Tool of the only type there is."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Returns the tool in the form that chat templates take."""
+        function = self.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        more = {"name": function.name, "description": function.description, "parameters": parameters}
+        return {"type": "function", "function": more}
+
+
+class CalledFunction(Strict):
+    """Function that an answer called."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, text: str) -> str:
+        if not isinstance(json.loads(text or "{}"), dict):
+            raise ValueError("no JSON object")
+        return text
+
+
+class ToolCall(Strict):
+    """Call in an answer of the past."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Unused = None
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """Choice of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(Strict):
     """Turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], FORM]
-    tool_calls: NoList | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], FORM] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     annotations: NoList | None = None
     name: Unused = None
 
+    @model_validator(mode="after")
+    def _agree(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to the role assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id and the role tool belong together")
+        return self
+
     @property
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates take."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.role == "tool":
+            return {**message, "tool_call_id": self.tool_call_id, **({"name": self.name} if self.name else {})}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": own.name, "arguments": json.loads(own.arguments)}}
+            for call in self.tool_calls or ()
+            for own in (call.function,)
+        ]
+        return {**message, "tool_calls": calls} if calls else message
 
 
 class Conversation(Strict):
     """Messages, and how the chat template renders them."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field({}, description="more variables for the chat template")
     continue_final_message: bool = Field(False, description="the answer goes on with the last message")
     add_generation_prompt: bool | None = Field(None, description="default: true unless the last message goes on")
@@ -178,6 +254,11 @@ class Conversation(Strict):
         ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
         return {**self.chat_template_kwargs, **ways}
 
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Returns the tools that the model is told of."""
+        return [tool.plain for tool in self.tools or ()]
+
 
 class ChatRequest(Common, Conversation):
     """Body of /v1/chat/completions."""
@@ -187,9 +268,14 @@ class ChatRequest(Common, Conversation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat = ResponseFormat()
-    tools: NoList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Unused = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
+            Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = Field(False, description="required calls may be several")
     reasoning_effort: Unused = None
     prediction: Unused = None
 
@@ -201,10 +287,28 @@ class ChatRequest(Common, Conversation):
             raise ValueError("max_tokens and max_completion_tokens differ; leave one of them out")
         if self.structured_outputs is not None and self.response_format.type != "text":
             raise ValueError("response_format and structured_outputs exclude each other")
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice {self.tool_choice.function.name!r} is none of the tools")
         return self
 
     @property
+    def offered(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else super().offered
+
+    @property
+    def required(self) -> list[dict[str, Any]]:
+        """Returns the tools of which the answer must call one; none if it may do without."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.offered if tool["function"]["name"] == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @property
     def constraint(self) -> str:
+        if self.required:
+            return "tools"
         return super().constraint if self.response_format.type == "text" else "response_format"
 
     @property
