@@ -21,7 +21,7 @@ from tests.serving import MODEL, Served, serving  # noqa: E402
 # Not checked: that a valid body is answered (a token id may be beyond the vocabulary), and that any other is refused
 # (null is read as left out).
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-POSTS = ("/v1/chat/completions", "/v1/completions")
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics")
 
 

@@ -281,3 +281,81 @@ def test_bad_forms_are_refused_by_name(served: Served, fields: dict[str, Any], p
     more = {"tools": TOOLS, "tool_choice": "required"} if "tool_choice" in fields or param == "tools" else {}
     status, _, answer = served.post({"model": MODEL, "messages": ASK, **more, **fields}, "/v1/chat/completions")
     assert status == 400 and answer["error"]["param"] == param and "@" not in answer["error"]["message"]
+
+
+# Tools in the form of /v1/responses.
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_openai_creates_and_streams_responses(served: Served) -> None:
+    pytest.importorskip("openai")
+    client = served.openai()
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Ada"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]},
+        {"role": "user", "content": "and now?"},
+    ]
+    for given in ("Ada", items):
+        rules: dict[str, Any] = {"input": given, "instructions": "short", "max_output_tokens": 9, "temperature": 0}
+        done = client.responses.create(model=MODEL, **rules)
+        assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens"
+        assert done.output_text and done.usage.output_tokens == 9
+        with client.responses.stream(model=MODEL, **rules) as stream:
+            events = list(stream)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert (
+            "".join(event.delta for event in events if event.type == "response.output_text.delta") == done.output_text
+        )
+        assert events[-1].type == "response.incomplete" and events[-1].response.output_text == done.output_text
+    chat_body = {"messages": [{"role": "system", "content": "short"}, *ASK], "max_tokens": 9}
+    [choice] = chat(served, **chat_body)["choices"]
+    assert choice["message"]["content"] == client.responses.create(model=MODEL, **{**rules, "input": "Ada"}).output_text
+
+
+def test_openai_parses_responses(served: Served) -> None:
+    pytest.importorskip("openai")
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        capital: bool
+        tags: list[bool]
+
+    done = served.openai().responses.parse(model=MODEL, input="Ada", text_format=City, max_output_tokens=300)
+    assert isinstance(done.output_parsed, City) and done.status == "completed"
+
+
+def test_responses_call_tools_and_take_results(served: Served) -> None:
+    pytest.importorskip("openai")
+    client = served.openai()
+    rules: dict[str, Any] = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1.0}
+    done = client.responses.create(model=MODEL, input="Ada", **rules)
+    [call] = done.output
+    assert call.type == "function_call" and call.name in NAMES and json.loads(call.arguments) is not None
+    with client.responses.stream(model=MODEL, input="Ada", **rules) as stream:
+        names = {event.type for event in stream}
+        [streamed] = stream.get_final_response().output
+    assert streamed.name in NAMES and "response.function_call_arguments.done" in names
+    items = [{"role": "user", "content": "Ada"}, call.model_dump(exclude_none=True)]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "noon"})
+    last = client.responses.create(model=MODEL, input=items, tools=FUNCTIONS, max_output_tokens=5)
+    assert last.usage.input_tokens > done.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_schema"}}}, None),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "objekt"}}}}, "text"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"temperature": 1000}, "temperature"),
+    ],
+)
+def test_other_responses_are_refused_by_name(served: Served, fields: dict[str, Any], param: str | None) -> None:
+    status, _, answer = served.post({"model": MODEL, "input": "Ada", **fields}, "/v1/responses")
+    assert status == 400 and answer["error"]["param"] == param, answer

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,6 +29,7 @@ from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
+from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest, in_responses
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
     ChatRequest,
@@ -70,6 +72,17 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
     @app.post("/v1/completions", responses=ANSWERS)
     async def complete(body: CompletionRequest, http: HttpRequest) -> Any:
         return await handler.answer(body, http.receive)
+
+    @app.post("/v1/responses", responses=ANSWERS)
+    async def respond(body: ResponsesRequest, http: HttpRequest) -> Any:
+        try:
+            chat = body.chat()
+        except ValidationError as reason:
+            raise in_responses(refusal_for_body(reason.errors())) from reason
+        try:
+            return await handler.answer(chat, http.receive, body)
+        except Refusal as refusal:
+            raise in_responses(refusal) from refusal
 
     @app.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> dict[str, Any]:
@@ -141,8 +154,13 @@ class Handler:
             text = f"the model {shown(name)} is not served here; ask for {names[0]!r}"
             raise Refusal(404, text, param="model", code="model_not_found")
 
-    async def answer(self, body: ChatRequest | CompletionRequest, receive: Receive) -> Response:
-        """Returns the whole answer, or a stream of it; raises Refusal."""
+    async def answer(
+        self, body: ChatRequest | CompletionRequest, receive: Receive, original: ResponsesRequest | None = None
+    ) -> Response:
+        """Returns the whole answer, or a stream of it, in the form that was asked for; raises Refusal.
+
+        original: the request of a response, which `body` asks for as a chat.
+        """
         requests = await self._requests(body)
         backbone = self._medusa.backbone
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -163,13 +181,19 @@ class Handler:
                 ticket.deliver(Event(last=True))
         else:
             self._scheduler.submit(tickets)
-        answer = OpenAIFormat(backbone, body, tickets)
+        answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
+        if original is not None and isinstance(body, ChatRequest):
+            answer = ResponsesFormat(original, body, tickets[0])
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            lines = _stream(answer, _until_gone(tickets, events, receive), usage)
+            received = _until_gone(tickets, events, receive)
+            if isinstance(answer, ResponsesFormat):
+                lines = _stream_response(answer, received)
+            else:
+                lines = _stream(answer, received, usage)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async with aclosing(_until_gone(tickets, events, receive)) as received:
-            async for _, event in received:
+        async with aclosing(_until_gone(tickets, events, receive)) as whole:
+            async for _, event in whole:
                 if event.error is not None:
                     raise _failure(event.error)
         return JSONResponse(answer.whole())
@@ -303,6 +327,16 @@ async def _stream(answer: OpenAIFormat, events: AsyncGenerator[tuple[int, Event]
     if usage:
         yield _line(answer.usage_chunk())
     yield "data: [DONE]\n\n"
+
+
+async def _stream_response(answer: ResponsesFormat, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
+    """Yields a response as server-sent events with names."""
+    try:
+        async for name, event in answer.stream(events):
+            yield f"event: {name}\n{_line(event)}"
+    except Exception as reason:
+        name, event = answer.failure(_failure(reason))
+        yield f"event: {name}\n{_line(event)}"
 
 
 def _line(data: dict[str, Any]) -> str:

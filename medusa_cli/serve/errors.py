@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, shown
-from medusa_cli.serve.schema import FIXED, FORMS
+from medusa_cli.serve.schema import FIXED, FORMS, ITEMS
 
 LONGEST_NAME = 100  # characters of a field's name
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -92,7 +92,7 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """Returns the refusal for the first of pydantic's errors on a body."""
     first = errors[0]
-    path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in ("body", *FORMS)]
+    path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in ("body", *FORMS, *ITEMS)]
     param = ".".join(path) or None
     kind, text = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":

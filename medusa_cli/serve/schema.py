@@ -15,6 +15,7 @@ MAX_STOPS, MAX_CHOICES, MAX_NAME, MAX_TOOLS = 16, 128, 256, 128
 FIXED = {"best_of", "suffix", "annotations"}
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
+ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]

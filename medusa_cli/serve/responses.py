@@ -1,0 +1,341 @@
+"""OpenAI's responses: the bodies of /v1/responses as chats, and their answers as items, whole or in events."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from medusa_cli.serve.errors import Refusal
+from medusa_cli.serve.scheduler import Event, Ticket
+from medusa_cli.serve.schema import (
+    FORM,
+    LIST,
+    MAX_NAME,
+    MAX_TOOLS,
+    OBJECT,
+    TEXT,
+    ChatRequest,
+    Function,
+    StreamOptions,
+    Strict,
+    Unused,
+)
+from medusa_cli.serve.tools import CallReader
+
+# Fields of responses by those of chats.
+FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
+
+
+class Part(Strict):
+    """Part of a message's content."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Unused = None
+    logprobs: Unused = None
+
+
+Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(LIST)], FORM]
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageItem(Strict):
+    """Turn of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Unused = None
+    status: Unused = None
+    phase: Unused = None
+
+
+class CallItem(Strict):
+    """Call of a tool in the past."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: Unused = None
+    status: Unused = None
+
+
+class CallOutputItem(Strict):
+    """Result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: Unused = None
+    status: Unused = None
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    return f"<{kind}>"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")],
+    Discriminator(_kind),
+]
+
+
+class TextFormat(Strict):
+    """Form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: Unused = None
+    strict: Unused = None
+
+
+class TextOptions(Strict):
+    format: TextFormat = TextFormat()
+    verbosity: Unused = None
+
+
+class Typed(Strict):
+    """Holds the only type of tools there is; it is checked before the other fields."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, Typed):
+    """Function that the model may call."""
+
+
+class ChosenTool(Typed):
+    """Choice of one tool."""
+
+    name: str
+
+
+class ResponsesRequest(Strict):
+    """Body of /v1/responses: what maps onto a chat. Nothing is stored."""
+
+    model: str
+    input: Annotated[
+        Annotated[str, Field(min_length=1), Tag(TEXT)] | Annotated[list[Item], Field(min_length=1), Tag(LIST)], FORM
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ChosenTool, Tag(OBJECT)],
+            Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = False
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    reasoning: Unused = None
+    prompt_cache_key: Unused = None
+    safety_identifier: Unused = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ResponsesRequest":
+        if (self.text.format.type == "json_schema") != (self.text.format.schema_ is not None):
+            raise ValueError("text.format: schema and the type json_schema belong together")
+        return self
+
+    def chat(self) -> ChatRequest:
+        """Returns the chat that asks for the same; raises ValidationError for items that do not belong together."""
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages(), "stream": self.stream}
+        body |= {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        given = self.text.format
+        if given.type == "json_object":
+            body["response_format"] = {"type": "json_object"}
+        elif given.type == "json_schema":
+            schema = {"name": given.name, "schema": given.schema_}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        functions = [tool.model_dump(exclude={"type", "strict"}) for tool in self.tools or ()]
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+        body["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, ChosenTool):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            if isinstance(item, MessageItem):
+                messages.append({"role": item.role, "content": _text(item.content)})
+            elif isinstance(item, CallOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            else:
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(call)
+        return messages
+
+
+class ResponsesFormat:
+    """Formats the answer to one request: its items, a message and calls, and the events that tell of them."""
+
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
+        self._body, self._ticket = body, ticket
+        names = [tool["function"]["name"] for tool in chat.offered]
+        self._calls = CallReader(names) if names else None
+        self._id, self._created = _new_id("resp"), int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # the last item goes on
+        self._sequence = 0
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the finished response."""
+        self._add(self._ticket.reply.text, last=True)
+        return self._response(ended=True)
+
+    async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yields the response's events with their names; raises what fails it."""
+        async with aclosing(events):
+            for name in ("response.created", "response.in_progress"):
+                yield self._event(name, response=self._response())
+            async for _, event in events:
+                if event.error is not None:
+                    raise event.error
+                for told in self._add("".join(piece.text for piece in event.pieces), event.last):
+                    yield told
+        cut = self._ticket.reply.finish_reason == "length"
+        response = self._response(ended=True)
+        yield self._event("response.incomplete" if cut else "response.completed", response=response)
+
+    def failure(self, reason: Refusal) -> tuple[str, dict[str, Any]]:
+        """Returns the event of a response that failed."""
+        error = {"code": "server_error", "message": str(reason)}
+        return self._event("response.failed", response={**self._response(), "status": "failed", "error": error})
+
+    def _event(self, name: str, /, **fields: Any) -> tuple[str, dict[str, Any]]:
+        self._sequence += 1
+        return name, {"type": name, "sequence_number": self._sequence - 1, **fields}
+
+    def _add(self, text: str, last: bool) -> list[tuple[str, dict[str, Any]]]:
+        """Adds text to the items; returns the events."""
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if self._calls is not None:
+            delta = self._calls.feed(text, last)
+        told = []
+        if content := delta.get("content"):
+            if not self._open or self._items[-1]["type"] != "message":
+                told += self._begin({"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []})
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                told.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
+                self._items[-1]["content"] = [dict(part)]
+            self._items[-1]["content"][0]["text"] += content
+            place = {**self._place(), "content_index": 0, "logprobs": []}
+            told.append(self._event("response.output_text.delta", **place, delta=content))
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"]}
+                told += self._begin({**item, "arguments": ""})
+            if arguments := function["arguments"]:
+                self._items[-1]["arguments"] += arguments
+                told.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
+        return told + (self._end() if last else [])
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _begin(self, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Begins an item; returns the events, those of the item before it first."""
+        told = self._end()
+        self._items.append({**item, "status": "in_progress"})
+        self._open = True
+        index = len(self._items) - 1
+        return [*told, self._event("response.output_item.added", output_index=index, item=dict(self._items[-1]))]
+
+    def _end(self) -> list[tuple[str, dict[str, Any]]]:
+        """Ends the open item, if any; returns the events."""
+        if not self._open:
+            return []
+        self._open, item, place = False, self._items[-1], self._place()
+        item["status"] = "incomplete" if self._ticket.reply.finish_reason == "length" else "completed"
+        if item["type"] == "message":
+            [part] = item["content"]
+            at = {**place, "content_index": 0}
+            told = [
+                self._event("response.output_text.done", **at, text=part["text"], logprobs=[]),
+                self._event("response.content_part.done", **at, part=part),
+            ]
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            told = [self._event("response.function_call_arguments.done", **place, **done)]
+        return [*told, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
+
+    def _response(self, ended: bool = False) -> dict[str, Any]:
+        body, stats, reply = self._body, self._ticket.reply.stats, self._ticket.reply
+        cut = ended and reply.finish_reason == "length"
+        given = body.model_dump(include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True)
+        prompt = len(self._ticket.request.prompt)
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._ticket.reused, "cache_write_tokens": 0},
+            "output_tokens": stats.tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + stats.tokens,
+        }
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": ("incomplete" if cut else "completed") if ended else "in_progress",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": self._items if ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": usage if ended else None,
+            "tools": [],
+            "tool_choice": "auto",
+            **given,
+        }
+
+
+def in_responses(reason: Refusal) -> Refusal:
+    """Returns a refusal of a chat in the words of responses."""
+    field = str(reason.param).partition(".")[0]
+    if field in FIELDS:
+        text = str(reason).replace(str(reason.param), FIELDS[field])
+        return Refusal(reason.status, text, param=FIELDS[field], code=reason.code, retry_s=reason.retry_s)
+    return reason
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
