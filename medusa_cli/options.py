@@ -56,7 +56,7 @@ def model_flag(default: str) -> Any:
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
 _MODEL = "A named model, a folder, a GGUF file, or a Hugging Face id."
-_SEED = "Prompts: sharegpt, a JSON/JSONL file of conversations, or a hub dataset's id."
+_SEED = "Prompts: sharegpt, sharegpt-long, a JSON/JSONL file of conversations, or a hub dataset's id."
 _TREE = (
     "auto: the size that pays on this machine for this text, down to no drafts. static: the run's tree.json, or the "
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "

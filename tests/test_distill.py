@@ -200,6 +200,14 @@ def test_seed_without_a_conversation_is_refused(tmp_path: Path, text: str | None
         read_seeds("nowhere.jsonl" if text is None else write(tmp_path / "a.json", text))
 
 
+def test_long_turns_of_sharegpt_are_seeds_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = ["short", "long " * 400, "too long " * 1000, "text " * 500]
+    record = {"id": "a_1", "conversations": [{"from": "human", "value": turn} for turn in turns]}
+    path = write(tmp_path / "a.json", json.dumps([record]))
+    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    assert read_seeds("sharegpt-long")[0] == [seed("a_1/1", turns[1:2]), seed("a_1/3", turns[3:])]
+
+
 def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

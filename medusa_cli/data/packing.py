@@ -20,8 +20,9 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 
-# A part of a ShareGPT conversation: seven letters and digits, not all of them small letters, and a number.
-_PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+")
+# A part of a ShareGPT conversation, or a turn of one: seven letters and digits, not all of them small letters, and a
+# number or two.
+_PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+(?:/\d+)?")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from medusa_cli.model.chat_template import HALF, is_whole
 from medusa_cli.runs.io import Malformed, ReadReport, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-NAMED = (assets.DEFAULT_SEED, *HUB)
+# ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to change.
+LONG = "sharegpt-long"
+LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
+NAMED = (assets.DEFAULT_SEED, LONG, *HUB)
 # Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
 # (attention runs to the longest), while the order over all windows stays mixed.
 WINDOW = 8
@@ -26,6 +29,8 @@ def read_seeds(source: str) -> tuple[list[Conversation], ReadReport]:
     """
     report = ReadReport()
     seeds = usable(_records(source, report), seed_of, report)
+    if source == LONG:
+        seeds = long_turns(seeds)
     if not seeds:
         why = f" ({report})" if report.skipped else ""
         raise UserError(
@@ -37,7 +42,7 @@ def read_seeds(source: str) -> tuple[list[Conversation], ReadReport]:
 
 def _records(source: str, report: ReadReport) -> Iterator[Any]:
     path = Path(source).expanduser()
-    if source == assets.DEFAULT_SEED:
+    if source in (assets.DEFAULT_SEED, LONG):
         yield from read_jsonl(assets.sharegpt_path(), report.skip_line, array=True)
     elif source in HUB:
         yield from assets.hub_rows(HUB[source], "@seed", ("train",))
@@ -66,6 +71,16 @@ def seed_of(record: Any) -> Conversation:
     if not is_whole("".join([system or "", *turns])):
         raise Malformed(HALF)
     return Conversation.from_turns(id_of(record), turns, system)
+
+
+def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
+    """Returns a seed for each of the seeds' long turns, named by its conversation and its number there."""
+    return [
+        Conversation.from_turns(f"{seed.id}/{number}", [turn])
+        for seed in seeds
+        for number, turn in enumerate(seed.turns)
+        if len(turn) in LONG_TURNS
+    ]
 
 
 def in_order(
