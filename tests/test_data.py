@@ -206,13 +206,9 @@ def test_parts_of_a_conversation_stay_together() -> None:
     ids = held_out_ids([f"A{n:06d}_{part}" for n in range(400) for part in range(4)], 0.2)
     names = {id[:7] for id in ids}
     assert 40 < len(names) < 120
-<<<<<<< HEAD
     assert ids == {f"{name}_{part}" for name in names for part in range(4)}
-=======
-    assert held == {f"{name}_{part}" for name in names for part in range(4)}
     turns = held_out_ids([f"A{n:06d}_{part}/{turn}" for n in range(400) for part in range(4) for turn in (0, 7)], 0.2)
-    assert {id.partition("/")[0] for id in turns} == held
->>>>>>> a32c36b (Add ShareGPT's long turns as seeds: sharegpt-long)
+    assert {id.partition("/")[0] for id in turns} == ids
     # Numbered names are no parts: each conversation goes its own way.
     for kind in ("example", "c", "sharegpt", "conversation7"):
         assert 0 < len(held_out_ids([f"{kind}_{n}" for n in range(100)], 0.2)) < 100
