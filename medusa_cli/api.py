@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from medusa_cli.decode import (
     Stats,
     policy_of,
 )
+from medusa_cli.decode.corpus import load_corpus
 from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
@@ -87,7 +88,7 @@ def load_model(
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None:
-        return LoadedModel(backbone, policy=ngrams_alone(backbone, on_progress) if choice.lookup else None)
+        return LoadedModel(backbone, policy=ngrams_alone(choice, backbone, on_progress) if choice.lookup else None)
     return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
 
 
@@ -147,7 +148,7 @@ def load_drafting(
     else:
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
-    add_ngrams(choice, policy, drafter)
+    add_ngrams(choice, backbone, policy, drafter)
     return drafter, policy
 
 
@@ -160,19 +161,25 @@ def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: Cos
     return list(budgets([row[:known] for row in accuracies], costs))
 
 
-def add_ngrams(choice: Choice, policy: DraftPolicy, drafter: Drafter) -> None:
+def add_ngrams(choice: Choice, backbone: Backbone, policy: DraftPolicy, drafter: Drafter | None) -> None:
     """Lets a policy draft n-gram matches if they were chosen; warns if they were named and cannot be.
 
     They do not pay with FIRP, whose nodes cost extra rows each.
     """
-    policy.ngrams = choice.lookup and not drafter.uses_verify_pass
-    if choice.lookup_named and not policy.ngrams:
+    policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
+    if policy.ngrams and choice.corpus is not None:
+        policy.corpora = [load_corpus(choice.corpus, backbone)]
+    if drafter is not None and choice.lookup_named and not policy.ngrams:
         log.warning("@lookup has no effect with a %s drafter", drafter.name)
 
 
-def ngrams_alone(backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None) -> DraftPolicy:
+def ngrams_alone(
+    choice: Choice, backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None
+) -> DraftPolicy:
     """Returns the policy that drafts n-gram matches without a drafter."""
-    return AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress), ngrams=True)
+    policy = AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress))
+    add_ngrams(replace(choice, lookup=True), backbone, policy, None)
+    return policy
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:
@@ -211,6 +218,7 @@ class Medusa:
         run: str | Path | None = None,
         tree: str | Path | None = None,
         lookup: bool | None = None,
+        corpus: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
@@ -220,7 +228,8 @@ class Medusa:
         """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
 
         drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
-        whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.
+        whether n-gram matches are drafted, also without a drafter. corpus: a run, file or folder that they come from,
+        too. model: None takes the run's, else the default one.
         Raises UserError for what does not exist or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
@@ -233,6 +242,7 @@ class Medusa:
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
             lookup=lookup,
+            corpus=None if corpus is None else str(corpus),
         )
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
         return cls(loaded)

@@ -200,6 +200,8 @@ MISTAKES = [
     (2, "serve --ssl-keyfile key.pem", "--ssl-certfile"),
     (1, "serve --run /no/such/run", "/no/such/run"),
     (2, "serve --baseline --lookup", "--lookup"),
+    (2, "serve --baseline --remember 4", "--remember"),
+    (2, "chat --no-lookup --corpus here", "--corpus"),
 ]
 
 

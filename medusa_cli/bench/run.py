@@ -222,7 +222,8 @@ class Bench:
                 assert file is not None  # check_llama has seen to it
                 methods[name] = llama_method(name, file, backbone)
             elif name not in TRANSFORMERS:
-                drafter, policy = loaded.get(name, (None, ngrams_alone(backbone) if name == "lookup" else None))
+                alone = ngrams_alone(self.choice, backbone) if name == "lookup" else None
+                drafter, policy = loaded.get(name, (None, alone))
                 rules = self.sampling, self.logits_options
                 methods[name] = our_method(backbone, drafter, policy, *rules, self.batch_size)
         return methods

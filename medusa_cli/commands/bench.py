@@ -27,9 +27,10 @@ WITH_STEPS = {"steps", "model", "run", "device", "dtype", "engine", "quantize"}
 WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
-    "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), "
-    "medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), llama.cpp, llama.cpp-ngram (with its n-gram "
-    "drafts), and drafters by name, such as hydra: of the run inside the run by that name, or the run's own. [default: "
+    "plain loop), medusa (the drafter, as --tree, --lookup and --corpus say), medusa-alone (without n-gram drafts), "
+    "medusa-text (without those of --corpus), medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), "
+    "llama.cpp, llama.cpp-ngram (with its n-gram drafts), and drafters by name, such as hydra: of the run inside the "
+    "run by that name, or the run's own. [default: "
     "hf,ar,medusa, with --sweep ar,medusa]"
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context; resumes a killed one."
@@ -82,7 +83,8 @@ def bench(
     for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
     names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
-    choice, drafts = choose_files(names, drafting.model, drafting.run, drafting.drafter, drafting.tree, drafting.lookup)
+    files = drafting.model, drafting.run, drafting.drafter, drafting.tree
+    choice, drafts = choose_files(names, *files, drafting.lookup, drafting.corpus)
     questions, count = which.chosen()
     place = as_trained(place, choice.trained)
     tokens = rules.max_new_tokens or MAX_NEW_TOKENS

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from medusa_cli import assets, console, options
+from medusa_cli.errors import UsageError
 from medusa_cli.options import DraftFlags, LoadFlags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -15,6 +16,10 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
 _NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
+_REMEMBER = (
+    "Keep the last N answers in memory, whoever asked, and look up what follows in later ones. Answers stay the same, "
+    "but their speed may tell what others were answered."
+)
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
 _KEY = (
     "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
@@ -32,6 +37,7 @@ def serve(
     max_prompt_tokens: Annotated[int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")] = 4096,
     max_new_tokens: Annotated[int, _limit("--max-new-tokens N", "Longest answer, in tokens.")] = 2048,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
+    remember: Annotated[int, _limit("--remember N", _REMEMBER, min=0, max=1000)] = 0,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
@@ -63,9 +69,11 @@ def serve(
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.server import Server, check_certificate, listen
 
+    choice = drafting.or_plain(baseline, chat_template)
+    if remember and not choice.lookup:
+        raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
     check_certificate(ssl_certfile, ssl_keyfile)
     listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
-    choice = drafting.or_plain(baseline, chat_template)
     loaded = load(choice, place)
     limits = Limits(
         names=tuple(name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]),
@@ -77,6 +85,7 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_body=max_body << 10,
         temperature=temperature or 0.0,
+        remember=remember,
         cors=tuple(cors or ()),
         access_log=access_log,
         ssl_certfile=ssl_certfile,

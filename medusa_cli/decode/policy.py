@@ -11,7 +11,18 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from medusa_cli.decode.accept import AcceptanceEstimate
-from medusa_cli.decode.ngram import MAX_TOKENS, PAIR, NgramIndex, NgramMatch, NgramTrust, ngram_trust
+from medusa_cli.decode.ngram import (
+    MAX_TOKENS,
+    PAIR,
+    Corpus,
+    CorpusMatches,
+    NgramIndex,
+    NgramMatch,
+    NgramSource,
+    NgramTrust,
+    likeliest,
+    ngram_trust,
+)
 from medusa_cli.decode.sampling import Sampling, cuts
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, Costs, SizedTree, node_values
@@ -23,16 +34,18 @@ if TYPE_CHECKING:
 ROOT = Tree.root_only()
 # A node below this chance is not worth a row of any tree.
 MIN_CHANCE = 0.05
+# A match in a corpus below this chance is no likelier than what a drafter has learnt from such texts.
+MIN_CORPUS_CHANCE = 0.5
 # Assumed chance of a head's first guess where no calibration exists.
 UNCALIBRATED = 0.3
 
 
 @dataclass
 class DraftState:
-    """Holds what a policy knows of one sequence: its acceptance, and the n-gram index of its text."""
+    """Holds what a policy knows of one sequence: its acceptance, and the sources of its n-gram matches."""
 
     acceptance: AcceptanceEstimate | None = None
-    ngrams: NgramIndex | None = None
+    ngrams: tuple[NgramSource, ...] = ()
 
 
 # What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from the root.
@@ -42,8 +55,9 @@ DraftPlan = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 class DraftPolicy(ABC):
     """Decides what each sequence drafts. Several sequences share one policy; each has a DraftState of its own.
 
-    ngrams: n-gram matches of the text are drafted, too (prompt lookup). The trust in a match depends on its length and
-    is learnt, as in SAM Decoding (arXiv:2411.10666). Tokens that a grammar forces are drafted in the place of both.
+    ngrams: n-gram matches of the text (prompt lookup) and of the `corpora` are drafted, too. The trust in a match
+    depends on its source and its length and is learnt, as in SAM Decoding (arXiv:2411.10666). Tokens that a grammar
+    forces are drafted in the place of all.
     """
 
     max_depth: int
@@ -52,24 +66,38 @@ class DraftPolicy(ABC):
 
     def __init__(self, ngrams: bool = False) -> None:
         self.ngrams = ngrams
-        self._trust: dict[str, NgramTrust] = {}  # by kind of sampling
+        self.corpora: list[Corpus] = []
+        self._trust: dict[tuple[str, int], NgramTrust] = {}  # by kind of sampling and number of the source
 
     @property
     def description(self) -> str:
         if not self.ngrams:
             return self.trees
-        return f"{self.trees}, and n-grams of the text" if self.max_depth else "n-grams of the text"
+        tokens = sum(map(len, self.corpora))
+        matched = f"n-grams of the text and of a corpus of {tokens:,} tokens" if tokens else "n-grams of the text"
+        return f"{self.trees}, and {matched}" if self.max_depth else matched
 
     def begin(self, sampling: Sampling) -> DraftState:
         """Returns the state of a sequence that begins."""
         if not self.ngrams:
             return DraftState()
-        return DraftState(ngrams=NgramIndex(self._trust.setdefault(sampling_kind(sampling)[0], ngram_trust())))
+        kind, _ = sampling_kind(sampling)
+        text = NgramIndex(self._trust.setdefault((kind, 0), ngram_trust()))
+        earlier = []
+        for number, corpus in enumerate(self.corpora, 1):
+            shared = self._trust.setdefault((kind, number), ngram_trust(priors=CorpusMatches.priors))
+            earlier.append(CorpusMatches(corpus, shared, MIN_CORPUS_CHANCE if self.max_depth else 0.0))
+        return DraftState(ngrams=(text, *earlier))
 
     def next(self, sequences: Several[Sequence]) -> list[DraftPlan]:
         """Returns what each sequence drafts next."""
-        texts = [(sequence.draft.ngrams, sequence) for sequence in sequences]
-        plans = self.plan(sequences, [ngrams.find(of.tokens, of.root) if ngrams else [] for ngrams, of in texts])
+        plans = self.plan(
+            sequences,
+            [
+                likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
+                for of in sequences
+            ],
+        )
         if not self.max_depth and not self.ngrams:  # plain decoding
             return plans
         forced = [sequence.forced for sequence in sequences]
@@ -82,8 +110,8 @@ class DraftPolicy(ABC):
     def record(self, sequences: Several[Sequence], steps: Several[Step]) -> None:
         """Learns from the step that each sequence has just made."""
         for sequence, step in zip(sequences, steps, strict=True):
-            if sequence.draft.ngrams is not None:
-                sequence.draft.ngrams.learn(step.tokens)
+            for source in sequence.draft.ngrams:
+                source.learn(step.tokens)
 
     def fork(self) -> DraftPolicy:
         """Returns this policy for another decoder; what it learnt of kinds and of step times is shared."""

@@ -57,7 +57,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
     """Returns the ASGI application, and the scheduler that its caller runs and drains."""
     metrics = Metrics()
-    scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
+    scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
     handler = Handler(medusa, scheduler, limits)
     started = int(time.time())

@@ -32,7 +32,7 @@ class Limits:
     host: the address or name that the server listens at. slots: requests that decode side by side. waiting: requests in
     the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head, body_s for its body, read_s
     without reading its answer, idle_s between two requests. temperature: of requests that name none.
-    cors: origins whose web pages may use the server.
+    remember: answers that are looked up for later ones. cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -49,6 +49,7 @@ class Limits:
     read_s: float = 30
     idle_s: int = 30
     temperature: float = 0.0
+    remember: int = 0
     cors: tuple[str, ...] = ()
     access_log: bool = False
     ssl_certfile: Path | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Piece, Request, Step
+from medusa_cli.decode.ngram import MAX_LENGTH, Corpus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError
 from medusa_cli.serve.errors import Refusal
@@ -16,6 +17,8 @@ from medusa_cli.serve.metrics import Metrics
 
 # Seconds after which a client whose request was refused may try again.
 RETRY_S, RESTART_S = 2, 10
+# Tokens of answers that are remembered: they are indexed anew, in 50 ms at most, after each answer.
+MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
 
 
@@ -51,11 +54,17 @@ class Ticket:
 
 
 class Scheduler:
-    """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait."""
+    """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait.
 
-    def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int) -> None:
+    remember: how many of the last answers are looked up for later ones; of at most MAX_REMEMBERED tokens.
+    """
+
+    def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
         self._medusa, self._metrics = medusa, metrics
         self._slots, self._max_waiting = slots, waiting
+        self._answers, self._remembered = deque[list[int]](maxlen=remember), Corpus()
+        if remember and medusa.loaded.policy is not None:
+            medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._waiting: deque[Ticket] = deque()
@@ -164,6 +173,15 @@ class Scheduler:
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
             self._finish(ticket, Event(pieces, step.likelihoods, last=True))
+            self._remember(ticket)
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Indexes an answer, after the end of its prompt, beside the last ones; the oldest give way."""
+        if self._answers.maxlen:
+            self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.reply.tokens])
+            while sum(map(len, self._answers)) > MAX_REMEMBERED:
+                self._answers.popleft()
+            self._remembered.index(self._answers)
 
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot."""
