@@ -86,6 +86,7 @@ def test_other_forms_are_followed(served: Served) -> None:
     assert text(structured_outputs={"regex": "[a-c]{3}"}).strip("abc") == ""
     assert text(structured_outputs={"grammar": 'root ::= "x" | "y"'}) in ("x", "y")
     assert text(response_format={"type": "json_object"}, max_tokens=8).startswith("{")
+    assert text(structured_outputs={"regex": "[a-c]{3}"}, tools=TOOLS).strip("abc") == ""
 
 
 def test_openai_parses_pydantic_models(served: Served) -> None:

@@ -220,9 +220,10 @@ class Handler:
                 raise Refusal(400, text, code="context_length_exceeded")
         try:
             grammar = body.grammar
-            if isinstance(body, ChatRequest) and (body.required or (body.offered and grammar)):
-                tools, answer = body.required or body.offered, None if body.required else grammar
-                grammar = calls_grammar(self._medusa.backbone, tools, body.parallel_tool_calls, answer)
+            if isinstance(body, ChatRequest) and body.required:
+                grammar = calls_grammar(self._medusa.backbone, body.required, body.parallel_tool_calls)
+            elif isinstance(body, ChatRequest) and body.offered and grammar and grammar.kind == "json_schema":
+                grammar = calls_grammar(self._medusa.backbone, body.offered, body.parallel_tool_calls, grammar)
             if grammar is not None:  # compiled here, and not between the steps of others
                 await run_in_threadpool(matcher_of, self._medusa.backbone, grammar)
         except UserError as reason:

@@ -77,8 +77,6 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     more = f"({literal(style.between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
-    if several and not style.between:
-        more = f"call{{0,{MAX_CALLS - 1}}}"
     lines = [
         f"start: calls{' | answer' if answer else ''}",
         f"calls: {literal(style.first)} call {more} {literal(style.last)}",
