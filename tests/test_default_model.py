@@ -3,13 +3,22 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from medusa_cli import assets
 from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.bench.questions import read_questions
+from medusa_cli.engine import load_backbone
+from medusa_cli.model import Backbone
+from medusa_cli.model.load import has_bf16
 from medusa_cli.runs.io import read_json
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
+from medusa_cli.tree import DynamicTree
 from medusa_cli.tree.io import load_tree
-from medusa_cli.tree.search import expected_length
-from tests.helpers import medusa_json
+from medusa_cli.tree.search import expected_length, search
+from tests.helpers import generate, generate_batch, generate_plain, medusa_json, tokens_of
+from tests.test_drafters import drafter_of
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +95,39 @@ def test_every_drafter_is_token_identical_in_fp32_and_takes_fewer_steps(kind: st
     measured = document["methods"]["medusa"]
     assert measured["identical"] == measured["questions"] == 4
     assert measured["acceptance_length"] > 1.05
+
+
+LENGTHS = (1500, 40)  # of prompts, in tokens
+TREES = (search([[0.3 / (rank + 1) for rank in range(8)]] * 3, 64), DynamicTree(24, 3))
+ANSWER = {"max_new_tokens": 24, "stop_ids": ()}
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def decoded(request: pytest.FixtureRequest) -> tuple[Backbone, list[list[int]], list[list[int]]]:
+    """Returns the default model in a number type, prompts of questions, and its plain answers."""
+    if request.param == "bf16" and not has_bf16():
+        pytest.skip("no bf16 kernels")
+    backbone = load_backbone(options=LoadOptions(dtype=request.param, engine="fast"))
+    texts = " ".join(question.turns[0] for question in read_questions(assets.mt_bench_path())[0])
+    tokens = backbone.tokenizer(texts)["input_ids"]
+    prompts = [tokens[:length] for length in LENGTHS]
+    return backbone, prompts, [tokens_of(generate_plain(backbone, prompt, **ANSWER)) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa-draft", "hydra-draft", "hydra++-prompt", "amphista-prompt", "eagle-draft",
+                                  "firp-draft"])  # fmt: skip
+def test_random_heads_of_every_kind_give_the_plain_answer_in_every_number_type(
+    kind: str, decoded: tuple[Backbone, list[list[int]], list[list[int]]]
+) -> None:
+    backbone, prompts, answers = decoded
+    assert backbone.engine.row_invariant
+    drafter = drafter_of(backbone, kind)
+    if few := drafter.config.draft_vocab_size:  # the commonest tokens, so that some guesses are right
+        drafter.draft_ids.copy_(torch.tensor(sum(answers, [])).bincount().topk(few).indices)
+    steps = [list(generate(backbone, drafter, TREES[0], prompt, **ANSWER)) for prompt in prompts]
+    assert [tokens_of(own) for own in steps] == answers
+    assert not few or sum(map(len, steps)) < sum(map(len, answers))  # some draft tokens were accepted
+    for tree in TREES:
+        together = generate_batch(backbone, drafter, tree, prompts, batch_size=2, **ANSWER)
+        assert [tokens_of(own) for own in together] == answers
