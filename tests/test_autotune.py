@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_kernels_are_timed_once_and_kept(timed: list[str]) -> None:
     assert not list(timings_file().parent.glob(".*"))  # no partial file is left
     kernel_timings(["fp32"], CONFIG, again=True)
     assert timed[4:] == ["fp32"]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_timings_of_a_busy_machine_are_used_and_measured_again_an_hour_later(
+    busy: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1e9]
+    monkeypatch.setattr(autotune.time, "time", lambda: now[0])
+    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.0 if busy else 2 * time.perf_counter())
+    for _ in range(6):
+        assert fastest(KERNELS, CONFIG).name == "fp16-weights"
+        now[0] += 1500
+    assert len(timed) == 2 * (2 if busy else 1)
 
 
 def time_steps_as(

@@ -281,7 +281,7 @@ def test_costs_of_a_busy_machine_are_measured_again_an_hour_later(
     busy: bool, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone, now, measured = tiny_backbone(), [1e9], []
-    costs, times = costs_of(0.001, each_level=0.001), "medusa_cli.decode.costs.time"
+    costs, times = costs_of(0.001, each_level=0.001), "medusa_cli.engine.autotune.time"
     monkeypatch.setattr("medusa_cli.decode.costs.measure_costs", lambda *_, **__: measured.append(0) or costs)
     monkeypatch.setattr(f"{times}.time", lambda: now[0])
     monkeypatch.setattr(f"{times}.thread_time", lambda: 0.0 if busy else 2 * time.perf_counter())

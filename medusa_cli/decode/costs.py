@@ -1,7 +1,6 @@
 """The cost of whole steps on this machine, timed once for a drafter on a backbone by the loop that decodes."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,15 @@ from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.stats import Step
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.autotune import Curve, device_name, keep_timings, machine_key, read_timings
+from medusa_cli.engine.autotune import (
+    Curve,
+    device_name,
+    is_doubtful,
+    keep_timings,
+    machine_key,
+    read_timings,
+    watched,
+)
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Costs
@@ -25,23 +32,16 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not timed.
 HOPELESS = 6.0
 WITHOUT = "no drafter"  # the stamp of its costs
-# A decoding thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy,
-# and steps are timed again after so many seconds: not at each start, which takes longest on a busy machine.
-UNDISTURBED, RETRY_AFTER = 0.8, 3600
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class KeptCosts:
-    """Costs as they are kept; `busy`: when a busy machine measured them, in seconds since 1970, else None."""
+    """Costs as they are kept; `busy` as of KernelTimings."""
 
     verify: Curve
     draft: Curve
     busy: float | None = None
-
-    @property
-    def doubtful(self) -> bool:
-        return self.busy is not None and not 0 <= time.time() - self.busy < RETRY_AFTER
 
 
 class Blank(Drafter):
@@ -131,14 +131,12 @@ def costs_for(
         )
     )
     kept = None if again or stamp is None else read_timings(key, KeptCosts)
-    if kept is not None and not kept.doubtful and 1 in kept.verify and 1 in kept.draft:
+    if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
         return Costs(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
-    wall, own = time.perf_counter(), time.thread_time()
-    costs = measure_costs(backbone, drafter or Blank(), on_progress=on_progress)
-    busy = time.thread_time() - own < UNDISTURBED * (time.perf_counter() - wall)
+    costs, busy = watched(lambda: measure_costs(backbone, drafter or Blank(), on_progress=on_progress))
     if stamp is not None:
-        keep_timings(key, KeptCosts(costs.verify, costs.draft, time.time() if busy else None))
+        keep_timings(key, KeptCosts(costs.verify, costs.draft, busy))
     return costs
 
 

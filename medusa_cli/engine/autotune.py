@@ -52,6 +52,9 @@ BUDGET, MIN_LAPS = 10.0, 2
 CONTEXT = 192
 # Bytes of weights that a lap reads at least: more than a processor's cache holds. And those of its lm_head.
 LAP_BYTES, HEAD_BYTES = 64 * 2**20, 8 * 2**20
+# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
+# it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
+UNDISTURBED, RETRY_AFTER = 0.8, 3600
 # A kernel takes the place of the one chosen before if its cost is below this share of the other's.
 GAIN = 0.95
 log = logging.getLogger(__name__)
@@ -62,12 +65,13 @@ class KernelTimings:
     """The least seconds of a step by kernel and rows; {} for a kernel that cannot be had.
 
     choices: the kernel taken, by the question that it answers. variant: the kernels under which a row's bits depend on
-    the rows beside it.
+    the rows beside it. busy: when a busy machine measured them, in seconds since 1970, else None.
     """
 
     seconds: Timings = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     variant: tuple[str, ...] = ()
+    busy: float | None = None
 
 
 def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
@@ -111,6 +115,19 @@ def keep_timings(key: str, timings: Any) -> None:
         write_json(timings_file(), {**kept, key: msgspec.to_builtins(timings, str_keys=True)})
     except OSError as reason:
         log.warning("timings cannot be kept in %s: %s", timings_file(), reason.strerror)
+
+
+def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
+    """Returns a measurement, and the time if other programs took much of the processor meanwhile, else None."""
+    wall, own = time.perf_counter(), time.thread_time()
+    measurement = measure()
+    busy = time.thread_time() - own < UNDISTURBED * (time.perf_counter() - wall)
+    return measurement, time.time() if busy else None
+
+
+def is_doubtful(busy: float | None) -> bool:
+    """Returns True for timings of a machine that was busy at this time, if that is long enough ago to time it again."""
+    return busy is not None and not 0 <= time.time() - busy < RETRY_AFTER
 
 
 def _read_file() -> dict[str, Any]:
@@ -172,15 +189,18 @@ def cost(curve: Mapping[int, float], rows: int | None) -> float:
 
 
 def kernel_timings(names: Sequence[str], config: Any, again: bool = False) -> KernelTimings:
-    """Returns what is kept for models of a shape, after a measurement if kernels are missing or `again` is set."""
+    """Returns what is kept for models of a shape, after a measurement if kernels are missing or timings are doubtful.
+
+    again: measures in any case.
+    """
     key = _kernel_key(config)
     kept = read_timings(key, KernelTimings) or KernelTimings()
-    if not again and all(name in kept.seconds for name in names):
+    if not (again or is_doubtful(kept.busy)) and all(name in kept.seconds for name in names):
         return kept
     log.info("timing how this machine multiplies, once for models of this shape (%s)", ", ".join(names))
-    seconds, variant = time_kernels(names, config)
+    (seconds, variant), busy = watched(lambda: time_kernels(names, config))
     others = {*kept.variant} - {*names}
-    kept = KernelTimings({**kept.seconds, **seconds}, kept.choices, tuple(sorted({*variant} | others)))
+    kept = KernelTimings({**kept.seconds, **seconds}, kept.choices, tuple(sorted({*variant} | others)), busy)
     keep_timings(key, kept)
     return kept
 
