@@ -184,10 +184,18 @@ def attend(
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
     """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention, for GPUs.
 
-    mask [B, 1, G * R, L]. Returns [B * R, heads * D].
+    mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
     """
     size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
-    query = query.view(size, -1, heads, dim).transpose(1, 2).reshape(size, kv, -1, dim)
+    query = query.view(size, -1, heads, dim).transpose(1, 2)
+    if not mask.numel():
+        rows = query.shape[2]
+        key, value = (cached[:, :rows].unflatten(0, (size, kv)) for cached in (keys, values))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv
+        )
+        return attended.transpose(1, 2).reshape(-1, heads * dim)
+    query = query.reshape(size, kv, -1, dim)
     # Only products of four dimensions have fused kernels.
     seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
     attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)

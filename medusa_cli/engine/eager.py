@@ -10,7 +10,7 @@ from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model.backbone import Backbone, Layers, Unsupported, tapped
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, tapped
 from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
 from medusa_cli.model.identity import rounding_of
 from medusa_cli.model.masks import NAME
@@ -67,10 +67,9 @@ class EagerEngine(Engine):
         if layout.pseudo is not None:
             final = self._layer_by_layer(tokens, layout, cache)
             return final, final
-        masks = {kind: mask[:, None] for kind, mask in layout.masks.items()}
         out = self.backbone.model.base_model(
             input_ids=tokens,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            attention_mask=for_transformers(layout.masks),
             position_ids=layout.positions,
             past_key_values=_view(cache, layout),
             use_cache=True,

@@ -15,6 +15,8 @@ from medusa_cli.model.masks import Masks
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
 PREFILL_ROWS = 512
+# On a GPU, whose kernels take no mask for the first piece, and which fewer rows would leave idle.
+GPU_PREFILL_ROWS = 2048
 # Rows of fp32 logits whose buffer is reused from step to step.
 SCRATCH_ROWS = 256
 
@@ -55,6 +57,19 @@ class Engine(ABC):
         """Returns empty slots of `capacity` rows, which grow as needed."""
         return Cache(self.backbone.num_layers, slots, capacity, width=self.width)
 
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of one prefill pass."""
+        return PREFILL_ROWS if self.backbone.device.type == "cpu" else GPU_PREFILL_ROWS
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys and values in the cache."""
+        config = self.backbone.config
+        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
+
     def tree_rows(self, length: int) -> int:
         """Returns how many nodes a tree behind `length` tokens may have."""
         return self.round_to - length % self.round_to if self.row_invariant else self.backbone.max_positions
@@ -62,7 +77,7 @@ class Engine(ABC):
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
-        if plan.is_chain and plan.rows > PREFILL_ROWS:
+        if plan.is_chain and plan.rows > self.prefill_rows:
             return self._in_pieces(plan, cache)
         tokens = plan.tokens.to(self.backbone.device)
         layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device, self.round_to)
@@ -80,7 +95,7 @@ class Engine(ABC):
     def _in_pieces(self, plan: Plan, cache: Cache) -> Output:
         """Runs a long chain piece by piece; the last one has the pseudo rows."""
         cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.rows)
-        *pieces, last = plan.tokens.split(PREFILL_ROWS, dim=1)
+        *pieces, last = plan.tokens.split(self.prefill_rows, dim=1)
         before = "none" if plan.logits == "last" else plan.logits
         plans = [replace(plan, tokens=piece, logits=before, pseudo=None) for piece in pieces]
         outputs = [self.forward(part, cache) for part in (*plans, replace(plan, tokens=last))]

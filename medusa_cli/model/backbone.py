@@ -110,9 +110,15 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     positions = torch.arange(length, device=device)[None].expand(size, -1)
     return backbone.model.base_model(
         input_ids=tokens.to(device),
-        attention_mask=backbone.masks.causal(length, device),
+        attention_mask=for_transformers(backbone.masks.causal(length, device)),
         **{"use_cache": False, "position_ids": positions, **options},
     )
+
+
+def for_transformers(masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Returns masks [B, n, L] by kind as a network takes them: with a dimension of heads, one kind's alone."""
+    by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
+    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
 
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:

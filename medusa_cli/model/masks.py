@@ -100,14 +100,14 @@ class Masks:
         """Returns the additive masks [(B,) n, L] by kind; arguments as of `visible`."""
         return {kind: additive(self.visible(kind, visible, positions, columns), self.dtype) for kind in self.kinds}
 
-    def causal(self, rows: int, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """Returns causal masks of n rows for transformers; an empty one stands for all earlier rows."""
+    def causal(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        """Returns causal masks [1, n, n] of n rows by kind; an empty one stands for all earlier rows."""
         positions = torch.arange(rows, device=device)
         masks = {}
         for kind in self.kinds:
             if kind == "full_attention" or rows <= self.window:
-                masks[kind] = torch.empty(1, 1, 0, 0, dtype=self.dtype, device=device)
+                masks[kind] = torch.empty(1, 0, 0, dtype=self.dtype, device=device)
             else:
                 mask = self.visible(kind, positions <= positions[:, None], positions, positions)
-                masks[kind] = additive(mask, self.dtype)[None, None]
-        return masks if len(masks) > 1 else masks[self.kinds[0]]
+                masks[kind] = additive(mask, self.dtype)[None]
+        return masks
