@@ -117,6 +117,16 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(graph
     assert graphs.captured == before and graphs.runs > 20
 
 
+def test_states_of_a_step_outlive_the_graphs_next_run(graphs: StandIn) -> None:
+    decoder = decoder_of(tiny_backbone(engine="fast"), cuda_graphs=True)
+    sequence, _ = decoder.admit(Request(PROMPT, 8, stop_ids=()))
+    decoder.step()
+    hidden = sequence.unread[-1].hidden
+    before = hidden.clone()
+    decoder.step()
+    assert graphs.runs == 2 and torch.equal(hidden, before)
+
+
 def test_growth_of_the_cache_drops_graphs_and_changes_no_token(graphs: StandIn) -> None:
     backbone = tiny_backbone(engine="fast")
     expected = plain(backbone, 300)
@@ -202,7 +212,7 @@ def test_trial_decides_once_on_cuda_graphs(
     backbone = tiny_backbone(engine="fast")
     backbone.engine.captures = None
     clock, trials = [0.0], []
-    verify, ordinary_step = cuda_graph.CudaGraphs.verify, cuda_graph._ordinary_step
+    run, ordinary_step = cuda_graph.CudaGraphs.run, cuda_graph._ordinary_step
     monkeypatch.setattr("medusa_cli.engine.autotune.time.perf_counter", lambda: clock[0])
 
     def graph_step(self: Any, *args: Any) -> Any:
@@ -210,7 +220,7 @@ def test_trial_decides_once_on_cuda_graphs(
         clock[0] += seconds
         if fault and fault != "wrong":
             raise RuntimeError(f"CUDA error: {fault}\nand more lines")
-        (accepted,) = verify(self, *args)
+        (accepted,) = run(self, *args)
         if fault:
             accepted.hidden.mul_(1.1)
         return [accepted]
@@ -219,7 +229,7 @@ def test_trial_decides_once_on_cuda_graphs(
         clock[0] += 2.0
         return ordinary_step(*args)
 
-    monkeypatch.setattr(cuda_graph.CudaGraphs, "verify", graph_step)
+    monkeypatch.setattr(cuda_graph.CudaGraphs, "run", graph_step)
     monkeypatch.setattr(cuda_graph, "_ordinary_step", plain_step)
     with caplog.at_level(logging.WARNING):
         assert (decoder_of(backbone).cuda_graphs is not None) == captured

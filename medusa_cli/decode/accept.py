@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.sampling import Sampler
+from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft
 
 # The accepted nodes from the root on, and the bonus token that the model adds after them.
@@ -47,7 +48,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
     """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
-    tokens, children = draft.tokens.tolist(), draft.tree.children
+    tokens, children = draft.ids, draft.tree.children
     path = [0]
     while True:
         token = choose(path[-1])
@@ -69,7 +70,7 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).nan_to_num(0.0).sum(-1)
     limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [N]
     tree = draft.tree
-    parents = torch.tensor(tree.parents[1:], dtype=torch.long, device=logits.device)
+    parents = upload(tree.parents[1:], logits.device, torch.long)
     scores = log_p[parents, draft.tokens[1:]]  # [N - 1]
     plausible = (scores.exp() > limit[parents]).tolist()
     totals: list[float | None] = [0.0]
@@ -82,7 +83,7 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
             best, best_key = node, (tree.depths[node], total)
     path, bonus = tree.path(best), int(logits[best].float().argmax())
     if processors is not None:
-        processors.extend([*draft.tokens[path[1:]].tolist(), bonus])
+        processors.extend([*(draft.ids[node] for node in path[1:]), bonus])
     return path, bonus
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -19,12 +19,16 @@ from medusa_cli.decode.accept import accept
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stats import Accepted
+from medusa_cli.drafters.base import Drafter, TreeTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
-from medusa_cli.engine.fast import TOLERANCE, FastEngine
+from medusa_cli.engine.device import upload
+from medusa_cli.engine.fast import TOLERANCE
 from medusa_cli.engine.plan import lay_out_at
 from medusa_cli.errors import first_line
+from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree.tree import UNREAD
 
 # Nodes that a graph has room for; batches are powers of two.
 ROWS = (1, 16, 64)
@@ -36,6 +40,7 @@ FIELDS = 4
 LIKELIEST = 1024
 # Parents of the root, and of nodes beyond a tree.
 ROOT, PADDING = -1, -2
+ROOT_ALONE = Tree.root_only()
 # Runs before a capture, in which libraries choose kernels and make workspaces.
 WARM_UPS = 2
 # A larger share of a device's free memory is not reserved for a cache.
@@ -94,8 +99,16 @@ class CudaGraphs:
     capture: makes a graph of a step; None captures CUDA graphs, and on other devices runs steps as they are.
     """
 
-    def __init__(self, engine: Engine, cache: Cache, taps: tuple[int, ...], capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: Cache,
+        taps: tuple[int, ...],
+        drafter: Drafter | None = None,
+        capture: Capture | None = None,
+    ) -> None:
         self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
+        self._drafter = drafter if drafter is not None and drafter.fills else None
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
         self._pool: Any = None
@@ -106,12 +119,9 @@ class CudaGraphs:
 
     def _reserve(self, engine: Engine) -> None:
         """Makes the cache large enough for the context at once, if the device's memory allows: growing drops graphs."""
-        cache = self._cache
-        assert isinstance(engine, FastEngine)  # no other engine's steps are captured
         rows = engine.backbone.max_positions + ROWS[-1]
-        numbers = 2 * cache.layers * cache.slots * rows * engine.kv * engine.dim
-        if numbers * engine.dtype.itemsize < FREE_SHARE * torch.cuda.mem_get_info(engine.backbone.device)[0]:
-            cache.reserve(rows)
+        if rows * self._cache.slots * engine.row_bytes < FREE_SHARE * free_memory(engine.backbone.device):
+            self._cache.reserve(rows)
 
     def warm_up(self) -> None:
         """Captures the graphs of all sizes, so that no step waits for one."""
@@ -126,46 +136,63 @@ class CudaGraphs:
             self._fail(reason)
         log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
-    def supports(self, sequences: Several[Sequence], drafts: Several[Draft]) -> bool:
-        """Returns True for greedy and exact steps over trees that a graph has room for.
-
-        Not with processors of logits, nor where log probabilities are asked for.
-        """
+    def supports(self, sequences: Several[Sequence]) -> bool:
+        """Returns True for greedy and exact steps, without processors of logits or log probabilities."""
         samplers = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
-        simple = len(samplers) == len(drafts) and all(s.greedy or s.sampling.exact for s in samplers)
-        fits = all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts)
-        return not self.failed and simple and fits and all(s.sampling.top_k <= LIKELIEST for s in samplers)
+        simple = len(samplers) == len(sequences) and all(s.greedy or s.sampling.exact for s in samplers)
+        return not self.failed and simple and all(s.sampling.top_k <= LIKELIEST for s in samplers)
 
-    def verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted] | None:
+    def verify(
+        self, sequences: Several[Sequence], drafts: Several[Draft], guesses: Mapping[int, Draft]
+    ) -> list[Accepted] | None:
         """Verifies each sequence's draft and keeps its accepted path.
 
-        Returns None if an ordinary step has to take its place: where a graph failed, or top-p needs more tokens.
+        drafts: on the host. Tokens that it does not know are those of `guesses`, by the sequence's index; without
+        these the graph drafts them. Returns None if an ordinary step has to take its place: where a draft is too large,
+        a graph failed, or top-p needs more tokens.
         """
+        if not all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts):
+            return None
+        fills = self._drafter is not None and not guesses
+        hidden = [sequence.unread[-1].hidden[-1:] for sequence in sequences] if fills else []
         try:
-            return self._verify(samplers, drafts)
+            accepted = self.run([sequence.sampler for sequence in sequences], drafts, guesses, hidden)
         except RuntimeError as reason:
             self._fail(reason)
             return None
+        if accepted is not None and fills:
+            for sequence in sequences:
+                sequence.unread = []
+        return accepted
 
     def _fail(self, reason: RuntimeError) -> None:
         log.warning("CUDA graphs are given up: %s", first_line(reason))
         self.failed, self._engine.captures, self._steps = True, False, {}
 
-    def _verify(self, samplers: Several[Sampler], drafts: Several[Draft]) -> list[Accepted] | None:
+    def run(
+        self,
+        samplers: Several[Sampler],
+        drafts: Several[Draft],
+        guesses: Mapping[int, Draft],
+        hidden: Several[Tensor] = (),
+    ) -> list[Accepted] | None:
+        """Runs the graph that has room for the drafts; see `verify`. hidden [1, H * taps]: each sequence's last."""
         cache, size = self._cache, len(drafts)
         batch = min(1 << (size - 1).bit_length(), cache.slots)
         rows = next(rows for rows in ROWS if rows >= max(draft.tree.size for draft in drafts))
         step = self._step(batch, rows, not all(sampler.greedy for sampler in samplers))
-        results, hidden = step(cache.lengths, samplers, drafts)
+        results, states = step(cache.lengths, samplers, drafts, guesses, hidden)
+        accepted = []
+        # The graph's next run overwrites its states.
+        states = states[:size].clone()
         rest = results[:size].tolist()
         if not all(count for count, *_ in rest):
             return None
-        accepted = []
         for slot, (count, bonus, *path) in enumerate(rest):
             cache.lengths[slot] += count
             samplers[slot].advance(count)
-            # The graph's next run overwrites its states.
-            accepted.append(Accepted(path[:count], bonus, hidden[slot, :count].clone()))
+            steps = len(path) // 2
+            accepted.append(Accepted(path[:count], path[steps : steps + count], bonus, states[slot, :count]))
         return accepted
 
     def _step(self, batch: int, rows: int, sampled: bool) -> _GraphStep:
@@ -178,7 +205,7 @@ class CudaGraphs:
             self._steps, self._pool = {}, torch.cuda.graph_pool_handle() if on_device else None
         key = batch, rows, sampled
         if key not in self._steps:
-            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled)
+            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, self._drafter)
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key], self.count = step, self.count + 1
         self._buffer = cache.values
@@ -209,70 +236,96 @@ class _GraphStep:
     """One step for a number of sequences and of nodes, on buffers that hold its inputs."""
 
     def __init__(
-        self, engine: Engine, cache: Cache, batch: int, rows: int, taps: tuple[int, ...], sampled: bool
+        self,
+        engine: Engine,
+        cache: Cache,
+        batch: int,
+        rows: int,
+        taps: tuple[int, ...],
+        sampled: bool,
+        drafter: Drafter | None,
     ) -> None:
-        device, self._count = engine.backbone.device, min(rows, DEPTHS)
+        device, self._rows, self._count = engine.backbone.device, rows, min(rows, DEPTHS)
         self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.tokens = torch.zeros(batch, rows, dtype=torch.long, device=device)
-        self.tree = torch.full((2, batch, rows), PADDING, dtype=torch.long, device=device)  # depths and parents
-        self.sees = torch.eye(rows, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+        self._drafter = drafter if rows > 1 else None
+        self._inputs = self._pack([0] * batch, []).to(device)  # [B, 1 + 5 N]
+        self.lengths = self._inputs[:, 0]
+        # Of N nodes: depths, parents, ranks, tokens, and as bits the nodes that each one sees.
+        self.depth, self.parents, self.ranks, self.tokens, self.bits = (
+            self._inputs[:, 1:].unflatten(1, (5, rows)).unbind(1)
+        )
+        self.hidden = torch.zeros(batch, engine.backbone.hidden_size * len(taps), dtype=engine.dtype, device=device)
         self.params = sampling_params([], batch, self._count).to(device)
-        self.tree[0] = 0
         self._every, self._steps = (torch.arange(count, device=device) for count in (rows, self._count))
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
+
+    def _pack(self, lengths: Several[int], drafts: Several[Draft]) -> Tensor:
+        """Returns the slots' lengths and drafts as one tensor of the host."""
+        packed = []
+        for slot, length in enumerate(lengths):
+            tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT_ALONE, [0])
+            rest = self._rows - tree.size
+            padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
+            parents = [ROOT, *tree.parents[1:], *[PADDING] * rest]
+            zeros = [0] * rest
+            packed.append(
+                [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
+            )
+        return torch.tensor(packed)
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
         """Captures the step; its buffers hold an empty tree behind the slots' texts."""
-        self.lengths.copy_(torch.tensor(self._cache.lengths[: len(self.lengths)]))
+        self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], []))
         self._run()  # makes what is made once, such as the cache's buffers and rotary tables
         self._run_again = capture(self._run)
 
     @torch.inference_mode()
     def __call__(
-        self, lengths: Several[int], samplers: Several[Sampler], drafts: Several[Draft]
+        self,
+        lengths: Several[int],
+        samplers: Several[Sampler],
+        drafts: Several[Draft],
+        guesses: Mapping[int, Draft],
+        hidden: Several[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Returns (accepted nodes, bonus, path) [B, 2 + P] and the path's states [B, P, H * taps] of drafts.
+        """Returns (accepted nodes, bonus, path, its tokens) [B, 2 + 2 P] and the path's states [B, P, H * taps].
 
         No node is accepted where the likeliest tokens were too few.
         """
-        size, rows = self.tokens.shape
-        tokens = torch.zeros_like(self.tokens)
-        tree, sees = torch.zeros(2, size, rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool).repeat(size, 1, 1)
-        tree[1] = PADDING
-        for slot, draft in enumerate(drafts):
-            nodes = draft.tree.size
-            tokens[slot, :nodes] = draft.tokens
-            tree[0, slot, :nodes], tree[1, slot, :nodes] = draft.tree.depth, torch.tensor(draft.tree.parents)
-            sees[slot, :nodes, :nodes] = draft.tree.mask
-        self.tokens.copy_(tokens)
-        self.tree.copy_(tree)
-        self.sees.copy_(sees)
-        self.lengths.copy_(torch.tensor(lengths[:size]))
+        device, size = self._inputs.device, len(self._inputs)
+        self._inputs.copy_(upload(self._pack(lengths[:size], drafts), device))
+        for slot, draft in guesses.items():
+            self.tokens[slot, : draft.tree.size] = draft.tokens
+        if self._drafter is not None and hidden:
+            self.hidden[: len(hidden)] = torch.cat(list(hidden))
         if self._sampled:
-            self.params.copy_(sampling_params(samplers, size, self._count))
+            self.params.copy_(upload(sampling_params(samplers, size, self._count), device))
         return self._run_again()
 
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step; it reads no value of a tensor."""
-        engine, rows = self._engine, self.tokens.shape[1]
-        depth, parents = self.tree
+        engine, rows, depth, parents = self._engine, self._rows, self.depth, self.parents
+        sees = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
+        tokens = self.tokens
+        if self._drafter is not None:
+            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0])
+            tokens = torch.where(tokens == UNREAD, self._drafter.fill(engine.backbone, self.hidden, trees), tokens)
         context, wide = engine.backbone.max_positions, self._cache.capacity
-        layout = lay_out_at(self.lengths, self.sees, depth, engine.masks, context, 0, wide)
-        states, final = engine.run(self.tokens, layout, self._cache, self._taps)
+        layout = lay_out_at(self.lengths, sees, depth, engine.masks, context, 0, wide)
+        states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.lm_head(final).float()
         if self._sampled:
             chosen, certain = choose(logits, self.params, depth)
         else:
             chosen = logits.argmax(-1)  # [B, N]
             certain = torch.ones_like(chosen, dtype=torch.bool)
-        matches = (chosen.gather(1, parents.clamp(min=0)) == self.tokens) | (parents == ROOT)
+        matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT)
         # A node and all its ancestors match. The deepest wins, of equals the first.
-        accepted = (matches[:, None] | ~self.sees).all(-1) & (parents != PADDING)
+        accepted = (matches[:, None] | ~sees).all(-1) & (parents != PADDING)
         worth = depth * rows + (rows - 1 - self._every)
         last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
-        on_path = self.sees.gather(1, last[..., None].expand(-1, -1, rows))[:, 0]  # [B, N]
+        on_path = sees.gather(1, last[..., None].expand(-1, -1, rows))[:, 0]  # [B, N]
         number = on_path.cumsum(1) - 1
         here = on_path[:, None] & (number[:, None] == self._steps[:, None])  # [B, P, N]
         count = depth.gather(1, last) + 1
@@ -280,7 +333,7 @@ class _GraphStep:
         path = torch.where(self._steps < count, here.long().argmax(-1), self._steps)
         self._cache.compact(self.lengths, path)
         count = count * (certain | ~on_path).all(1, keepdim=True)
-        results = torch.cat([count, chosen.gather(1, last), path], dim=1)
+        results = torch.cat([count, chosen.gather(1, last), path, tokens.gather(1, path)], dim=1)
         return results, states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
 
 
@@ -301,7 +354,7 @@ def _trial(engine: Engine) -> bool:
         for sampling in (Sampling(), Sampling("exact", 0.8, 0.9)):
 
             def graph_step(rule: Sampling = sampling) -> Accepted | None:
-                accepted = graphs.verify([Sampler(rule)], [draft])
+                accepted = graphs.run([Sampler(rule)], [draft], {})
                 return None if accepted is None else accepted[0]
 
             def plain_step(rule: Sampling = sampling) -> Accepted:
@@ -347,7 +400,8 @@ def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, sampling: Samplin
     assert out.logits is not None
     ((path, bonus),) = accept(out.logits, [draft], [Sampler(sampling)])
     cache.keep(0, path)
-    return Accepted(path, bonus, out.hidden[0, torch.tensor(path, device=draft.tokens.device)])
+    tokens = [draft.ids[node] for node in path]
+    return Accepted(path, tokens, bonus, out.hidden[0, upload(path, out.hidden.device)])
 
 
 def _timed(engine: Engine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:

@@ -16,10 +16,12 @@ from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
-from medusa_cli.engine.autotune import synchronize
+from medusa_cli.engine.device import upload
+from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Draft, DynamicTree, Tree
-from medusa_cli.tree.tree import batch_drafts
+from medusa_cli.model.load import free_memory
+from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree.tree import batch_drafts, unread_draft
 
 
 class Decoder:
@@ -50,7 +52,7 @@ class Decoder:
         self.cache = self.engine.new_cache(slots)
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         graphs = graphs and not (drafter is not None and drafter.uses_verify_pass)
-        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps) if graphs else None
+        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, drafter) if graphs else None
         if self.cuda_graphs is not None:
             self.cuda_graphs.warm_up()
         self._slots: list[Sequence | None] = [None] * slots  # running, or done and a prefix for others
@@ -87,10 +89,11 @@ class Decoder:
         `number` selects the sequence's random stream. Raises UserError for a prompt longer than the context, UsageError
         for limits that cannot be.
         """
-        started = self._clock()
+        started = time.perf_counter()
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
+        self._check_memory(len(request.prompt) + sequence.stop.left)
         slot = self._take_slot(sequence)
-        tokens = torch.tensor(list(request.prompt[sequence.reused :]), device=self.backbone.device)
+        tokens = upload(list(request.prompt[sequence.reused :]), self.backbone.device)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(self.policy.max_depth)
         out = self.engine.forward(Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=extra_rows), self.cache)
         root = sequence.sampler.choose(out.logits[0, -1])
@@ -98,29 +101,38 @@ class Decoder:
         new = sequence.prefill(NewTokens(tokens, out.hidden[0], root, sequence.reused, extra))
         likely = () if request.top is None else likelihoods(out.logits[0, -1:], new, request.top)
         self._slots[slot] = sequence
-        return sequence, Step(new, verify_s=self._clock() - started, likelihoods=likely)
+        return sequence, Step(new, verify_s=time.perf_counter() - started, likelihoods=likely)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
         """Drafts, verifies, accepts and keeps for every running sequence; returns what each gained.
 
-        Seconds are each sequence's share.
+        Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not wait for the draft.
         """
-        sequences, started = self._running_first(), self._clock()
+        sequences, started = self._running_first(), time.perf_counter()
         if not sequences:
             return []
-        plans = self.policy.next(sequences)
-        drafts, drafted = self._draft(sequences, plans), self._clock()
-        accepted: list[Accepted] | None = None
-        if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences, drafts):
-            accepted = self.cuda_graphs.verify([sequence.sampler for sequence in sequences], drafts)
+        plans = self._fit(sequences, self.policy.next(sequences))
+        graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
+        fills = graphs is not None and self.drafter is not None and self.drafter.fills
+        fills = fills and all(isinstance(tree, Tree) for tree, _ in plans)
+        guesses = {} if fills else self._guess(sequences, plans)
+        drafted, accepted = time.perf_counter(), None
+        if graphs is not None:
+            # The host does not read what a drafter drafts.
+            own = [tree if fills and isinstance(tree, Tree) else ROOT for tree, _ in plans]
+            trees = [guesses[i].tree if i in guesses else tree for i, tree in enumerate(own)]
+            unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
+            drafts = self._complete(plans, unread, sequences)
+            accepted = graphs.verify(sequences, drafts, guesses)
         if accepted is None:
-            depth = max(tree.max_depth for tree, _ in plans)
-            extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
-            out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
-            accepted = self._accept(sequences, drafts, out)
-        tokens = [s.commit(draft, kept) for s, draft, kept in zip(sequences, drafts, accepted, strict=True)]
-        count, kept_at = len(sequences), self._clock()
+            guesses = guesses or self._guess(sequences, plans)
+            roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
+            known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
+            drafts = self._complete(plans, known, sequences)
+            accepted = self._verify(sequences, plans, drafts)
+        tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
+        count, kept_at = len(sequences), time.perf_counter()
         seconds = (drafted - started) / count, (kept_at - drafted) / count
         steps = [
             Step(new, draft.tree.size, tuple(kept.path), *seconds, kept.likelihoods[: len(new)], draft.looked_up)
@@ -129,27 +141,53 @@ class Decoder:
         self.policy.record(sequences, steps)
         return list(zip(sequences, steps, strict=True))
 
-    def _draft(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> list[Draft]:
-        """Drafts for every sequence, as much as fits into the context and into a pass of the engine."""
+    def _check_memory(self, tokens: int) -> None:
+        """Raises UserError for a text that the cache cannot grow to hold in the device's memory."""
+        capacity = self.cache.grown(tokens + self.policy.size)
+        if capacity == self.cache.capacity:
+            return
+        needed = capacity * self.cache.slots * self.engine.row_bytes  # the old cache is held while it is copied
+        if needed > (free := free_memory(self.backbone.device)):
+            raise UserError(
+                f"a prompt and answer of up to {tokens:,} tokens need a cache of {needed / 1e9:.1f} GB, "
+                f"and {self.backbone.device} has {free / 1e9:.1f} GB left",
+                "use a smaller @max_new_tokens, a shorter prompt or fewer sequences at once",
+            )
+
+    def _fit(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> list[DraftPlan]:
+        """Returns the plans as far as they fit into the context."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
-        trees = [tree.truncate(depth) for (tree, _), depth in zip(plans, levels, strict=True)]
-        drafts: dict[int, Draft] = {}
-        for tree in dict.fromkeys(trees):  # one call of the drafter for all sequences of a tree
-            alike = [i for i, other in enumerate(trees) if other == tree]
-            drafts.update(zip(alike, self._draft_tree([sequences[i] for i in alike], tree), strict=True))
-        rows = [self.engine.tree_rows(len(sequence.tokens)) for sequence in sequences]
         return [
-            add_paths(drafts[i], [path[: levels[i]] for path in paths]).first(rows[i])
-            for i, (_, paths) in enumerate(plans)
+            (tree.truncate(depth), [path[:depth] for path in paths])
+            for (tree, paths), depth in zip(plans, levels, strict=True)
         ]
 
-    def _draft_tree(self, sequences: Several[Sequence], tree: Tree | DynamicTree) -> list[Draft]:
-        """Returns drafts over one tree; a root alone needs no drafter."""
-        if self.drafter is None or not tree.max_depth:
-            roots = torch.tensor([sequence.root for sequence in sequences], device=self.backbone.device)
-            return [Draft(root, ROOT) for root in roots.split(1)]
-        forks = [sequence.drafter for sequence in sequences if sequence.drafter is not None]
-        return self.drafter.draft(self.backbone, forks, [sequence.read() for sequence in sequences], tree)
+    def _guess(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> dict[int, Draft]:
+        """Returns the drafter's drafts by the sequence's index; a root alone needs none."""
+        drafts: dict[int, Draft] = {}
+        trees = [tree if self.drafter is not None and tree.max_depth else ROOT for tree, _ in plans]
+        for tree in dict.fromkeys(tree for tree in trees if tree is not ROOT):  # one call for all sequences of a tree
+            alike = [i for i, other in enumerate(trees) if other == tree]
+            forks = [drafter for i in alike if (drafter := sequences[i].drafter) is not None]
+            new = [sequences[i].read() for i in alike]
+            drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
+        return drafts
+
+    def _complete(self, plans: Several[DraftPlan], drafts: Several[Draft], sequences: Several[Sequence]) -> list[Draft]:
+        """Adds n-gram matches to drafts, and cuts these to what a pass of the engine takes."""
+        return [
+            add_paths(draft, paths).first(self.engine.tree_rows(len(sequence.tokens)))
+            for draft, (_, paths), sequence in zip(drafts, plans, sequences, strict=True)
+        ]
+
+    def _verify(
+        self, sequences: Several[Sequence], plans: Several[DraftPlan], drafts: Several[Draft]
+    ) -> list[Accepted]:
+        """Verifies drafts in a pass without a graph."""
+        depth = max(tree.max_depth for tree, _ in plans)
+        extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
+        out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
+        return self._accept(sequences, drafts, out)
 
     def _accept(self, sequences: Several[Sequence], drafts: Several[Draft], out: Output) -> list[Accepted]:
         """Accepts a path of each draft and keeps its rows in the cache."""
@@ -158,12 +196,12 @@ class Decoder:
         samplers = [sequence.sampler for sequence in sequences]
         for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
             self.cache.keep(slot, path)
-            rows, likely = torch.tensor(path, device=out.hidden.device), tuple[Likelihood, ...]()
+            rows, likely = upload(path, out.hidden.device), tuple[Likelihood, ...]()
             extra = None if out.ahead is None else out.ahead[slot, path[-1]]
+            tokens = [drafts[slot].ids[node] for node in path]
             if (top := sequences[slot].request.top) is not None:
-                new = [*drafts[slot].tokens[rows[1:]].tolist(), bonus]
-                likely = likelihoods(out.logits[slot, rows], new, top)
-            accepted.append(Accepted(path, bonus, out.hidden[slot, rows], extra, likely))
+                likely = likelihoods(out.logits[slot, rows], [*tokens[1:], bonus], top)
+            accepted.append(Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, likely))
         return accepted
 
     def cancel(self, sequence: Sequence) -> None:
@@ -207,8 +245,3 @@ class Decoder:
                 self._slots[slot], self._slots[last] = self._slots[last], previous
                 running = self.sequences
         return running
-
-    def _clock(self) -> float:
-        """Returns the time in seconds, once the device has finished its work."""
-        synchronize(self.backbone.device)
-        return time.perf_counter()

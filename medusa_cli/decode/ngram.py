@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from medusa_cli.decode.accept import AcceptanceEstimate
+from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, Tree
 
 # Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and matches a step.
@@ -202,7 +203,7 @@ def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
     """Adds paths of tokens from the root to a draft; tokens that the draft has already are not added twice."""
     if not paths:
         return draft
-    tokens, parents, ranks = draft.tokens.tolist(), list(draft.tree.parents), list(draft.tree.ranks)
+    tokens, parents, ranks = list(draft.ids), list(draft.tree.parents), list(draft.tree.ranks)
     children: list[list[int]] = [list(nodes) for nodes in draft.tree.children]
     for path in paths:
         node = 0
@@ -219,5 +220,5 @@ def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
     looked_up = draft.looked_up + sum(map(len, paths))
     if len(tokens) == draft.tree.size:
         return replace(draft, looked_up=looked_up)
-    added = draft.tokens.new_tensor(tokens[draft.tree.size :])
+    added = upload(tokens[draft.tree.size :], draft.tokens.device)
     return Draft(torch.cat([draft.tokens, added]), Tree(tuple(parents), tuple(ranks)), looked_up)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Sampler:
         """Returns one token for each row of logits [n, V] by its uniform number."""
         # Temperature and cuts are among a sequence's processors.
         weights, ids = candidates(logits, self.sampling) if self.processors is None else (logits.softmax(-1), None)
-        drawn = draw(weights, torch.tensor(uniforms, dtype=torch.double, device=logits.device))
+        drawn = draw(weights, upload(uniforms, logits.device, torch.double))
         tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
         return tokens
 

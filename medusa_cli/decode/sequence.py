@@ -7,16 +7,14 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from itertools import takewhile
 
-import torch
-
 from medusa_cli.decode.policy import DraftState
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampling import Sampler, Sampling
 from medusa_cli.decode.stats import Accepted
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
+from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Draft
 
 
 @dataclass(frozen=True)
@@ -151,12 +149,11 @@ class Sequence:
         new, self.unread = self.unread, []
         return concat(new) if len(new) > 1 else new[0]
 
-    def commit(self, draft: Draft, accepted: Accepted) -> list[int]:
-        """Takes the accepted path of a draft; returns the tokens it adds to the answer, the bonus token last."""
-        path = draft.tokens[torch.tensor(accepted.path, device=draft.tokens.device)]
+    def commit(self, accepted: Accepted) -> list[int]:
+        """Takes an accepted path; returns the tokens it adds to the answer, the bonus token last."""
+        path = upload(accepted.tokens, accepted.hidden.device)
         new = NewTokens(path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden)
-        tokens = path.tolist()
-        self.tokens += tokens
+        self.tokens += accepted.tokens
         self.root = accepted.bonus
         self.unread = [new] if self.drafter is None else [*self.unread, new]
-        return self.stop.truncate([*tokens[1:], accepted.bonus])
+        return self.stop.truncate([*accepted.tokens[1:], accepted.bonus])

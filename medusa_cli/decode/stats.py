@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from medusa_cli.engine.device import upload
+
 
 @dataclass(frozen=True)
 class Likelihood:
@@ -23,7 +25,7 @@ class Likelihood:
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
     """Returns those of n tokens by the logits [n, V] they were chosen from, beside the `top` likeliest ones."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
-    chosen = torch.tensor(list(tokens), device=log_p.device)
+    chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
     values, ids = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
     best = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
@@ -34,11 +36,13 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 class Accepted:
     """Holds what a pass gave one sequence.
 
-    path [A+1]: the accepted nodes, root first. bonus: the token after them. hidden [A+1, H * layers]: the path's
-    states. extra_hidden [K, H]: the last node's extra rows (FIRP). likelihoods: of the new tokens, on request.
+    path, tokens [A+1]: the accepted nodes, root first, and what they hold. bonus: the token after them. hidden
+    [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra rows (FIRP). likelihoods: of the
+    new tokens, on request.
     """
 
     path: list[int]
+    tokens: list[int]
     bonus: int
     hidden: Tensor
     extra_hidden: Tensor | None = None

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, residual_blocks
+from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
+from medusa_cli.drafters.levels import draft_by_level
+from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -74,13 +76,13 @@ class Amphista(HeadDrafter):
             return [self.score(backbone, head, states[:, head]) for head in range(tree.max_depth)]
 
         adapted = self._adapt(backbone, sequences, new)
-        return self.draft_at_once(tree, new, compute, *adapted)
+        return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, *adapted))
 
     def _adapt(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
         x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        last = torch.tensor([len(own) for own in positions], device=x.device).cumsum(0) - 1
+        last = upload(last_of([len(own) for own in positions]), x.device)
         adapted = []
         for number, stage in enumerate(self.packed("stages")):
             caches = [own._caches[number] for own in sequences]

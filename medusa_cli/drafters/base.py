@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, Trace
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -50,7 +51,7 @@ class NewTokens:
     @property
     def following(self) -> Tensor:
         """Returns the token after each position [A+1], the root last."""
-        return torch.cat([self.tokens[1:], self.tokens.new_tensor([self.root])])
+        return torch.cat([self.tokens[1:], upload([self.root], self.tokens.device)])
 
 
 def concat(pieces: Sequence[NewTokens]) -> NewTokens:
@@ -112,11 +113,26 @@ class Batch:
         return self.segment if self.sequence is None else self.sequence
 
 
+@dataclass(frozen=True)
+class TreeTensors:
+    """B trees of up to N nodes each as data: depths, parents and ranks [B, N], and the roots' tokens [B].
+
+    A node beyond a tree has depth 0.
+    """
+
+    depth: Tensor
+    parents: Tensor
+    ranks: Tensor
+    roots: Tensor
+
+
 class Drafter(nn.Module, ABC):
     """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
+    # True if it drafts from the last position's hidden states alone, so that `fill` may be part of a CUDA graph.
+    fills: bool = False
     num_heads: int
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
@@ -139,6 +155,13 @@ class Drafter(nn.Module, ABC):
     def extra_rows(self, depth: int) -> ExtraRows | None:
         """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
         return None
+
+    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
+        """Drafts a token for every node [B, N] of trees that are data, from hidden states [B, H * taps].
+
+        It reads no value of a tensor and makes no shape from one, so it can be captured in a CUDA graph.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def draft(

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.levels import draft_by_level
+from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows
 from medusa_cli.engine.extra_rows import ahead as states_ahead
 from medusa_cli.errors import UsageError
@@ -83,13 +85,13 @@ class Firp(HeadDrafter):
         depth = min(0 if tokens.extra_hidden is None else len(tokens.extra_hidden) for tokens in new)
         tree = tree.truncate(depth)
         if not tree.max_depth:
-            return [Draft(tokens.tokens.new_tensor([tokens.root]), Tree.root_only()) for tokens in new]
+            return [Draft(upload([tokens.root], tokens.tokens.device), Tree.root_only()) for tokens in new]
 
         def compute(ahead: Tensor) -> Sequence[Tensor]:
             return self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2]).unbind(0)
 
         states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
-        return self.draft_at_once(tree, new, compute, torch.stack(states, dim=1))
+        return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, torch.stack(states, dim=1)))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None

@@ -4,7 +4,6 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, Drafter, NewTokens
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias
-from medusa_cli.drafters.levels import Frontier, draft_by_level, roots_of
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias, owners
+from medusa_cli.drafters.levels import Frontier, Guess
 from medusa_cli.engine.jit import Computation, TracedModule
 from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
-from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,7 +216,9 @@ class HeadDrafter(Drafter):
         self._lm_head_rows = None
 
     def packed(self, name: str) -> Any:
-        """Returns a copy of the submodule `name` with its linear layers packed for drafting."""
+        """Returns the submodule `name` with its linear layers packed for drafting: a copy where a kernel packs them."""
+        if self.kernel.name == "plain":
+            return getattr(self, name)
         if name not in self._packed:
             self._packed[name] = copy.deepcopy(getattr(self, name))
             pack_linears(self._packed[name], self.kernel)
@@ -277,32 +277,23 @@ class HeadDrafter(Drafter):
         log_p = best.values if temperature is None else best.values - scaled.logsumexp(-1, keepdim=True)
         return log_p, self.draft_ids[best.indices]
 
-    def draft_at_once(
-        self,
-        tree: Tree | DynamicTree,
-        new: Sequence[NewTokens],
-        compute: Callable[..., Sequence[Tensor]],
-        *inputs: Tensor,
-    ) -> list[Draft]:
-        """Drafts from scores that no draft token changes, the bias apart: compute(*inputs) gives [B, M] a head."""
-        scores = self.repeated(("scores", tree.max_depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
-        if isinstance(tree, Tree) and self.conditional is None:
-            roots = roots_of(new)
-            heads, ranks = _heads_and_ranks(tree, roots.device)
-            best = scores.topk(max(tree.widths), dim=-1).indices  # [K, B, widest]
-            tokens = torch.cat([roots[:, None], self.draft_ids[best[heads, :, ranks].T]], dim=1)
-            return [Draft(row, tree) for row in tokens]
+    def at_once(self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Guess:
+        """Returns the guesses by scores that no draft token changes, the bias apart.
+
+        compute(*inputs) gives the scores [B, M] of each of `depth` heads.
+        """
+        scores = self.repeated(("scores", depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             if self.conditional is None:
                 log_p, ids = self.best(scores[head], width, temperature)
-                counts = torch.tensor(level.counts, device=ids.device)
-                return log_p.repeat_interleave(counts, 0), ids.repeat_interleave(counts, 0)
+                owner = owners(level.counts, ids.device)
+                return log_p[owner], ids[owner]
             tokens = level.tokens.split(level.counts)
             log_p, indices = self.conditional.best(scores[head], tokens, width, temperature)
             return log_p, self.draft_ids[indices]
 
-        return draft_by_level(tree, new, guess)
+        return guess
 
     # Files
 
@@ -331,10 +322,3 @@ class HeadDrafter(Drafter):
         base = owner.get("id") if isinstance(owner, dict) else owner
         config = {"drafter": self.name, "base_model_name_or_path": base, **self.config_json()}
         write_json(folder / "config.json", {**config, "provenance": provenance})
-
-
-@lru_cache(maxsize=64)
-def _heads_and_ranks(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns head index and rank of every node but the root, [N-1] each."""
-    heads = torch.tensor([depth - 1 for depth in tree.depths[1:]], device=device)
-    return heads, torch.tensor(tree.ranks[1:], device=device)

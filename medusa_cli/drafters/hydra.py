@@ -10,10 +10,10 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, NewTokens
+from medusa_cli.drafters.base import Batch, NewTokens, TreeTensors
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
-from medusa_cli.drafters.levels import Frontier, draft_by_level
+from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -78,7 +78,18 @@ class HydraHeads(HeadDrafter):
         self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
-        x = self._context(sequences, new)  # [B, H], then [N, (1 + depth) H]: the state and a path's embeddings
+        return draft_by_level(tree, new, self._guesses(backbone, self._context(sequences, new)))
+
+    @property
+    def fills(self) -> bool:  # type: ignore[override]
+        return not self.prefix
+
+    @torch.inference_mode()
+    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
+        return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden.to(self.dtype)))
+
+    def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
+        """Returns the guesses after states x [B, H]; x is then [N, (1 + depth) H], with a path's embeddings."""
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
@@ -86,7 +97,7 @@ class HydraHeads(HeadDrafter):
             scores = self.repeated(("score", head), partial(self._score, backbone, head), x)
             return self.best(scores, width, temperature)
 
-        return draft_by_level(tree, new, guess)
+        return guess
 
     def _context(self, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
         """Returns the states [B, H] that the heads start from."""

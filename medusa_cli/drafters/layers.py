@@ -2,11 +2,14 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from medusa_cli.engine.device import upload
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
@@ -187,12 +190,12 @@ class DecoderLayer(SelfAttention):
         last: returns each sequence's last row alone [B, H].
         """
         counts = [len(own) for own in positions]
-        flat = torch.tensor([position for own in positions for position in own], device=x.device)
+        flat = upload([position for own in positions for position in own], x.device)
         q, k, v = repeated((self, "project"), self._projected, x, flat, *embedded)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
-            rows = torch.tensor(counts, device=x.device).cumsum(0) - 1
+            rows = upload(last_of(counts), x.device)
             x, q, counts = x[rows], q[:, rows], [1] * len(counts)
         masks = masks or [None] * len(counts)
         each = zip(q.split(counts, 1), known, masks, strict=True)
@@ -203,6 +206,16 @@ class DecoderLayer(SelfAttention):
         """Returns queries, keys and values as one tensor [3, heads, n, D]: a trace gives one."""
         read = self.reads(x, *embedded)
         return torch.stack([self.queries(read, positions), *self.keys_values(read, positions)])
+
+
+def last_of(counts: Sequence[int]) -> list[int]:
+    """Returns the last row of each of consecutive runs of rows."""
+    return [end - 1 for end in accumulate(counts)]
+
+
+def owners(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Returns the number of its run for each row of consecutive runs of rows."""
+    return torch.cat([torch.full((count,), number, device=device) for number, count in enumerate(counts)])
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -269,8 +282,7 @@ class TokenBias(nn.Module):
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)
         lifts = [F.embedding(own, self.before) @ self.after[rows].T for own, rows in pairs]
-        counts = torch.tensor([len(own) for own in tokens], device=scores.device)
-        owner = torch.arange(len(scores), device=scores.device).repeat_interleave(counts)
+        owner = owners([len(own) for own in tokens], scores.device)
         lifted = best.values[owner] + torch.cat(lifts).float()  # [N, C]
         if temperature is not None:
             rest = (scores / temperature).scatter(1, best.indices, -torch.inf).logsumexp(-1)[owner, None]

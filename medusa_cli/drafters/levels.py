@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from medusa_cli.drafters.base import NewTokens
+from medusa_cli.drafters.base import NewTokens, TreeTensors
+from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
 
@@ -30,13 +31,13 @@ Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
 
 def roots_of(new: Sequence[NewTokens]) -> Tensor:
     """Returns the roots [B] of B sequences."""
-    return torch.tensor([tokens.root for tokens in new], device=new[0].tokens.device)
+    return upload([tokens.root for tokens in new], new[0].tokens.device)
 
 
 def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
     """Drafts B trees below the roots of B sequences, the children of one level's nodes at a time."""
     if isinstance(tree, DynamicTree):
-        return _grow(tree, roots_of(new), guess)
+        return _grow(tree, new, guess)
     tokens, count = roots_of(new)[:, None].repeat(1, tree.size), len(new)  # [B, N]
     for head, level in enumerate(_levels(tree, count, tokens.device)):
         frontier = Frontier([len(level.parents)] * count, level.above, tokens[:, level.parents].flatten())
@@ -45,26 +46,45 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
     return [Draft(row, tree) for row in tokens]
 
 
-def _grow(limits: DynamicTree, roots: Tensor, guess: Guess) -> list[Draft]:
-    builders = [TreeBuilder(limits, root) for root in roots.tolist()]
+def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> Tensor:
+    """Returns tokens [B, N] for all nodes of trees that are data; every level runs over all nodes."""
+    size, count = trees.parents.shape
+    sequences = torch.arange(size, device=trees.parents.device)
+    parents = trees.parents.clamp(min=0)
+    tokens, frontier = trees.roots[:, None].expand(-1, count), Frontier([1] * size, sequences, trees.roots)
+    for head in range(levels):
+        best = guess(head, count, None, frontier)[1].unflatten(0, (size, -1))  # [B, 1 or N, width]
+        width = best.shape[-1]
+        if head:
+            best = best.gather(1, parents[..., None].expand(-1, -1, width))
+        ranks = trees.ranks.clamp(max=width - 1)[..., None]
+        chosen = best.expand(-1, count, -1).gather(2, ranks)[..., 0]
+        tokens = torch.where(trees.depth == head + 1, chosen, tokens)
+        above = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
+        frontier = Frontier([count] * size, above.flatten(), tokens.flatten())
+    return tokens
+
+
+def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
+    builders, device = [TreeBuilder(limits, tokens.root) for tokens in new], new[0].tokens.device
     nodes, above = [[0] for _ in builders], list(range(len(builders)))
     for head in range(limits.max_depth):
         tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
-        tensors = (torch.tensor(values, device=roots.device) for values in (above, tokens))
-        frontier = Frontier([len(own) for own in nodes], *tensors)
+        frontier = Frontier([len(own) for own in nodes], *upload([above, tokens], device))
         best = guess(head, limits.width, limits.temperature(head), frontier)
-        log_p, ids = (values.tolist() for values in best)
+        log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
         above, start = [], 0
         for number, builder in enumerate(builders):
             row = {node: start + i for i, node in enumerate(nodes[number])}
             end = start + len(row)
-            nodes[number] = builder.extend(nodes[number], log_p[start:end], ids[start:end])
+            guesses = [[int(id) for id in row_ids] for row_ids in ids[start:end]]
+            nodes[number] = builder.extend(nodes[number], log_p[start:end], guesses)
             above += [row[builder.parents[node]] for node in nodes[number]]
             start = end
         if not above:
             break
     grown = (builder.tree() for builder in builders)
-    return [Draft(torch.tensor(tokens, device=roots.device), tree) for tree, tokens in grown]
+    return [Draft(upload(tokens, device), tree) for tree, tokens in grown]
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,7 @@ def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
         parents, rows = parent_of[nodes].unique(return_inverse=True)
         first = torch.searchsorted(before, parent_of[parents])
         above = (first + len(before) * torch.arange(count)[:, None]).flatten()
-        tensors = (values.to(device) for values in (nodes, ranks[nodes], rows, parents, above))
+        tensors = (upload(values, device) for values in (nodes, ranks[nodes], rows, parents, above))
         levels.append(_Level(tree.widths[depth - 1], *tensors))
         before = parents
     return levels

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.drafters.base import Batch, NewTokens
+from medusa_cli.drafters.base import Batch, NewTokens, TreeTensors
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
+from medusa_cli.drafters.levels import Guess, draft_by_level, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -19,6 +20,7 @@ class MedusaHeads(HeadDrafter):
     name = "medusa"
     weights_file = "medusa_lm_head.safetensors"
     settings = ("num_layers", "matrices", "conditional")
+    fills = True
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
@@ -29,12 +31,19 @@ class MedusaHeads(HeadDrafter):
     def draft(
         self, backbone: Backbone, sequences: "Sequence[MedusaHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
+        hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
+        return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))
+
+    @torch.inference_mode()
+    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
+        return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden, self.num_heads))
+
+    def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:
         def compute(states: Tensor) -> list[Tensor]:
             blocks = self.packed("blocks")
-            return [self.score(backbone, head, blocks[head](states)) for head in range(tree.max_depth)]
+            return [self.score(backbone, head, blocks[head](states)) for head in range(depth)]
 
-        states = torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
-        return self.draft_at_once(tree, new, compute, states)
+        return self.at_once(depth, compute, hidden.to(self.dtype))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         for block, positions in zip(self.blocks, rows, strict=False):

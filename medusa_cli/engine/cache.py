@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine.attention import BLOCK, padded
+from medusa_cli.engine.device import upload
 
 FIRST_ROWS = 256
 
@@ -48,11 +49,16 @@ class Cache:
         """Returns the bytes of memory, free rows included."""
         return sum(buffer.nbytes for buffer in (self.keys, self.rows) if buffer is not None)
 
-    def reserve(self, rows: int) -> None:
-        """Makes room for so many rows in every slot."""
+    def grown(self, rows: int) -> int:
+        """Returns the capacity that makes room for so many rows."""
         capacity = self.capacity
         while capacity < rows:
             capacity *= 2
+        return capacity
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for so many rows in every slot."""
+        capacity = self.grown(rows)
         if capacity == self.capacity:
             return
         if self.keys is not None and self.values is not None:
@@ -72,7 +78,7 @@ class Cache:
         while done < len(path) and path[done] == done:
             done += 1
         if done < len(path) and self.values is not None and self.keys is not None:
-            source = torch.tensor(path[done:], device=self.values.device) + start
+            source = upload([start + row for row in path[done:]], self.values.device)
             target = slice(start + done, start + len(path))
             for buffer in (self.keys, self.values):
                 # index_select copies first, so overlapping source and target rows are safe.

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.attention import padded
 from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.model.masks import Masks
 
@@ -83,7 +84,8 @@ class Output:
 class Layout:
     """One pass as layers see it: R rows of each of B slots from `first` on, pseudo rows last.
 
-    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns; start: the slot's
+    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
+    that begins a slot (where each row sees those before it); start: the slot's
     length, if B is 1 and the host knows it; columns [B, R]: where rows are written.
     """
 
@@ -110,9 +112,12 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     cache.reserve(end)
     wide = padded(end, round_to)
     if size > 1:
-        used = torch.tensor(lengths, device=device)
+        used = upload(lengths, device)
         return lay_out_at(used, sees, depth, masks, context, plan.first, wide, pseudo)
     start = lengths[0]
+    if plan.is_chain and not start and pseudo is None and device.type != "cpu":  # a GPU's fastest kernel takes no mask
+        every = torch.arange(rows, device=device)
+        return Layout(plan.first, 1, depth, masks.causal(rows, device), start, every[None], rows)
     visible = F.pad(sees, (start, wide - end), value=False)
     visible[..., :start] = True
     columns = start + torch.arange(rows, device=device)

@@ -107,6 +107,14 @@ class Tree:
         return mask
 
     @cached_property
+    def bits(self) -> tuple[int, ...]:
+        """Returns the mask's rows as the bits of 64-bit integers, for trees of at most 64 nodes."""
+        bits: list[int] = []
+        for node, parent in enumerate(self.parents):
+            bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
+        return tuple(row - (row >> 63 << 64) for row in bits)
+
+    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Returns the children of every node, in order."""
         children: list[list[int]] = [[] for _ in self.parents]
@@ -219,12 +227,27 @@ class Draft:
     tree: Tree
     looked_up: int = 0
 
+    @cached_property
+    def ids(self) -> list[int]:
+        """Returns the tokens on the host; the first call waits for the device."""
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
     def first(self, nodes: int) -> "Draft":
         """Returns the draft of the first nodes; a parent stands before its children."""
         if self.tree.size <= nodes:
             return self
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
         return Draft(self.tokens[:nodes], tree, self.looked_up)
+
+
+# The token of a node whose token the host does not know.
+UNREAD = -1
+
+
+def unread_draft(root: int, tree: Tree) -> Draft:
+    """Returns a draft on the host, of which only the root is known there."""
+    return Draft(torch.tensor([root, *[UNREAD] * (tree.size - 1)]), tree)
 
 
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:

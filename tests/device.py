@@ -1,0 +1,165 @@
+"""A simulated device for tests: tensors that live on the CPU under another device's name, and a record of its work.
+
+It raises where tensors of the two devices meet, as CUDA would, and counts kernels, copies and waits of the host.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+# Builds of torch without CUDA cannot name a tensor's device so, but every build has this one.
+NAME = "meta"
+aten: Any = torch.ops.aten
+# These look composite to torch, but are one kernel (the last one a copy) on a GPU.
+WHOLE = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.rms_norm.default}
+FREE = {"empty", "new_empty", "empty_like", "empty_strided", "lift_fresh", "detach_", "_unsafe_view", "_reshape_alias"}
+
+
+class Stray(Exception):
+    """Says what a GPU could not do, or not within a CUDA graph."""
+
+
+class Remote(Tensor):
+    """A tensor of the simulated device; `inner` holds its numbers."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Remote:
+        sizes = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        # A view of an ordinary tensor cannot be one of inference mode.
+        with torch.inference_mode(False):
+            remote = Tensor._make_wrapper_subclass(cls, inner.size(), device=NAME, **sizes)  # type: ignore[attr-defined]
+        remote.inner = inner
+        return remote
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Remote({tuple(self.shape)}, {self.dtype})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def new_tensor(self, data: Any, dtype: Any = None, **options: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, dtype=dtype or self.dtype, device=self.device, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Stray(f"{func} runs outside the simulated device")
+
+
+class _FromHost(TorchFunctionMode):
+    """Makes tensors of numbers on the host and copies them, as torch does for real devices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        return func(*args, **kwargs)
+
+
+class Device(TorchDispatchMode):
+    """While it is entered, everything of the device `NAME` is simulated.
+
+    kernels: launches outside graphs. copies: transfers from the host. waits: reasons for which the host waited for the
+    device, each with the line of ours that did it. capturing: within a CUDA graph neither is allowed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capturing = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.kernels, self.copies, self.waits = list[str](), list[str](), list[str]()
+
+    def __enter__(self) -> Device:  # type: ignore[override]
+        self._function_mode = _FromHost()
+        self._function_mode.__enter__()
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *reason: Any) -> None:  # type: ignore[override]
+        super().__exit__(*reason)
+        self._function_mode.__exit__(*reason)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def put(self, module: nn.Module) -> nn.Module:
+        """Moves a module's weights to the device."""
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and not isinstance(tensor, Remote):
+                        held[name] = Remote(tensor.detach())  # type: ignore[assignment]
+        return module
+
+    def _record(self, events: list[str], what: Any) -> None:
+        if self.capturing and events is self.kernels:
+            return
+        ours = [frame for frame in traceback.extract_stack() if "medusa_cli" in frame.filename]
+        line = f"{what} at {ours[-1].filename.rpartition('medusa_cli/')[2]}:{ours[-1].lineno}" if ours else str(what)
+        if self.capturing:
+            raise Stray(f"a CUDA graph cannot hold {line}")
+        events.append(line)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        remote = [value for value in given if isinstance(value, Remote)]
+        target = kwargs.get("device")
+        if not remote and (target is None or torch.device(target).type != NAME):
+            return func(*args, **kwargs)
+        if func not in WHOLE and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self, torch._C.DisableTorchFunction():
+                return func.decompose(*args, **kwargs)
+        here = bool(remote) if target is None else torch.device(target).type == NAME
+        if func in (aten._to_copy.default, aten.copy_.default):
+            source = given[-1]
+            if func is aten.copy_.default:
+                here = isinstance(given[0], Remote)
+            blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
+            if isinstance(source, Remote) and here:
+                self._record(self.kernels, func)
+            elif here:
+                self._record(self.copies, func)
+                if blocking:
+                    self._record(self.waits, f"blocking copy {func}")
+            else:
+                self._record(self.waits, f"read {func}")
+        else:
+            if any(value.dim() and not isinstance(value, Remote) for value in given):
+                raise Stray(f"{func} mixes tensors of the host and of the device")
+            looks = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+            if func._opname.startswith("index"):  # by places they are of fixed shapes
+                looks = any(getattr(value, "dtype", None) == torch.bool for value in tree_leaves(args[1:2]))
+            if looks:
+                self._record(self.waits, func)
+            returns = func._schema.returns
+            view = returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            if not view and func._opname not in FREE:
+                self._record(self.kernels, func)
+        if target is not None:
+            kwargs["device"] = "cpu"
+        values, named = tree_map(lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs))
+        out = func(*values, **named)
+        known = {id(value.inner): value for value in remote}
+        known |= {id(value): value for value in given if not isinstance(value, Remote)}
+        if not here:
+            return out
+        return tree_map_only(Tensor, lambda value: known[id(value)] if id(value) in known else Remote(value), out)

@@ -1,0 +1,219 @@
+"""Whole steps on a simulated CUDA device: no devices mix, one wait a step, and few launches beside the graph."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import bias
+
+from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode.cuda_graph import CudaGraphs
+from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine import attach, fast
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree.search import Costs
+from tests.device import NAME, Device, Stray
+from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.test_drafters import drafter_of
+
+TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+PROMPT = [5, 9, 20, 11, 7, 5, 9, 20, 11]  # with matches for its end
+REQUESTS = [
+    Request(PROMPT, max_new_tokens=10, stop_ids=()),
+    Request(PROMPT[2:], max_new_tokens=9, stop_ids=(), sampling=Sampling("exact", 0.9, 0.9, seed=3)),
+]
+POLICIES: dict[str, Callable[[], DraftPolicy]] = {
+    "static": lambda: StaticTreePolicy(TREE),
+    "n-grams": lambda: StaticTreePolicy(TREE, ngrams=True),
+    "dynamic": lambda: DynamicTreePolicy(DynamicTree(8, 3), ngrams=True),
+    "adaptive": lambda: AdaptivePolicy([SizedTree(TREE, 2.0)], Costs({1: 1.0, 8: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
+}
+# Launches beside the graph in a step of two sequences. A drafter with a cache of its own is not captured.
+LAUNCHES = {
+    "medusa": 20,
+    "medusa-bias": 20,
+    "hydra": 20,
+    "hydra++-prompt": 400,
+    "amphista-prompt": 400,
+    "eagle-draft": 400,
+}
+
+
+class InThisThread:
+    """Stands for a pool of threads: the simulated device belongs to one."""
+
+    def __init__(self, threads: int) -> None:
+        self.map = map
+
+    def __enter__(self) -> "InThisThread":
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        pass
+
+    def submit(self, run: Callable[..., Any], *args: Any) -> Any:
+        future: Future[Any] = Future()
+        future.set_result(run(*args))
+        return future
+
+
+def causal(rows: int, columns: int) -> Tensor:
+    """Stands for torch's lazy causal mask, which cannot be made on the simulated device."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=NAME).tril(columns - rows)
+
+
+def backbone_on(device: Device, family: str, engine: str) -> Backbone:
+    """Returns a backbone and its engine on the simulated device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "ThreadPoolExecutor", InThisThread)
+        backbone = Backbone(device.put(tiny_model(family, layers=4)), tiny_tokenizer())
+        attach(backbone, engine)
+    return backbone
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Iterator[Backbone]:
+    with pytest.MonkeyPatch.context() as patch, Device() as device:
+        patch.setattr(bias, "causal_lower_right", causal)
+        yield backbone_on(device, "qwen3", "fast")
+
+
+@pytest.fixture
+def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Returns the simulated device; what is captured on it looks at nothing."""
+    with Device() as device:
+
+        def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+            def replay() -> Any:
+                with device.capture():
+                    return run()
+
+            return replay
+
+        init = CudaGraphs.__init__
+        monkeypatch.setattr(CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=capture))
+        monkeypatch.setattr(CudaGraphs, "warm_up", lambda self: None)  # each is captured when it is first used
+        yield device
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Returns the answers of plain decoding on the CPU."""
+    backbone = tiny_backbone("qwen3", layers=4)
+    answers = []
+    for number, request in enumerate(REQUESTS):
+        decoder = decoder_of(backbone)
+        sequence, first = decoder.admit(request, number)
+        answers.append(list(first.tokens))
+        while not sequence.done:
+            answers[-1] += decoder.step()[0][1].tokens
+    return answers
+
+
+def drafter_on(device: Device, kind: str) -> HeadDrafter:
+    drafter = drafter_of(tiny_backbone("qwen3", layers=4), kind)
+    device.put(drafter)
+    drafter.eval().truncate(0)
+    return drafter
+
+
+def steps_of(decoder: Decoder, device: Device) -> tuple[list[list[int]], list[tuple[int, list[str]]]]:
+    """Returns the answers to REQUESTS side by side; launches and waits of each step that is no graph's first."""
+    tokens: list[list[int]] = []
+    for number, request in enumerate(REQUESTS):
+        tokens.append(list(decoder.admit(request, number)[1].tokens))
+    records = []
+    while decoder.sequences:
+        device.reset()
+        captured = decoder.cuda_graphs.count if decoder.cuda_graphs is not None else 0
+        for sequence, step in decoder.step():
+            tokens[sequence.number] += step.tokens
+        if decoder.cuda_graphs is None or decoder.cuda_graphs.count == captured:
+            records.append((len(device.kernels) + len(device.copies), device.waits))
+    return tokens, records
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", LAUNCHES)
+def test_captured_steps_wait_once_for_the_device(
+    kind: str, policy: str, backbone: Backbone, device: Device, expected: list[list[int]]
+) -> None:
+    decoder = Decoder(backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=True)
+    assert decoder.drafter.packed("matrices") is decoder.drafter.matrices  # weights are held once
+    tokens, records = steps_of(decoder, device)
+    assert tokens == expected and records and decoder.cuda_graphs.count
+    for launches, waits in records:
+        if policy == "dynamic":  # each of three levels of either tree reads its guesses
+            assert len(waits) <= 7, waits
+        else:
+            assert len(waits) == 1 and launches <= LAUNCHES[kind], (waits, launches)
+
+
+@pytest.mark.parametrize("kind", ["firp-draft", "medusa", "eagle"])
+def test_steps_without_graphs_keep_to_the_device(
+    kind: str, backbone: Backbone, device: Device, expected: list[list[int]]
+) -> None:
+    for policy in ("n-grams", "dynamic"):
+        decoder = Decoder(backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=False)
+        tokens, records = steps_of(decoder, device)
+        assert tokens == expected and all(len(waits) <= 14 for _, waits in records)
+
+
+@pytest.mark.parametrize("where", ["beside the graph", "within the graph"])
+def test_simulated_device_tells_stray_looks_and_tensors(
+    where: str, backbone: Backbone, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above fail for a value that is read, and for a tensor of the host among the device's."""
+    decoder = Decoder(backbone, None, StaticTreePolicy(Tree.root_only()), cuda_graphs=True)
+    decoder.admit(REQUESTS[0])
+    decoder.step()
+    read, run = decoder.cuda_graphs.run, backbone.engine.lm_head
+
+    def look(*args: Any) -> Any:
+        accepted = read(*args)
+        accepted[0].hidden.sum().item()
+        return accepted
+
+    device.reset()
+    if where == "beside the graph":
+        monkeypatch.setattr(decoder.cuda_graphs, "run", look)
+        decoder.step()
+        assert len(device.waits) == 2
+    else:
+        for stray in (lambda states: run(states * states.sum().item()), lambda states: run(states + torch.ones(1))):
+            monkeypatch.setattr(backbone.engine, "lm_head", stray)
+            with pytest.raises(Stray):
+                decoder.step()
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral-window", "gemma3"])
+def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
+    family: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.engine.engine.GPU_PREFILL_ROWS", 12)  # more than a sliding window
+    prompt = torch.arange(5, 35)
+    expected = forward(tiny_backbone(family, layers=4, engine=engine), prompt)
+    with Device() as device:
+        out = forward(backbone_on(device, family, engine), prompt)
+        assert torch.allclose(out.logits.cpu(), expected.logits, atol=1e-4)
+        assert torch.allclose(out.hidden.cpu(), expected.hidden, atol=1e-4)
+
+
+def test_request_beyond_the_devices_memory_is_refused_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone()
+    decoder, row = decoder_of(backbone, slots=2), 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, fp32
+    assert backbone.engine.row_bytes == row
+    long, short = Request(PROMPT, 300, stop_ids=()), Request(PROMPT, 20, stop_ids=())
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 2 * 512 * row - 1)
+    with pytest.raises(UserError, match="max_new_tokens"):
+        decoder.admit(long)
+    decoder.admit(short)
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 2 * 512 * row)
+    decoder.admit(long)
