@@ -75,8 +75,7 @@ bench-serve: $(READY) ## the API, medusa serve and transformers serve on the sam
 # A run with distilled conversations.
 RUN ?= runs/smollm2
 
-bench-gpu: $(READY) ## what was never measured here: the gpu tests, and steps by rows at 1B and 7B, captured against eager
-	$(BIN)/pytest -q -m gpu
+bench-gpu: $(READY) ## what was never measured here: the GPU tests, and steps and drafts at 1B and 7B, held against the aims
 	$(BIN)/python -m tests.bench.gpu_steps --device cuda
 
 reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores

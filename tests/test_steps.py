@@ -11,6 +11,7 @@ from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
 from medusa_cli.engine import attach
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model import Backbone, random_model
+from tests.bench import gpu_steps
 from tests.helpers import medusa, save_run, tiny_backbone, tiny_model
 
 
@@ -67,3 +68,19 @@ def test_a_run_names_the_model(model: str, tmp_path: Path) -> None:
 
 def test_the_longest_context_is_timed(model: str) -> None:
     assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0
+
+
+def test_bench_gpu_runs_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A dry run on the CPU; captured steps run as they are."""
+    monkeypatch.setitem(random_model.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
+    monkeypatch.setattr(gpu_steps, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_steps, "ANSWER", 24)
+    monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
+    gpu_steps.run(["random:small"], "cpu", tmp_path, graphs=True)
+    document = json.loads((tmp_path / "steps.json").read_text())
+    (result,) = document["results"]
+    assert set(result["engines"]) == {"eager", "fast", "graph"} and len(document["aims"]) == 2
+    for engine in ("fast", "graph"):
+        synthetic = result["engines"][engine]["synthetic"]
+        assert [draft["nodes"] for draft in synthetic] == [1, *[16] * 3, *[64] * 3]
+        assert synthetic[-1]["tokens_per_step"] > 2

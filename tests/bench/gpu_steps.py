@@ -1,31 +1,70 @@
-"""`make bench-gpu`: milliseconds of whole steps by rows at the sizes of real models, with random weights."""
+"""`make bench-gpu`: the GPU tests, identity, and times of steps at the sizes of real models, held against the aims.
+
+Weights are random, so a synthetic drafter stands for a trained one: a node holds the model's token by a given chance.
+"""
 
 import argparse
 import json
+import random
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from medusa_cli.bench.steps import copy_bandwidth
-from medusa_cli.decode.costs import measure_costs
-from medusa_cli.drafters import MedusaHeads
+from medusa_cli.decode import Decoder, Request, policy_of
+from medusa_cli.decode.costs import Blank, measure_costs
+from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
+from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import resolve_device
 from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.tree import Draft, DynamicTree, Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)
 ROUNDS = 9
 PREFILL = 1024
 HEADS = 4
+PROMPT, ANSWER = 64, 128
+CHANCES = (0.3, 0.6, 0.8)
+# Trees of 16 and 64 nodes, as wide at the top as a search makes them.
+TREES = {16: Tree.dense([3, 2, 1]), 64: Tree.dense([9, 2, 1, 1])}
+# The aims: a step of 64 nodes in plain steps; a plain step in readings of the weights at a copy's bandwidth.
+WIDE_AIM, PLAIN_AIM = 1.10, 1.15
 
 
-def time_model(model: str, device: str) -> dict[str, Any]:
+class Synthetic(Blank):
+    """Puts the right token on each node by a chance; the answer is known."""
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], chance: float) -> None:
+        super().__init__()
+        self.text, self.chance, self.random = [*prompt, *answer], chance, random.Random(0)
+
+    def draft(
+        self, backbone: Backbone, sequences: Sequence[Drafter], new: Sequence[NewTokens], tree: Tree | DynamicTree
+    ) -> list[Draft]:
+        assert isinstance(tree, Tree)
+        drafts = []
+        for tokens in new:
+            ahead = [*self.text[tokens.end + 1 :], *[0] * (tree.max_depth + 1)]
+            ids = [tokens.root]
+            for depth in tree.depths[1:]:
+                true = self.random.random() < self.chance
+                ids.append(ahead[depth - 1] if true else self.random.randrange(backbone.vocab_size))
+            drafts.append(Draft(upload(ids, backbone.device), tree))
+        return drafts
+
+
+def time_model(model: str, device: str, graphs: bool | None = None) -> dict[str, Any]:
     """Returns step, draft and prefill times of a model by engine: eager, fast and, where steps are captured, "graph".
 
-    One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy.
+    One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy. graphs:
+    None where the device captures them.
     """
     bandwidth = copy_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
@@ -34,22 +73,27 @@ def time_model(model: str, device: str) -> dict[str, Any]:
         backbone = load_backbone(model, LoadOptions(device=device, dtype="bf16", engine=engine))
         weights = backbone.engine.weight_bytes
         result |= {"weight_bytes": weights, "ceiling_ms": 1e3 * weights / bandwidth}
-        for captured in (False, True) if backbone.engine.captures is not False else (False,):
+        captured = engine == "fast" and (backbone.engine.captures is not False if graphs is None else graphs)
+        for cuda_graphs in (False, True) if captured else (False,):
             try:
-                times = time_engine(backbone, captured)
+                times = time_engine(backbone, cuda_graphs)
+                if engine == "fast":
+                    times["synthetic"] = time_drafts(backbone, cuda_graphs)
             except (RuntimeError, torch.AcceleratorError) as reason:
                 times = {"error": str(reason).splitlines()[0]}
-            result["engines"]["graph" if captured else engine] = times
+            result["engines"]["graph" if cuda_graphs else engine] = times
         del backbone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return result
 
 
-def time_engine(backbone: Backbone, captured: bool) -> dict[str, Any]:
-    """Times one engine under fresh Medusa heads, which guess badly in the time that trained ones take."""
+def time_engine(backbone: Backbone, cuda_graphs: bool) -> dict[str, Any]:
+    """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    costs = measure_costs(backbone, heads, rounds=ROUNDS, sizes=ROWS, cuda_graphs=captured)
+    verify = measure_costs(backbone, Blank(), rounds=ROUNDS, sizes=ROWS, cuda_graphs=cuda_graphs).verify
+    both = measure_costs(backbone, heads, rounds=ROUNDS, sizes=(1, 16), cuda_graphs=cuda_graphs)
+    drafting = both.draft[HEADS] + max(0.0, both.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):
@@ -57,15 +101,65 @@ def time_engine(backbone: Backbone, captured: bool) -> dict[str, Any]:
         backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits.argmax(-1).tolist()
         laps.append(time.perf_counter() - start)
     return {
-        "step_ms": {rows: 1e3 * seconds for rows, seconds in costs.verify.items()},
-        "draft_ms": {depth: 1e3 * seconds for depth, seconds in costs.draft.items()},
+        "step_ms": {rows: 1e3 * seconds for rows, seconds in verify.items()},
+        "draft_ms": 1e3 * drafting,
         "prefill_ms": 1e3 * min(laps),
         "prefill_tokens": len(ids),
     }
 
 
+def time_drafts(backbone: Backbone, cuda_graphs: bool) -> list[dict[str, Any]]:
+    """Decodes with synthetic drafts by nodes and chance; returns tokens a step, tokens a second and the same tokens.
+
+    In bf16 two tokens may be nearly alike, and the rows of a tree round otherwise than one row: then answers part.
+    """
+    prompt = [i * 37 % backbone.vocab_size for i in range(min(PROMPT, backbone.max_positions // 4))]
+    plain, plain_rate, _ = decode(backbone, None, None, prompt, cuda_graphs)
+    results = [{"nodes": 1, "chance": 0.0, "tokens_per_step": 1.0, "tokens_per_s": plain_rate, "same": len(plain)}]
+    for nodes, tree in TREES.items():
+        for chance in CHANCES:
+            drafter = Synthetic(prompt, plain, chance)
+            answer, rate, length = decode(backbone, drafter, tree, prompt, cuda_graphs)
+            same = next((i for i, (a, b) in enumerate(zip(answer, plain, strict=True)) if a != b), len(plain))
+            results.append(
+                {"nodes": nodes, "chance": chance, "tokens_per_step": length, "tokens_per_s": rate, "same": same}
+            )
+    return results
+
+
+def decode(
+    backbone: Backbone, drafter: Drafter | None, tree: Tree | None, prompt: list[int], cuda_graphs: bool
+) -> tuple[list[int], float, float]:
+    """Returns an answer's tokens, tokens a second and tokens a step, both without the prompt's pass."""
+    decoder = Decoder(backbone, drafter, None if tree is None else policy_of(tree), cuda_graphs=cuda_graphs)
+    count = min(ANSWER, backbone.max_positions - len(prompt) - 8)
+    sequence, first = decoder.admit(Request(prompt, count, stop_ids=()))
+    tokens, steps, start = list(first.tokens), 0, time.perf_counter()
+    while not sequence.done:
+        tokens += decoder.step()[0][1].tokens
+        steps += 1
+    return tokens, (len(tokens) - 1) / (time.perf_counter() - start), (len(tokens) - 1) / steps
+
+
+def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the aims for a model's fastest engine, the values measured, and if they hold."""
+    engine = "graph" if "graph" in result["engines"] else "fast"
+    times = result["engines"][engine]
+    if "error" in times:
+        return [{"aim": f"{engine} steps run", "model": result["model"], "holds": False, "value": times["error"]}]
+    step = times["step_ms"]
+    values = {
+        f"a step of 64 nodes takes at most {WIDE_AIM} plain steps": (step.get(64, float("inf")) / step[1], WIDE_AIM),
+        f"a plain step takes at most {PLAIN_AIM} readings of the weights": (step[1] / result["ceiling_ms"], PLAIN_AIM),
+    }
+    return [
+        {"aim": aim, "model": result["model"], "value": value, "holds": value <= limit}
+        for aim, (value, limit) in values.items()
+    ]
+
+
 def show(result: dict[str, Any]) -> None:
-    """Prints the times of a model, one line an engine."""
+    """Prints the times of a model, one line an engine and a line a synthetic draft."""
     weights = f"{result['weight_bytes'] / 1e9:.1f} GB of weights"
     print(
         f"{result['model']} on {result['device']}; reading {weights} takes {result['ceiling_ms']:.2f} ms; ms by rows:"
@@ -76,7 +170,29 @@ def show(result: dict[str, Any]) -> None:
             continue
         steps = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in times["step_ms"].items())
         prefill = f"prefill {times['prefill_ms']:.1f} for {times['prefill_tokens']:,} tokens"
-        print(f"  {engine}: {steps}; drafting {HEADS} levels {times['draft_ms'][HEADS]:.2f}; {prefill}")
+        print(f"  {engine}: {steps}; drafting {HEADS} levels {times['draft_ms']:.2f}; {prefill}")
+        for draft in times.get("synthetic", ()):
+            rates = f"{draft['tokens_per_step']:.2f} tokens a step, {draft['tokens_per_s']:.1f} tokens/s"
+            print(f"    {draft['nodes']} nodes, chance {draft['chance']}: {rates}, {draft['same']} tokens as plain")
+
+
+def run(models: Sequence[str], device: str, output: Path, graphs: bool | None = None) -> dict[str, Any]:
+    """Measures models, prints a table and writes one document after each; a later one may fail."""
+    document: dict[str, Any] = {"results": [], "aims": []}
+    output.mkdir(parents=True, exist_ok=True)
+    if device.startswith("cuda"):
+        tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_fast.py"], check=False)
+        document["aims"].append({"aim": "the GPU tests pass", "holds": tests.returncode == 0})
+    for model in models:
+        result = time_model(model, device, graphs)
+        document["results"].append(result)
+        document["aims"] += aims_of(result)
+        show(result)
+        (output / "steps.json").write_text(json.dumps(document, indent=1) + "\n")
+    for aim in document["aims"]:
+        value = f"{aim['value']:.3f}" if isinstance(aim.get("value"), float) else aim.get("value", "")
+        print(f"{'holds' if aim['holds'] else 'FAILS'}: {aim.get('model', '')} {aim['aim']} {value}")
+    return document
 
 
 def main() -> None:
@@ -85,13 +201,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu"))
     asked = parser.parse_args()
-    asked.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for model in asked.models.split(","):
-        results.append(time_model(model, resolve_device(asked.device)))
-        # Written after each model: a later one may fail.
-        (asked.output / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
-        show(results[-1])
+    run(asked.models.split(","), resolve_device(asked.device), asked.output)
 
 
 if __name__ == "__main__":
