@@ -37,8 +37,8 @@ def _text(longest: int) -> dict[str, Any]:
     return {"type": "string", "maxLength": longest}
 
 
-def _list(items: dict[str, Any], least: int, largest: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": largest}
+def _list(items: dict[str, Any], smallest: int, largest: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": smallest, "maxItems": largest}
 
 
 # Questions that a bench asks, and the schemas of their answers: extraction, lists of records, classification.
@@ -95,12 +95,12 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def _random(chance: random.Random, depth: int) -> dict[str, Any]:
-    least = chance.randint(-50, 50)
+    smallest = chance.randint(-50, 50)
     leaves: list[dict[str, Any]] = [
         {"type": "string", "minLength": chance.randint(0, 3), "maxLength": chance.randint(4, 20)},
         {"type": "string", "pattern": chance.choice(["^[A-Z]{3}-[0-9]{4}$", "^(yes|no|maybe)$", "^[a-z]{2,9}$"])},
         {"type": "string", "format": chance.choice(["date", "uuid", "ipv4"])},
-        {"type": "integer", "minimum": least, "maximum": least + chance.randint(0, 900)},
+        {"type": "integer", "minimum": smallest, "maximum": smallest + chance.randint(0, 900)},
         {"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25},
         {"type": "boolean"},
         {"enum": chance.sample(["red", "green", 7, None, True, 'a "b"', 1.5, "ß"], chance.randint(1, 4))},

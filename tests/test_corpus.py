@@ -171,16 +171,16 @@ def test_index_is_kept_and_a_damaged_or_old_one_is_made_anew(
     first = load_corpus(str(text), backbone)
     [kept] = cache.iterdir()
     whole = kept.read_bytes()
-    made: list[int] = []
+    written: list[int] = []
     write = corpora._write_index
-    monkeypatch.setattr(corpora, "_write_index", lambda *index: (made.append(1), write(*index)))
+    monkeypatch.setattr(corpora, "_write_index", lambda *index: (written.append(1), write(*index)))
 
     def load() -> bool:
-        made.clear()
+        written.clear()
         corpus = load_corpus(str(text), backbone)
         end = [int(token) for token in corpus.tokens if token != GAP][:2]
         assert corpus.find(end)[0] == 2
-        return bool(made)
+        return bool(written)
 
     again = load_corpus(str(text), backbone)
     assert not load() and np.array_equal(again.tokens, first.tokens) and np.array_equal(again.places, first.places)

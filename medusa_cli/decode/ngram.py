@@ -79,7 +79,7 @@ class NgramSource(ABC):
         self._matches = []
 
     def _match(self, tokens: tuple[int, ...], length: int) -> NgramMatch:
-        known = max(least for least in self.trust if least <= length)
+        known = max(shortest for shortest in self.trust if shortest <= length)
         return NgramMatch(tokens, known, min(self.trust[known].ratio, MAX_CHANCE))
 
 

@@ -161,10 +161,10 @@ class CallReader:
         start = self._rest.lstrip()
         if not self._begun and start.startswith("{"):
             return self._begin_call(self._rest, "", bare=True)
-        if found := _BEGIN.search(self._rest):
-            if self._rest[: found.start()].strip():
-                self._say(self._rest[: found.start()])
-            return self._begin_call(found[0], self._rest[found.end() :])
+        if match := _BEGIN.search(self._rest):
+            if self._rest[: match.start()].strip():
+                self._say(self._rest[: match.start()])
+            return self._begin_call(match[0], self._rest[match.end() :])
         kept = 0 if last else max(partial_stop(self._rest, marker) for marker in BEGIN)
         text = self._rest[: len(self._rest) - kept]
         if not text.strip() and (self.count or not self._begun):  # blanks beside a call are none of the content
@@ -186,13 +186,13 @@ class CallReader:
         if text.startswith(END) or (last and not text and not self._bare):
             self._rest, self._held, self._state = text.removeprefix(END), "", self._content
             return bool(self._rest)
-        if found := _BEGIN.match(text):
-            return self._begin_call(found[0], text[found.end() :])
-        if found := _JSON_HEAD.match(text) or _ARGS_HEAD.match(text):
-            if found[1] not in self._names:
+        if match := _BEGIN.match(text):
+            return self._begin_call(match[0], text[match.end() :])
+        if match := _JSON_HEAD.match(text) or _ARGS_HEAD.match(text):
+            if match[1] not in self._names:
                 return self._give_up()
-            self._open(found[1])
-            self._rest, self._arguments, self._state = text[found.end() :], "", self._read_arguments
+            self._open(match[1])
+            self._rest, self._arguments, self._state = text[match.end() :], "", self._read_arguments
             return True
         if (call := self._whole(text)) is not None:
             return self._take_whole(*call)
