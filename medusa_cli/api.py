@@ -1,13 +1,19 @@
 """The Python API: loads a model with its drafter and draft policy, then streams, generates and batches answers."""
 
+import asyncio
+import gc
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
+
+from typing_extensions import Unpack
 
 from medusa_cli.decode import (
     AdaptivePolicy,
@@ -28,9 +34,10 @@ from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
+from medusa_cli.runs.recipe import template_text
 from medusa_cli.runs.resolve import (
     DEFAULT_LOADING,
     Calibration,
@@ -196,18 +203,76 @@ def check_fit(tree: Tree, drafter: Any, name: str) -> None:
         )
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+class Array(Protocol):
+    """An array of numpy or torch."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Array
 MAX_NEW_TOKENS = 512
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Rules(TypedDict, total=False):
+    """The keyword arguments of `Medusa.request`."""
+
+    max_new_tokens: int
+    sampling: str | None
+    temperature: float | None
+    top_p: float
+    top_k: int
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_ids: Iterable[int] | None
+    logprobs: int | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: Sequence[int] | None
+    min_new_tokens: int | None
+    logit_bias: Mapping[int, float] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    raw: bool
 
 
 class Medusa:
     """A model with its drafter and draft policy, ready to answer. Several threads may use it in turn."""
+
+    loaded: LoadedModel
+    backbone: Backbone
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.backbone = loaded.backbone
         self.idle: list[Decoder] = []  # of one slot each
         self.lock = threading.RLock()  # passes share buffers: one at a time
+        self.thread = ThreadPoolExecutor(1, "medusa")  # of all `astream`s
+
+    def close(self) -> None:
+        """Frees the model; it can answer no more."""
+        self.thread.shutdown()
+        with self.lock:
+            self.idle.clear()
+            vars(self).pop("loaded", None)
+            vars(self).pop("backbone", None)
+        gc.collect()  # networks and engines refer to each other
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loaded", "backbone"):
+            raise UserError("this Medusa is closed", "load another by Medusa.from_pretrained")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __enter__(self) -> "Medusa":
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
 
     @classmethod
     def from_pretrained(
@@ -224,12 +289,13 @@ class Medusa:
         engine: str = "auto",
         quantize: str | None = None,
         trust_remote_code: bool = False,
+        chat_template: str | Path | None = None,
     ) -> "Medusa":
         """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
 
         drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
         whether n-gram matches are drafted, also without a drafter. corpus: a run, file or folder that they come from,
-        too. model: None takes the run's, else the default one.
+        too. model: None takes the run's, else the default one. chat_template: a Jinja file, or its text.
         Raises UserError for what does not exist or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
@@ -244,6 +310,8 @@ class Medusa:
             lookup=lookup,
             corpus=None if corpus is None else str(corpus),
         )
+        if chat_template is not None:
+            choice = replace(choice, chat_template=template_text(str(chat_template)))
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
         return cls(loaded)
 
@@ -283,6 +351,10 @@ class Medusa:
         model's generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
         must follow. Raises UsageError for invalid values.
         """
+        numbers = {"max_new_tokens": max_new_tokens, "top_k": top_k, "seed": seed, "logprobs": logprobs}
+        for name, value in numbers.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise UsageError(f"@{name} {shown(value)} is no whole number", "give an int")
         if logprobs is not None and logprobs < 0:
             raise UsageError(f"@logprobs {logprobs} is not valid", "use 0 or more, or None")
         logits_options = LogitsOptions(
@@ -313,23 +385,36 @@ class Medusa:
             logits_options=logits_options,
         )
 
-    def stream(self, prompt: Prompt | Request, **rules: Any) -> "Stream":
+    def stream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> "Stream":
         """Returns the answer's text as it comes; rules are those of `request`. The prompt runs before this returns."""
+        _check_names("stream", rules)
         return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, **rules))
 
-    def generate(self, prompt: Prompt | Request, **rules: Any) -> Answer:
+    async def astream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> AsyncIterator[str]:
+        """Yields the answer's text as it comes, its steps run in a thread of their own: other tasks go on meanwhile."""
+        _check_names("astream", rules)
+        run = asyncio.get_running_loop().run_in_executor
+        stream = await run(self.thread, lambda: self.stream(prompt, **rules))
+        with stream:
+            while (text := await run(self.thread, next, stream, None)) is not None:
+                yield text
+
+    def generate(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> Answer:
         """Returns the whole answer; rules are those of `request`."""
+        _check_names("generate", rules)
         with self.stream(prompt, **rules) as stream:
             for _ in stream:
                 pass
         return stream.answer
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **rules: Any) -> Answer:
+    def chat(self, messages: Sequence[Mapping[str, str]], **rules: Unpack[Rules]) -> Answer:
         """Answers a conversation's last message. Later turns of a conversation run only what is new."""
+        _check_names("chat", rules)
         return self.generate(messages, **rules)
 
-    def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Any) -> list[Answer]:
+    def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Unpack[Rules]) -> list[Answer]:
         """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
+        _check_names("batch", rules)
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
         requests = [self.request(prompt, **rules) for prompt in prompts]
@@ -348,13 +433,18 @@ class Medusa:
             if not raw and getattr(self.backbone.tokenizer, "chat_template", None):
                 return self.backbone.encode_chat([{"role": "user", "content": prompt}])
             return token_ids(self.backbone, prompt, begin=True)
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self.backbone.encode_chat([_message(message) for message in prompt])  # type: ignore[arg-type]
-        ids = [token for token in prompt if isinstance(token, int) and 0 <= token < self.backbone.vocab_size]
-        if len(ids) < len(prompt):
-            last = self.backbone.vocab_size - 1
-            raise UsageError("the prompt has an invalid type", f"give a text, messages, or token ids from 0 to {last}")
-        return ids
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(items, Sequence):
+            if len(items) == 1 and isinstance(items[0], list):
+                [items] = items  # a tokenizer's array has a row for each text
+            if items and all(isinstance(message, Mapping) for message in items):
+                return self.backbone.encode_chat([_message(message) for message in items])
+            ids = [int(token) for token in items if isinstance(token, Integral) and not isinstance(token, bool)]
+            if len(ids) == len(items) and all(0 <= token < self.backbone.vocab_size for token in ids):
+                return ids
+        last = self.backbone.vocab_size - 1
+        remedy = f"give a text, messages, or token ids from 0 to {last}, and several prompts to `batch`"
+        raise UsageError("the prompt has an invalid type", remedy)
 
     def decoder(self, slots: int = 1) -> Decoder:
         """Returns a decoder of its own for so many sequences."""
@@ -478,5 +568,14 @@ class Chat:
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UsageError(f"{dict(message)!r} is not a message", 'give {"role": ..., "content": ...}, both texts')
+        raise UsageError(f"{shown(dict(message))} is not a message", 'give {"role": ..., "content": ...}, both texts')
+    if message["role"] not in ROLES:
+        raise UsageError(f"the role {shown(message['role'])} is unknown", f"use one of {', '.join(ROLES)}")
     return dict(message)
+
+
+def _check_names(method: str, rules: Mapping[str, Any]) -> None:
+    """Raises TypeError for a keyword argument that `request` does not take, as Python does for a method's own."""
+    for name in rules:
+        if name not in Rules.__annotations__:
+            raise TypeError(f"Medusa.{method}() got an unexpected keyword argument {name!r}")

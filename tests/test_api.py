@@ -1,14 +1,22 @@
 """The Python API gives what decoding gives, refuses wrong values at the call, and its page runs as written."""
 
+import asyncio
 import gc
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from medusa_cli import Medusa
+from medusa_cli.api import Rules
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
@@ -120,6 +128,55 @@ def test_stream_that_is_left_frees_its_slot(medusa: Medusa, leave: str) -> None:
     assert decoder.free_slots
 
 
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_arrays_are_prompts(medusa: Medusa, array: Callable[[list], Any]) -> None:
+    tokens = medusa.generate(IDS, max_new_tokens=8).tokens
+    for prompt in (array(IDS), array([IDS]), list(array(IDS).tolist()), [np.int64(token) for token in IDS]):
+        assert medusa.generate(prompt, max_new_tokens=8).tokens == tokens
+    answers = medusa.batch(array([IDS, IDS[::-1]]), max_new_tokens=8)
+    assert answers[0].tokens == tokens != answers[1].tokens
+
+
+@pytest.mark.parametrize("method", ["stream", "astream", "generate", "chat", "batch"])
+def test_an_unknown_keyword_names_the_method(medusa: Medusa, method: str) -> None:
+    call: Any = getattr(medusa, method)
+    with pytest.raises(TypeError, match=rf"Medusa\.{method}\(\).*'max_tokens'"):
+        answer = call([{"role": "user", "content": "w1"}], max_tokens=3)
+        asyncio.run(anext(answer))  # an async generator begins when it is asked
+
+
+def test_rules_are_the_keywords_of_a_request() -> None:
+    keywords = {name for name, parameter in signature(Medusa.request).parameters.items() if parameter.kind == 3}
+    assert keywords == set(Rules.__annotations__)
+
+
+def test_async_streams_take_turns(medusa: Medusa) -> None:
+    order: list[int] = []
+
+    async def read(number: int) -> str:
+        text = ""
+        async for piece in medusa.astream(IDS[number:], max_new_tokens=12, stop_ids=()):
+            order.append(number)
+            text += piece
+        return text
+
+    async def both() -> list[str]:
+        return list(await asyncio.gather(read(0), read(1)))
+
+    assert asyncio.run(both()) == [medusa.generate(IDS[n:], max_new_tokens=12, stop_ids=()).text for n in (0, 1)]
+    assert order != sorted(order) and order != sorted(order, reverse=True)
+
+
+def test_closing_frees_the_model(place: Path) -> None:
+    with Medusa.from_pretrained(place / "model", drafter=None, dtype="fp32") as medusa:
+        assert medusa.generate(IDS, max_new_tokens=2).tokens
+        network = weakref.ref(medusa.backbone.model)
+    assert network() is None
+    with pytest.raises(UserError, match="closed"):
+        medusa.generate(IDS)
+    medusa.close()
+
+
 def test_likelihoods_come_on_request(medusa: Medusa) -> None:
     answer = medusa.generate(IDS, max_new_tokens=8, stop_ids=(), logprobs=2)
     assert [own.token for own in answer.likelihoods] == answer.tokens == [own.top[0][0] for own in answer.likelihoods]
@@ -129,6 +186,10 @@ def test_likelihoods_come_on_request(medusa: Medusa) -> None:
     "rules",
     [
         {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {"top_k": 2.5},
+        {"seed": "1"},
+        {"logprobs": True},
         {"temperature": -1.0},
         {"top_p": 0.0},
         {"top_p": 0.9},
@@ -147,8 +208,15 @@ def test_refusals_name_the_argument(medusa: Medusa, rules: dict) -> None:
     assert str(caught.value).startswith(next(iter(rules)))
 
 
-@pytest.mark.parametrize("prompt", [[], [5, -1], [5, 64], [{"role": "user"}], ["w1"]])
-def test_invalid_prompt_is_refused(medusa: Medusa, prompt: list) -> None:
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *([], [5, -1], [5, 64], [{"role": "user"}], ["w1"], [True], [5.0], None, 5),
+        *([{"role": "x", "content": "w1"}], np.array([[5, 9], [5, 9]]), torch.tensor(5), torch.tensor([5.0])),
+    ],
+    ids=repr,
+)
+def test_invalid_prompt_is_refused(medusa: Medusa, prompt: Any) -> None:
     with pytest.raises(UserError):
         medusa.stream(prompt)
     assert medusa.generate(IDS, max_new_tokens=2).tokens  # the slot is free
