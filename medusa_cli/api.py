@@ -227,6 +227,7 @@ class Rules(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_ids: Iterable[int] | None
     logprobs: int | None
+    prompt_logprobs: bool
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
@@ -329,6 +330,7 @@ class Medusa:
         stop: str | Sequence[str] = (),
         stop_ids: Iterable[int] | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         repetition_penalty: float | None = None,
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
@@ -347,8 +349,9 @@ class Medusa:
         prompt: messages (role, content), token ids, or a text. A text is a user's message; with raw, or without a chat
         template, it is continued as it is. Decoding is greedy without a temperature. stop: strings that end the answer.
         stop_ids: end tokens in place of the model's own. logprobs: how many of the likeliest tokens to report beside
-        each; the model's own, before what follows. min_p and repetition_penalty to logit_bias: None takes what the
-        model's generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
+        each; the model's own, before what follows. prompt_logprobs: report the prompt's tokens before the answer's, of
+        which there may then be none. min_p and repetition_penalty to logit_bias: None takes what the model's
+        generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
         must follow. Raises UsageError for invalid values.
         """
         numbers = {"max_new_tokens": max_new_tokens, "top_k": top_k, "seed": seed, "logprobs": logprobs}
@@ -383,6 +386,7 @@ class Medusa:
             (stop,) if isinstance(stop, str) else tuple(stop),
             logprobs,
             logits_options=logits_options,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def stream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> "Stream":

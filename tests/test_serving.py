@@ -17,17 +17,18 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
-from medusa_cli.decode import Answer, Likelihood, Request
+from medusa_cli.decode import Answer, Likelihood, Request, decoder
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate
-from tests.helpers import save_model, save_run, tiny_backbone
+from tests.helpers import forward, save_model, save_run, tiny_backbone
 from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]}
@@ -366,10 +367,34 @@ def test_no_token_at_all_echoes_the_prompt(server: Served, stream: bool) -> None
     assert {c.finish_reason for c in choices} - {None} == {"length"}
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "logprobs"])
-def test_fields_that_echo_excludes_or_needs_are_named(server: Served, field: str) -> None:
-    status, _, answer = server.post({**SHORT, "echo": field != "max_tokens", field: 0})
-    assert status == 400 and field in answer["error"]["message"] and "echo" in answer["error"]["message"]
+def test_no_token_needs_echo(server: Served) -> None:
+    status, _, answer = server.post({**SHORT, "max_tokens": 0})
+    assert status == 400 and "echo" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("limit", [0, 4])
+def test_echoed_prompts_have_log_probabilities(
+    server: Served, medusa: Medusa, monkeypatch: pytest.MonkeyPatch, limit: int, stream: bool
+) -> None:
+    monkeypatch.setattr(decoder, "PROMPT_ROWS", 3)
+    body = {"model": MODEL, "prompt": "w1 w2 w3 w1 w2 w9 w8", "max_tokens": limit, "echo": True, "logprobs": 2}
+    answer = server.openai().completions.create(**body, stream=stream)
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in parts for token in part.tokens]
+    logprobs = [logprob for part in parts for logprob in part.token_logprobs]
+    tops = [top for part in parts for top in part.top_logprobs]
+    text = "".join(choice.text for choice in choices)  # whose prompt and answer are apart by no blank
+    assert "".join(tokens).replace(" ", "") == text.replace(" ", "")
+    assert logprobs[0] is tops[0] is None and all(len(top) == 2 for top in tops[1:])
+    ids = medusa.encode(body["prompt"], raw=True)
+    ids += medusa.generate(ids, max_new_tokens=4).tokens[:limit]
+    with torch.inference_mode():
+        own = forward(medusa.backbone, ids).logits.log_softmax(-1)
+    assert len(tokens) == len(ids)
+    assert logprobs[1:] == pytest.approx([float(own[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4)
+    assert [offset for part in parts for offset in part.text_offset][:3] == [0, 2, 5]
 
 
 def test_more_choices_than_can_ever_run_are_refused_at_once(medusa: Medusa) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
@@ -22,6 +25,9 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, Tree
 from medusa_cli.tree.tree import batch_drafts, unread_draft
+
+# Rows of a pass over a prompt whose tokens' log probabilities are wanted.
+PROMPT_ROWS = 256
 
 
 class Decoder:
@@ -95,13 +101,36 @@ class Decoder:
         slot = self._take_slot(sequence)
         tokens = upload(list(request.prompt[sequence.reused :]), self.backbone.device)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(self.policy.max_depth)
-        out = self.engine.forward(Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=extra_rows), self.cache)
+        plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=extra_rows)
+        likely: tuple[Likelihood, ...] = ()
+        if request.scores_prompt:
+            out, likely = self._score_prompt(plan, request)
+        else:
+            out = self.engine.forward(plan, self.cache)
+        assert out.logits is not None
         root = sequence.sampler.choose(out.logits[0, -1])
         extra = None if out.ahead is None else out.ahead[0, -1]
         new = sequence.prefill(NewTokens(tokens, out.hidden[0], root, sequence.reused, extra))
-        likely = () if request.top is None else likelihoods(out.logits[0, -1:], new, request.top)
+        if request.top is not None:
+            likely = (*likely, *likelihoods(out.logits[0, -1:], new, request.top))
         self._slots[slot] = sequence
         return sequence, Step(new, verify_s=time.perf_counter() - started, likelihoods=likely)
+
+    def _score_prompt(self, plan: Plan, request: Request) -> tuple[Output, tuple[Likelihood, ...]]:
+        """Runs a prompt; returns the pass's output and the likelihoods of the prompt's tokens.
+
+        Logits [n, V] of a whole prompt would not fit into every memory, so it runs in pieces.
+        """
+        tokens, likely = plan.tokens[0], [Likelihood(request.prompt[0], math.nan)]
+        hidden: list[Tensor] = []
+        for start in range(0, len(tokens), PROMPT_ROWS):
+            rows = tokens[start : start + PROMPT_ROWS]
+            out = self.engine.forward(replace(plan, tokens=rows[None], logits="all"), self.cache)
+            assert out.logits is not None
+            following = request.prompt[start + 1 : start + 1 + len(rows)]
+            likely += likelihoods(out.logits[0], following, request.top or 0)
+            hidden.append(out.hidden)
+        return replace(out, hidden=torch.cat(hidden, dim=1)), tuple(likely)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
@@ -217,7 +246,7 @@ class Decoder:
 
         At least the prompt's last token is left to run. Raises ValueError where no slot is idle.
         """
-        prompt, reuse = sequence.request.prompt, sequence.request.reuse
+        prompt, reuse = sequence.request.prompt, 0 if sequence.request.scores_prompt else sequence.request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
         idle = [(slot, previous) for slot, previous in enumerate(self._slots) if previous is None or previous.done]
         if not idle:

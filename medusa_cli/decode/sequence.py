@@ -23,6 +23,7 @@ class Request:
 
     stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report beside each token,
     None for no log probabilities. reuse: how many of the prompt's first tokens cached rows may serve, None for all.
+    prompt_logprobs: report the prompt's tokens before the answer's, of which there may be none (max_new_tokens 0).
     Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
     """
 
@@ -34,6 +35,11 @@ class Request:
     top: int | None = None
     reuse: int | None = None
     logits_options: LogitsOptions = MODELS_OWN
+    prompt_logprobs: bool = False
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs and self.top is not None
 
 
 class StopCriteria:
@@ -46,8 +52,9 @@ class StopCriteria:
 
     def __init__(self, backbone: Backbone, request: Request) -> None:
         length = len(request.prompt)
-        if request.max_new_tokens < 1:
-            raise UsageError(f"@max_new_tokens {request.max_new_tokens} is too small", "use 1 or more")
+        fewest = 0 if request.prompt_logprobs else 1
+        if request.max_new_tokens < fewest:
+            raise UsageError(f"@max_new_tokens {request.max_new_tokens} is too small", f"use {fewest} or more")
         if not length:
             raise UserError("the prompt is empty", "give at least one token")
         if length >= backbone.max_positions:
@@ -65,6 +72,9 @@ class StopCriteria:
     def truncate(self, tokens: Several[int]) -> list[int]:
         """Returns the tokens that belong to the answer, the one that ends it included."""
         kept: list[int] = []
+        if not self.left:
+            self.reason = "length"
+            return kept
         for token in tokens:
             kept.append(token)
             self._tokens.append(token)

@@ -13,7 +13,7 @@ from medusa_cli.engine.device import upload
 class Likelihood:
     """A token's log probability in the model's own distribution, and those of the likeliest tokens.
 
-    That is before logits processors, temperature and cuts.
+    That is before logits processors, temperature and cuts. A prompt's first token has nan.
     """
 
     token: int

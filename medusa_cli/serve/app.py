@@ -175,12 +175,7 @@ class Handler:
             Ticket(request, Answer(backbone, request.stop_strings, keep=tuple(keep)), partial(deliver, index))
             for index, request in enumerate(requests)
         ]
-        if body.limit == 0:  # only the prompt is echoed
-            for ticket in tickets:
-                ticket.reply.finish_reason = "length"
-                ticket.deliver(Event(last=True))
-        else:
-            self._scheduler.submit(tickets)
+        self._scheduler.submit(tickets)
         answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
             answer = ResponsesFormat(original, body, tickets[0])
@@ -241,6 +236,7 @@ class Handler:
                     stop=body.stop_strings,
                     stop_ids=() if body.ignore_eos else None,
                     logprobs=body.top,
+                    prompt_logprobs=isinstance(body, CompletionRequest) and body.echo,
                     repetition_penalty=body.repetition_penalty,
                     presence_penalty=body.presence_penalty or None,
                     frequency_penalty=body.frequency_penalty or None,

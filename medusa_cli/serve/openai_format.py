@@ -1,5 +1,6 @@
 """Answers in OpenAI's form, whole or in chunks; fields beyond OpenAI's stand under "medusa"."""
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -108,12 +109,12 @@ class OpenAIFormat:
         return {"content": content, "refusal": None}
 
     def _completion_logprobs(self, index: int, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
-        offsets, likeliest = list[int](), list[dict[str, float]]()
-        for (text, _), *top in rows:
+        offsets, likeliest = list[int](), list[dict[str, float | None] | None]()
+        for (text, own), *top in rows:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
             # The likeliest comes first: of tokens with one text it is the one that stays.
-            likeliest.append({text: logprob for text, logprob in reversed(top)})
+            likeliest.append(None if own is None else {text: logprob for text, logprob in reversed(top)})
         return {
             "tokens": [row[0][0] for row in rows],
             "token_logprobs": [row[0][1] for row in rows],
@@ -122,10 +123,10 @@ class OpenAIFormat:
         }
 
 
-TokenLogprob = tuple[str, float]
+TokenLogprob = tuple[str, float | None]
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
+def _entry(text: str, logprob: float | None) -> dict[str, Any]:
     # A part of a character has no text of its own, and not every tokenizer tells its bytes.
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
@@ -145,7 +146,7 @@ class TokenTexts:
         partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
         self._before = [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token] if partial else [likelihood.token]
         self._text = self._decode(self._before)
-        return [(texts[token], max(logprob, NEVER)) for token, logprob in entries]
+        return [(texts[token], None if math.isnan(logprob) else max(logprob, NEVER)) for token, logprob in entries]
 
     def _in_context(self, token: int) -> str:
         if not self._text.endswith(REPLACEMENT):

@@ -354,8 +354,6 @@ class CompletionRequest(Common):
     def _agree(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 needs echo to be true")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo and logprobs exclude each other: a prompt's log probabilities are not computed")
         return self
 
     @property
