@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
@@ -136,14 +137,30 @@ def emit_json(obj: Any) -> None:
     sys.stdout.flush()
 
 
-def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
-    """Returns a table of cells, right-justified except the columns in `left`."""
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def grid(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), caption: str = ""
+) -> Group:
+    """Returns a table of cells, right-justified except the columns in `left`.
+
+    One that is wider than the terminal is cut into several, which all begin with the first column.
+    """
+    lines = [[visible(cell) for cell in row] for row in rows]
+    names = [max(map(len, name.split()), default=0) for name in columns]
+    widths = [max([names[i], *(cell_len(line[i]) for line in lines)]) for i in range(len(columns))]
+    parts = [[0]]
+    for i in range(1, len(columns)):
+        if len(parts[-1]) > 1 and 1 + sum(widths[j] + 2 for j in (*parts[-1], i)) > out.width:
+            parts.append([0])
+        parts[-1].append(i)
+    tables = [Table(collapse_padding=True, pad_edge=False) for _ in parts]
+    tables[0].title = title
+    for table, part in zip(tables, parts, strict=True):
+        for i in part:
+            justify: JustifyMethod = "left" if columns[i] in left else "right"
+            table.add_column(columns[i], justify=justify, width=min(widths[i], out.width // 2), overflow="fold")
+        for line in lines:
+            table.add_row(*(line[i] for i in part))
+    return Group(*tables, *([Text(visible(caption), style="italic")] if caption else []))
 
 
 def stream(pieces: Iterable[tuple[str, str]]) -> None:

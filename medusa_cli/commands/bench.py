@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from medusa_cli import assets, console, options
 from medusa_cli.commands.report import JudgeFlags
@@ -138,15 +137,8 @@ def show(document: Document) -> None:
     """Prints the closing table, and where answers differ."""
     from medusa_cli.bench.report import gains_table
 
-    # 80 columns hold the table where padding is small and only the names of methods give way.
-    table = Table(title=document["title"], caption=" ".join(document["facts"]), collapse_padding=True, pad_edge=False)
-    head, rows = gains_table(document)
-    for column in head:
-        width = max(map(len, column.split()))
-        table.add_column(column, justify="left" if column == "method" else "right", min_width=width, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.result(table)
+    caption = " ".join(document["facts"])
+    console.result(console.grid(document["title"], *gains_table(document), left=("method",), caption=caption))
     for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
             where = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Any
 
-from rich.table import Table
-
 from medusa_cli import console, options
 from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
@@ -59,11 +57,12 @@ def machine(
         console.result(f"auto takes eager: {LoadFlags(trust_remote_code=own).of(name)} runs as it is")
         return
     rows = sorted({count for curve in timings.values() for count in curve})
-    table = Table("kernel", *map(str, rows), title=f"Milliseconds a step of {name} by rows (least of several)")
-    for kernel, curve in timings.items():
-        cells = (f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)
-        table.add_row(kernel, *cells, style="bold green" if kernel == facts["auto"] else None)
-    console.result(table)
+    title = f"Milliseconds a step of {name} by rows (least of several)"
+    lines = [
+        [kernel, *(f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)]
+        for kernel, curve in timings.items()
+    ]
+    console.result(console.grid(title, ["kernel", *map(str, rows)], lines, left=("kernel",)))
     console.result(
         f"greedy output over drafts is plain decoding's, bit for bit, with: {', '.join(invariant) or 'no kernel'}"
     )
