@@ -1,5 +1,6 @@
 """The run directory: its files, its lock, and the records of which model, data and drafter made each file."""
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -154,31 +155,24 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
 
     The system frees the lock of a killed process. Warns if a file system has no locks.
     """
-    from filelock import FileLock, Timeout
-
     path = folder / LOCK
-    # Without locks it would fall back to one that a killed process leaves behind.
-    lock = FileLock(path, blocking=False, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout as reason:
-        name, _, process = path.read_text(encoding="utf-8").partition("\n")
-        holder = f"`{name}` (process {process})" if process else "another process"  # that has not written its name yet
-        raise UserError(
-            f"the run {folder} is being written by {holder}", "wait until that has ended, or use another @run"
-        ) from reason
-    except PermissionError:
-        raise
-    except OSError as reason:
-        log.warning(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
-        yield
-        return
-    try:
-        path.write_text(f"{command}\n{os.getpid()}", encoding="utf-8")
+    with path.open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as reason:
+            name, _, process = path.read_text(encoding="utf-8").partition("\n")
+            # It may not have written its name yet.
+            holder = f"`{name}` (process {process})" if process else "another process"
+            raise UserError(
+                f"the run {folder} is being written by {holder}", "wait until that has ended, or use another @run"
+            ) from reason
+        except OSError as reason:
+            log.warning(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
+        lock.truncate(0)
+        lock.write(f"{command}\n{os.getpid()}")
+        lock.flush()
         sweep(folder)
         yield
-    finally:
-        lock.release()
 
 
 class Run:
