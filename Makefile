@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -45,6 +45,16 @@ test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU wi
 	$(BIN)/medusa assets
 	$(AVX2) $(PYTEST) -m 'not slow' tests/test_eager.py tests/test_fast.py tests/test_kernels.py \
 		tests/test_autotune.py tests/test_default_model.py
+
+# The libraries are those of .venv; its own copy of the package is found by no path.
+package: $(READY) ## the wheel, installed in an empty environment: its help, and an answer by what it brings
+	rm -rf build/package build/lib build/bdist*
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/package .
+	$(BIN)/python -m venv --without-pip build/package/env
+	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*.whl
+	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
+		env/bin/medusa --help > /dev/null && env/bin/medusa chat --prompt hi --max-new-tokens 8 && \
+		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets
