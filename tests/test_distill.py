@@ -332,6 +332,13 @@ def test_other_settings_do_not_mix_into_a_file(run: Run) -> None:
 # The command.
 
 
+def test_the_models_own_penalties_are_part_of_the_provenance(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "generation_config.json").write_text('{"repetition_penalty": 1.3, "temperature": 0.6}')
+    medusa(*words, "--max-samples", "1", "--quiet", exit_code=0)
+    header = json.loads((tmp_path / "run" / "distill.json").read_text())
+    assert header["settings"]["generation_config"] == ["repetition_penalty 1.3"]
+
+
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """Returns the command without --json, its six seeds of one turn."""

@@ -251,13 +251,19 @@ def check_generation_config(backbone: Backbone) -> None:
             processors and processors(torch.zeros(backbone.vocab_size))
         except Exception as reason:
             raise _invalid_config(backbone, reason) from reason
-    taken, left, ignored = (differing(config, names) for names in ({**PROCESSORS, **WARPERS}, CALLERS, NOT_DONE))
+    taken = changes_of(backbone)
+    left, ignored = (differing(config, names) for names in (CALLERS, NOT_DONE))
     if taken:
         log.info("the model's generation config changes logits: %s", ", ".join(taken))
     if left:
         log.info("the model's generation config suggests %s: give them to use them", ", ".join(left))
     if ignored:
         log.warning("the model's generation config sets %s, which is not done here", ", ".join(ignored))
+
+
+def changes_of(backbone: Backbone) -> list[str]:
+    """Returns what of the model's generation config changes logits, with its values."""
+    return differing(backbone.model.generation_config, {**PROCESSORS, **WARPERS})
 
 
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
 from medusa_cli.data.states import StateStore, read_rows, seal
-from medusa_cli.decode.processors import check_generation_config
+from medusa_cli.decode.processors import changes_of, check_generation_config
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
 from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
 from medusa_cli.drafters.base import check_layers
@@ -64,7 +64,7 @@ def distill(
     with processes.first_ahead():  # it fetches what all read
         answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
-        header = _header(recipe.chat_template, settings, loading, model.identity)
+        header = _header(recipe.chat_template, settings, loading, model)
         width = model.hidden_size * (1 + len(settings.taps))
         records = Records(run, width, header) if processes.first else None
         if records is not None:
@@ -138,16 +138,17 @@ def _source(
 
 
 def _header(
-    template: str | None, settings: DistillRecipe, loading: LoadOptions, identity: dict[str, Any]
+    template: str | None, settings: DistillRecipe, loading: LoadOptions, model: Backbone | Tokenizer
 ) -> dict[str, Any]:
     """Returns the provenance of a file's conversations, with the settings that all of them share."""
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
     shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
-    more = {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest}
+    changes = changes_of(model) if isinstance(model, Backbone) else []  # servers say nothing of theirs
+    more = {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest, "generation_config": changes}
     shared |= {key: value for key, value in more.items() if value}
-    return provenance(identity, seed=settings.seed, settings=shared)
+    return provenance(model.identity, seed=settings.seed, settings=shared)
 
 
 def _keep(run: Run, records: "Records", outcome: Outcome, min_answer_tokens: int) -> str:
@@ -221,7 +222,8 @@ class Records:
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        self._lines.close()
+        with suppress(OSError):  # of a flush that failed before
+            self._lines.close()
         self.states.close()
 
 
