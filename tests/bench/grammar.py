@@ -1,6 +1,6 @@
 """Answers by JSON schemas on the default model: they validate, drafts change no token, and what schemas and masks cost.
 
-    python -m tests.bench.grammar [--schemas N] [--rounds N]
+    python -m tests.bench.grammar [--schemas N] [--rounds N] [--seed N]
 
 Prints tokens a second with drafts and without (greedy, the same tokens), the share of a step that masks take, and the
 time that a schema takes to compile.
@@ -28,16 +28,17 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--schemas", type=int, default=100)
     words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--seed", type=int, default=0)
     given = words.parse_args()
     drafted, plain = Medusa.from_pretrained(), Medusa.from_pretrained(drafter=None)
     print(drafted.loaded.description)
-    follow(drafted, plain, given.schemas)
+    follow(drafted, plain, given.schemas, given.seed)
     compare(drafted, plain, given.rounds)
 
 
-def follow(drafted: Medusa, plain: Medusa, count: int) -> None:
+def follow(drafted: Medusa, plain: Medusa, count: int, seed: int) -> None:
     """Answers by random schemas; prints how many answers validate, and how many greedy ones are the same."""
-    chance, valid, same, cut, steps = random.Random(0), 0, 0, 0, [0, 0]
+    chance, valid, same, cut, steps = random.Random(seed), 0, 0, 0, [0, 0]
     for number in range(count):
         schema = random_schema(chance)
         ask = f"Invent an example of JSON by this schema: {json.dumps(schema)}"
