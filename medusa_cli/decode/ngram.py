@@ -154,23 +154,32 @@ class Corpus:
 
         Of many places CORPUS_POSITIONS neighbours are compared.
         """
-        wanted = list(end[: -MAX_LENGTH - 1 : -1])
-        at = bisect_left(self.places, wanted, key=lambda place: self.tokens[place - MAX_LENGTH : place][::-1].tolist())
-        places = self.places[max(at - CORPUS_POSITIONS // 2, 0) : at + CORPUS_POSITIONS // 2]
-        same = self.tokens[places[:, None] - np.arange(1, len(wanted) + 1)] == wanted
-        lengths = same.cumprod(axis=1).sum(axis=1)
-        length = int(lengths.max(initial=0))
+        # Lists: numpy's calls are slow where a model's weights have just run through the processor's cache.
+        wanted, tokens, places = list(end[: -MAX_LENGTH - 1 : -1]), self.tokens.data, self.places.data
+
+        def before(place: int) -> list[int]:
+            return tokens[place - MAX_LENGTH : place].tolist()[::-1]
+
+        at = bisect_left(places, wanted, key=before)
+        near = places[max(at - CORPUS_POSITIONS // 2, 0) : at + CORPUS_POSITIONS // 2].tolist()
+        closest = [before(place) for place in places[max(at - 1, 0) : at + 1]]
+        length = max((_common(wanted, other) for other in closest), default=0)
         if not length:
             return 0, ()
-        rows = self.tokens[places[lengths == length][:, None] + np.arange(MAX_TOKENS)].tolist()
-        following: list[int] = []
-        for level in range(MAX_TOKENS):
+        alike = [place for place in near if before(place)[:length] == wanted[:length]]
+        rows = [tokens[place : place + MAX_TOKENS].tolist() for place in alike]
+        level = 0
+        while len(rows) > 1 and level < MAX_TOKENS:
             [(token, _)] = Counter(row[level] for row in rows).most_common(1)
-            if token == GAP:
-                break
-            rows = [row for row in rows if row[level] == token]
-            following.append(token)
+            rows, level = [row for row in rows if row[level] == token], level + 1
+        following = rows[0][: rows[0].index(GAP)] if GAP in rows[0] else rows[0]
         return length, tuple(following)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns how many first tokens two texts share."""
+    pairs = zip(left, right, strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 class CorpusMatches(NgramSource):

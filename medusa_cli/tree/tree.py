@@ -100,10 +100,10 @@ class Tree:
     @cached_property
     def mask(self) -> Tensor:
         """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
-        mask = torch.eye(self.size, dtype=torch.bool)
-        parents = torch.tensor(self.parents[1:], dtype=torch.long)
-        for _ in range(self.max_depth):  # each pass hands every node the ancestors of its parent found so far
-            mask[1:] |= mask[parents]
+        mask, above = torch.eye(self.size, dtype=torch.bool), torch.tensor([0, *self.parents[1:]])
+        for _ in range(self.max_depth.bit_length()):  # each pass doubles the generations that a node sees
+            mask |= mask[above]
+            above = above[above]
         return mask
 
     @cached_property
