@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
 CACHED_GRAMMARS = 128
+MAX_NESTING = 100  # the parsers of grammars are recursive
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Grammar:
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
                 raise UsageError(f"@{kind} is empty or no text", "give its source")
+            if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
+                raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
             return cls(kind, source)
         try:
             schema = json.loads(source) if isinstance(source, str | bytes) else source
