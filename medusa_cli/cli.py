@@ -65,7 +65,7 @@ def load_command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-class Boundary(TyperGroup):
+class ErrorBoundary(TyperGroup):
     """Runs a command; an exception becomes one line on stderr, after a traceback with --debug."""
 
     def __init__(self, **attrs: Any) -> None:
@@ -131,7 +131,7 @@ def explain(reason: Exception) -> tuple[str, int]:
 # Plain help: "[default: ...]" in a help text is text, not markup, and rich's help is slow to import.
 app = typer.Typer(
     name="medusa",
-    cls=Boundary,
+    cls=ErrorBoundary,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

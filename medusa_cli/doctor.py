@@ -28,8 +28,8 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
+from medusa_cli.train.hidden_states import rounding
 from medusa_cli.train.log import NAME, read_log
-from medusa_cli.train.prefill import rounding
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
@@ -206,7 +206,7 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
 
 
 @torch.inference_mode()
-def own_words(case: Case) -> Finding:
+def check_distilled_by_model(case: Case) -> Finding:
     """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
     tokens, nats, entropy, first = 0, 0.0, 0.0, 0
     conversations, backbone = case.conversations[:READ], case.backbone
@@ -297,7 +297,7 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "backbone": backbone,
     "calibration": calibration,
     "tree": tree,
-    "own words": own_words,
+    "own words": check_distilled_by_model,
     "over-fitting": over_fitting,
     "training length": training_length,
     "acceptance": acceptance,

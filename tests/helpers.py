@@ -28,7 +28,7 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.train.prefill import with_states
+from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.io import save_tree
 
@@ -181,7 +181,7 @@ def load_dataset(
 ) -> Dataset:
     """Returns a run's conversations, or those of the file `data`, with their states."""
     path = data or run.data_path
-    return with_states(read_dataset(path, backbone, fraction), run, backbone, path, **more)
+    return with_hidden_states(read_dataset(path, backbone, fraction), run, backbone, path, **more)
 
 
 def random_conversations(count: int = 12, length: int = 30) -> list[Conversation]:
@@ -233,14 +233,14 @@ def forward(
     slot: int = 0,
     taps: Sequence[int] = (-1,),
     logits: str = "all",
-    pseudo: ExtraRows | None = None,
+    extra_rows: ExtraRows | None = None,
 ) -> Output:
-    """Runs tokens [n] as a chain or a tree in one slot; returns logits [n, V], hidden [n, ..], ahead [n, K, H]."""
+    """Runs tokens [n] as a chain or a tree in one slot; returns logits [n, V], hidden [n, ..], extra [n, K, H]."""
     shape = (None, None) if tree is None else (tree.depth, tree.mask)
-    plan = Plan(torch.as_tensor(tokens)[None], *shape, slot, tuple(taps), logits, pseudo)
+    plan = Plan(torch.as_tensor(tokens)[None], *shape, slot, tuple(taps), logits, extra_rows)
     out = backbone.engine.forward(plan, backbone.engine.new_cache() if cache is None else cache)
     return Output(
-        None if out.logits is None else out.logits[0], out.hidden[0], None if out.ahead is None else out.ahead[0]
+        None if out.logits is None else out.logits[0], out.hidden[0], None if out.extra is None else out.extra[0]
     )
 
 

@@ -1,4 +1,4 @@
-"""The fast engine against the eager one: chains, trees, kept paths, slots, taps, pseudo rows, traces, refusals."""
+"""The fast engine against the eager one: chains, trees, kept paths, slots, taps, extra rows, traces, refusals."""
 
 import copy
 from typing import Any
@@ -76,19 +76,19 @@ def test_free_cache_rows_are_not_seen() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pseudo_rows_equal_the_eager_engine(family: str) -> None:
+def test_extra_rows_equal_the_eager_engine(family: str) -> None:
     results = []
     for backbone in engines(family, layers=6):
-        pseudo = firp(backbone, layers=[2, 3, 3]).extra_rows(3)
+        extra_rows = firp(backbone, layers=[2, 3, 3]).extra_rows(3)
         cache = backbone.engine.new_cache(3, 4)
         outputs = [
-            backbone.engine.forward(Plan.chain(torch.arange(5, 5 + count), slot=slot, pseudo=pseudo), cache)
+            backbone.engine.forward(Plan.chain(torch.arange(5, 5 + count), slot=slot, extra_rows=extra_rows), cache)
             for slot, count in enumerate((3, 21, 7))
         ]
         nodes = torch.stack([torch.arange(30 + i, 30 + i + TREE.size) for i in range(3)])
-        outputs.append(backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, pseudo=pseudo), cache))
-        assert outputs[0].ahead.shape == (1, 1, 3, 32) and outputs[-1].ahead.shape == (3, TREE.size, 3, 32)
-        results.append([part.clone() for out in outputs for part in (out.logits, out.hidden, out.ahead)])
+        outputs.append(backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, extra_rows=extra_rows), cache))
+        assert outputs[0].ahead.shape == (1, 1, 3, 32) and outputs[-1].extra.shape == (3, TREE.size, 3, 32)
+        results.append([part.clone() for out in outputs for part in (out.logits, out.hidden, out.extra)])
     assert_close(results, 2e-4)
 
 

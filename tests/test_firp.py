@@ -1,4 +1,4 @@
-"""FIRP in decoding: pseudo rows against a slow reference, losslessness, one pass a step, what stays, files."""
+"""FIRP in decoding: extra rows against a slow reference, losslessness, one pass a step, what stays, files."""
 
 import copy
 from typing import Any
@@ -62,15 +62,15 @@ def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: 
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
-    out = forward(backbone, PROMPT, cache, logits="last", pseudo=drafter.extra_rows(3))
+    out = forward(backbone, PROMPT, cache, logits="last", extra_rows=drafter.extra_rows(3))
     assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
-    assert torch.allclose(out.ahead[-1], reference(family, drafter, PROMPT), atol=1e-4)
+    assert torch.allclose(out.extra[-1], reference(family, drafter, PROMPT), atol=1e-4)
     tokens = torch.arange(20, 20 + TREE.size)
-    out = forward(backbone, tokens, cache, TREE, pseudo=drafter.extra_rows(3))
-    assert out.ahead is not None and out.ahead.shape == (TREE.size, 3, backbone.hidden_size)
+    out = forward(backbone, tokens, cache, TREE, extra_rows=drafter.extra_rows(3))
+    assert out.extra is not None and out.extra.shape == (TREE.size, 3, backbone.hidden_size)
     for node in (0, 3, 8):
         path = PROMPT + tokens[TREE.path(node)].tolist()
-        assert torch.allclose(out.ahead[node], reference(family, drafter, path), atol=1e-4), node
+        assert torch.allclose(out.extra[node], reference(family, drafter, path), atol=1e-4), node
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -78,9 +78,9 @@ def test_a_long_prompt_ends_in_its_last_tokens_extra_rows(engine: str) -> None:
     backbone = backbone_of("llama", engine, positions=1024)
     drafter = firp(backbone)
     prompt = [5 + i * 7 % 50 for i in range(530)]
-    out = forward(backbone, prompt, logits="last", pseudo=drafter.extra_rows(2))
+    out = forward(backbone, prompt, logits="last", extra_rows=drafter.extra_rows(2))
     expected = reference("llama", drafter, prompt, positions=1024)
-    assert out.hidden.shape[0] == 530 and torch.allclose(out.ahead[-1], expected[:2], atol=1e-3)
+    assert out.hidden.shape[0] == 530 and torch.allclose(out.extra[-1], expected[:2], atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,12 +90,12 @@ def test_no_real_row_sees_extra_rows_and_the_cache_keeps_none(family: str, engin
     drafter = firp(backbone)
     nodes, path = torch.arange(20, 20 + TREE.size), TREE.path(7)
     caches, outputs = [], []
-    for pseudo in (None, drafter.extra_rows(3)):
+    for extra_rows in (None, drafter.extra_rows(3)):
         cache = backbone.engine.new_cache(1, 8)
-        forward(backbone, PROMPT, cache, pseudo=pseudo)
-        outputs.append(forward(backbone, nodes, cache, TREE, pseudo=pseudo))
+        forward(backbone, PROMPT, cache, extra_rows=extra_rows)
+        outputs.append(forward(backbone, nodes, cache, TREE, extra_rows=extra_rows))
         cache.keep(0, path)
-        outputs.append(forward(backbone, [9, 8], cache, pseudo=pseudo))
+        outputs.append(forward(backbone, [9, 8], cache, extra_rows=extra_rows))
         caches.append(cache)
     for without, ridden in zip(outputs[:2], outputs[2:], strict=True):
         assert torch.allclose(without.logits, ridden.logits, atol=1e-4)
@@ -103,7 +103,7 @@ def test_no_real_row_sees_extra_rows_and_the_cache_keeps_none(family: str, engin
     length = len(PROMPT) + len(path) + 2
     assert caches[0].lengths == caches[1].lengths == [length]
     assert torch.allclose(*map(rows_of, caches), atol=1e-4)
-    # What comes after sees the kept rows alone: the same as one chain without any pseudo row.
+    # What comes after sees the kept rows alone: the same as one chain without any extra rows.
     whole = PROMPT + nodes[path].tolist() + [9, 8]
     alone = forward(backbone, whole)
     assert torch.allclose(outputs[3].logits, alone.logits[-2:], atol=1e-4)
@@ -142,7 +142,7 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
     inner = backbone.engine.run
 
     def counted(tokens: Tensor, layout: Any, cache: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        passes.append(layout.positions.shape[1])  # rows, pseudo rows among them
+        passes.append(layout.positions.shape[1])  # rows, extra rows among them
         return inner(tokens, layout, cache, taps)
 
     backbone.engine.run = counted

@@ -11,7 +11,7 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
-from medusa_cli.engine.extra_rows import ahead, trace
+from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe
@@ -38,7 +38,7 @@ def test_training_sees_the_states_that_decoding_does(family: str, monkeypatch) -
     items = conversations(13, 22, 9)
     batch = batch_of(backbone, drafter, items)
     with torch.no_grad():
-        result = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
+        result = extra_row_states(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
     row = 0
     for item in items:
         for start, end in item.spans:
@@ -60,7 +60,7 @@ def test_loss_is_the_kl_to_the_models_distribution(vocabulary: str) -> None:
     batch = batch_of(backbone, drafter, [item])
     drafter.train()
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
-    states = ahead(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
+    states = extra_row_states(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
     rows = backbone.lm_head_weight[drafter.draft_ids]
     known = drafter.vocabulary_index(torch.device("cpu")) >= 0
     total: Any = 0.0
@@ -86,11 +86,11 @@ def test_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     backbone = backbone_of()
     drafter = firp(backbone)
     items = conversations(9, 30)
-    pseudo = drafter.rows_of(list(drafter.steps))
+    extra_rows = drafter.rows_of(list(drafter.steps))
     pair, alone = batch_of(backbone, drafter, items), batch_of(backbone, drafter, items[:1])
     with torch.no_grad():
-        mixed = ahead(backbone, pair.trace, pseudo, pair.rows)[: len(alone.next)]
-        assert torch.allclose(mixed, ahead(backbone, alone.trace, pseudo, alone.rows), atol=1e-5)
+        mixed = extra_row_states(backbone, pair.trace, extra_rows, pair.rows)[: len(alone.next)]
+        assert torch.allclose(mixed, extra_row_states(backbone, alone.trace, extra_rows, alone.rows), atol=1e-5)
     traces = trace(backbone, torch.tensor([items[0].tokens]))
     assert len(traces.states) == DEPTH + 1 and len(traces.keys) == DEPTH
 

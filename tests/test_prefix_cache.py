@@ -129,7 +129,7 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
         decoder.cancel(sequence)
         assert rows == [rows_now]
         if rows_now == 1:
-            decoder.forget()
+            decoder.clear_prefix_cache()
 
 
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

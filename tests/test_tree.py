@@ -17,8 +17,8 @@ from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
 from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import (
-    Budget,
     Costs,
+    TimedTree,
     break_even,
     budgets,
     expected_length,
@@ -202,7 +202,7 @@ def costs_of(slope: float, each_level: float = 0.0) -> Costs:
     return Costs(verify, {level: each_level * level for level in (1, 2, 3)})
 
 
-def best(costs: Costs) -> Budget:
+def best(costs: Costs) -> TimedTree:
     """The budget, of any size, that gives most tokens a second."""
     return max(budgets(ACCURACIES, costs), key=lambda budget: budget.tokens_per_s)
 

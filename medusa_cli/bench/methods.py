@@ -111,7 +111,7 @@ def our_method(
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
-        decoder.forget()  # the other methods run every prompt from its beginning, too
+        decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
         answers = [Answer([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling, logits_options=options) for prompt in prompts)
         for sequence, step in decoder.run(requests):

@@ -81,7 +81,7 @@ def distill(
         flags["distill.max_samples"] = BARE_SAMPLES
     # Each process ends when its share is done, and the shares may differ by hours.
     processes = Distributed.join(place.device, backend="gloo")
-    with processes.first_ahead():  # it fetches what all read
+    with processes.main_process_first():  # it fetches what all read
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
             raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")

@@ -31,7 +31,7 @@ class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
     A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states, one for every position but the last. seal: digest of tokens and rows.
+    hidden states, one for every position but the last. states_digest: digest of tokens and rows.
     """
 
     id: str
@@ -39,7 +39,7 @@ class Conversation:
     tokens: list[Count] = field(default_factory=list)
     spans: list[tuple[Count, Count]] = field(default_factory=list)
     state_rows: tuple[Count, Annotated[int, Meta(ge=1, lt=2**48)]] | None = None
-    seal: str | None = None
+    states_digest: str | None = None
 
     @classmethod
     def from_turns(cls, id: str, turns: Sequence[str], system: str | None = None) -> "Conversation":

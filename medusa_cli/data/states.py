@@ -15,7 +15,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.io import check_regular
 
 
-def seal(conversation: Conversation, rows: Tensor) -> str:
+def states_digest(conversation: Conversation, rows: Tensor) -> str:
     """Returns a digest of a conversation and its state rows [n, W], which ties them together."""
     text = json.dumps([conversation.id, conversation.tokens, conversation.spans])
     digest = hashlib.blake2b(text.encode(), digest_size=8)

@@ -44,7 +44,7 @@ class KeptCosts:
     busy: float | None = None
 
 
-class Blank(Drafter):
+class NullDrafter(Drafter):
     """Drafts token 0 on every node, in no time: stands for drafts that no drafter makes, such as n-gram matches."""
 
     num_heads = 4
@@ -134,7 +134,7 @@ def costs_for(
     if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
         return Costs(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
-    costs, busy = watched(lambda: measure_costs(backbone, drafter or Blank(), on_progress=on_progress))
+    costs, busy = watched(lambda: measure_costs(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
         keep_timings(key, KeptCosts(costs.verify, costs.draft, busy))
     return costs

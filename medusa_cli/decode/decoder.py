@@ -98,10 +98,10 @@ class Decoder:
         started = time.perf_counter()
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
-        slot = self._take_slot(sequence)
+        slot = self._slot_with_longest_prefix(sequence)
         tokens = upload(list(request.prompt[sequence.reused :]), self.backbone.device)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(self.policy.max_depth)
-        plan = Plan.chain(tokens, slot=slot, taps=self.taps, pseudo=extra_rows)
+        plan = Plan.chain(tokens, slot=slot, taps=self.taps, extra_rows=extra_rows)
         likely: tuple[Likelihood, ...] = ()
         if request.scores_prompt:
             out, likely = self._score_prompt(plan, request)
@@ -109,8 +109,8 @@ class Decoder:
             out = self.engine.forward(plan, self.cache)
         assert out.logits is not None
         root = sequence.sampler.choose(out.logits[0, -1])
-        extra = None if out.ahead is None else out.ahead[0, -1]
-        new = sequence.prefill(NewTokens(tokens, out.hidden[0], root, sequence.reused, extra))
+        extra = None if out.extra is None else out.extra[0, -1]
+        new = sequence.finish_prefill(NewTokens(tokens, out.hidden[0], root, sequence.reused, extra))
         if request.top is not None:
             likely = (*likely, *likelihoods(out.logits[0, -1:], new, request.top))
         self._slots[slot] = sequence
@@ -198,7 +198,7 @@ class Decoder:
         for tree in dict.fromkeys(tree for tree in trees if tree is not ROOT):  # one call for all sequences of a tree
             alike = [i for i, other in enumerate(trees) if other == tree]
             forks = [drafter for i in alike if (drafter := sequences[i].drafter) is not None]
-            new = [sequences[i].read() for i in alike]
+            new = [sequences[i].take_unread() for i in alike]
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 
@@ -226,7 +226,7 @@ class Decoder:
         for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
             self.cache.keep(slot, path)
             rows, likely = upload(path, out.hidden.device), tuple[Likelihood, ...]()
-            extra = None if out.ahead is None else out.ahead[slot, path[-1]]
+            extra = None if out.extra is None else out.extra[slot, path[-1]]
             tokens = [drafts[slot].ids[node] for node in path]
             if (top := sequences[slot].request.top) is not None:
                 likely = likelihoods(out.logits[slot, rows], [*tokens[1:], bonus], top)
@@ -237,11 +237,11 @@ class Decoder:
         """Ends a sequence early and frees its slot."""
         sequence.cancelled = True
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Drops the cached prefixes of idle slots."""
         self._slots = [None if previous is None or previous.done else previous for previous in self._slots]
 
-    def _take_slot(self, sequence: Sequence) -> int:
+    def _slot_with_longest_prefix(self, sequence: Sequence) -> int:
         """Returns the idle slot that shares most with the sequence's prompt; the sequence takes over what it holds.
 
         At least the prompt's last token is left to run. Raises ValueError where no slot is idle.
@@ -253,13 +253,13 @@ class Decoder:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
         shares = [
-            (min(previous.common_length(prompt), limit), -len(previous.tokens)) if previous else (0, 0)
+            (min(previous.common_prefix_length(prompt), limit), -len(previous.tokens)) if previous else (0, 0)
             for _, previous in idle
         ]
         best = max(range(len(idle)), key=shares.__getitem__)
         slot, previous = idle[best]
         self._slots[slot] = None
-        sequence.continue_from(previous, shares[best][0], self.drafter)
+        sequence.reuse_prefix(previous, shares[best][0], self.drafter)
         self.cache.truncate(slot, sequence.reused)
         return slot
 

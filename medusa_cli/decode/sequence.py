@@ -132,11 +132,11 @@ class Sequence:
         """Returns the tokens that the answer's grammar forces after the root."""
         return [] if self.sampler.processors is None else self.sampler.processors.forced()
 
-    def common_length(self, prompt: Several[int]) -> int:
+    def common_prefix_length(self, prompt: Several[int]) -> int:
         """Returns how many tokens in the slot a prompt begins with."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, prompt, strict=False)))
 
-    def continue_from(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
+    def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
         """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes."""
         if drafter is not None:
             own = held if shared else None
@@ -148,13 +148,13 @@ class Sequence:
                 shared = known
         self.reused, self.tokens = shared, list(self.request.prompt[:shared])
 
-    def prefill(self, new: NewTokens) -> list[int]:
+    def finish_prefill(self, new: NewTokens) -> list[int]:
         """Takes the rest of the prompt; returns the answer's first token."""
         self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
         self.tokens, self.root = list(self.request.prompt), new.root
         return self.stop.truncate([new.root])
 
-    def read(self) -> NewTokens:
+    def take_unread(self) -> NewTokens:
         """Returns the tokens that the drafter has not read, in one piece, and takes them as read."""
         new, self.unread = self.unread, []
         return concat(new) if len(new) > 1 else new[0]

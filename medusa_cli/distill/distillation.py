@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
-from medusa_cli.data.states import StateStore, read_rows, seal
+from medusa_cli.data.states import StateStore, read_rows, states_digest
 from medusa_cli.decode.processors import changes_of, check_generation_config
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
 from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
@@ -61,7 +61,7 @@ def distill(
     on_progress: called with a name, the seeds done, their number, the unit, and the rate.
     """
     shared = processes.size > 1
-    with processes.first_ahead():  # it fetches what all read
+    with processes.main_process_first():  # it fetches what all read
         answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
         header = _header(recipe.chat_template, settings, loading, model)
@@ -90,7 +90,7 @@ def distill(
             rate = counts["new_tokens"] / (time.perf_counter() - start)
             on_progress("distilling", number, len(share), "conversations", f"{rate:,.0f} tokens/s")
     every = processes.gather((counts, rate))
-    with processes.first_ahead():
+    with processes.main_process_first():
         if shared and records is not None:
             merge_parts(run, records)
             records.close()
@@ -207,7 +207,7 @@ class Records:
         try:
             if states is not None:
                 rows = (self.states.append(states), len(states))
-                conversation = replace(conversation, state_rows=rows, seal=seal(conversation, states))
+                conversation = replace(conversation, state_rows=rows, states_digest=states_digest(conversation, states))
             self._lines.write(conversation.to_json() + "\n")
             self._lines.flush()
         except OSError as reason:
@@ -261,8 +261,8 @@ def merge_parts(run: Run, records: Records) -> None:
         for conversation in read_distilled(part):
             rows = conversation.state_rows
             states = None if rows is None else read_rows(part.states_path, width, *rows)
-            whole = states is None or conversation.seal == seal(conversation, states)
+            whole = states is None or conversation.states_digest == states_digest(conversation, states)
             if whole and conversation.id not in records.done:
-                records.write(replace(conversation, state_rows=None, seal=None), states)
+                records.write(replace(conversation, state_rows=None, states_digest=None), states)
         records.sync()
         shutil.rmtree(part.path)

@@ -109,11 +109,11 @@ class Eagle(HeadDrafter):
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states, ancestors
             if head:
-                ancestors = _descend(ancestors, level)
+                ancestors = _extend_ancestor_masks(ancestors, level)
                 masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
                 places = [[tokens.end + head - 1] * count for tokens, count in zip(new, level.counts, strict=True)]
                 embedded = self.embed(backbone, level.tokens)
-                states = layer.extend(states[level.above], places, caches, self.repeated, embedded, masks=masks)
+                states = layer.extend(states[level.parent_rows], places, caches, self.repeated, embedded, masks=masks)
             return self.best(self.repeated("score", partial(self._score, backbone), states), width, temperature)
 
         try:
@@ -172,12 +172,12 @@ def default_taps(depth: int) -> tuple[int, ...]:
     return taps if taps == tuple(sorted(set(taps))) else tuple(range(1, depth))[-3:]
 
 
-def _descend(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
+def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
     """Returns which rows of its sequence's tree each node of a level sees: its parent's, its parent and itself."""
     masks, start = [], 0
-    for own, above in zip(ancestors, level.above.split(level.counts), strict=True):
-        itself = torch.eye(len(above), dtype=torch.bool, device=above.device)
-        masks.append(torch.cat([own[above - start], itself], dim=1))
+    for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):
+        itself = torch.eye(len(parent_rows), dtype=torch.bool, device=parent_rows.device)
+        masks.append(torch.cat([own[parent_rows - start], itself], dim=1))
         start += len(own)
     return masks
 

@@ -13,8 +13,7 @@ from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.levels import draft_by_level
 from medusa_cli.engine.device import upload
-from medusa_cli.engine.extra_rows import ExtraRows
-from medusa_cli.engine.extra_rows import ahead as states_ahead
+from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -87,15 +86,15 @@ class Firp(HeadDrafter):
         if not tree.max_depth:
             return [Draft(upload([tokens.root], tokens.tokens.device), Tree.root_only()) for tokens in new]
 
-        def compute(ahead: Tensor) -> Sequence[Tensor]:
-            return self.score(backbone, 0, ahead.flatten(0, 1)).unflatten(0, ahead.shape[:2]).unbind(0)
+        def compute(states: Tensor) -> Sequence[Tensor]:
+            return self.score(backbone, 0, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(0)
 
         states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
         return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, torch.stack(states, dim=1)))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
-        states = states_ahead(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)  # [P, K, H]
+        states = extra_row_states(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)  # [P, K, H]
         for head, positions in enumerate(rows):
             yield states[positions, head].to(batch.hidden.dtype)
 

@@ -93,7 +93,7 @@ class HydraHeads(HeadDrafter):
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
-            x = self.repeated("path", partial(self._path, backbone), x, level.above, level.tokens)
+            x = self.repeated("path", partial(self._path, backbone), x, level.parent_rows, level.tokens)
             scores = self.repeated(("score", head), partial(self._score, backbone, head), x)
             return self.best(scores, width, temperature)
 
@@ -109,8 +109,8 @@ class HydraHeads(HeadDrafter):
             x = layer.extend(x, positions, caches, self.repeated, last=last)
         return x
 
-    def _path(self, backbone: Backbone, x: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([x[above], self.embed(backbone, tokens)], dim=-1)
+    def _path(self, backbone: Backbone, x: Tensor, parent_rows: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([x[parent_rows], self.embed(backbone, tokens)], dim=-1)
 
     def _score(self, backbone: Backbone, head: int, x: Tensor) -> Tensor:
         return self.score(backbone, head, self.packed("blocks")[head](x))

@@ -16,12 +16,12 @@ from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 class Frontier:
     """The N nodes of B sequences' trees whose children are drafted next, one sequence after another.
 
-    counts [B]: nodes of each sequence. above [N]: each one's parent among the nodes of the frontier before, or at first
-    the sequences. tokens [N]: what they hold.
+    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the frontier before, or
+    at first the sequences. tokens [N]: what they hold.
     """
 
     counts: list[int]
-    above: Tensor
+    parent_rows: Tensor
     tokens: Tensor
 
 
@@ -40,7 +40,7 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
         return _grow(tree, new, guess)
     tokens, count = roots_of(new)[:, None].repeat(1, tree.size), len(new)  # [B, N]
     for head, level in enumerate(_levels(tree, count, tokens.device)):
-        frontier = Frontier([len(level.parents)] * count, level.above, tokens[:, level.parents].flatten())
+        frontier = Frontier([len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten())
         best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
         tokens[:, level.nodes] = best[:, level.rows, level.ranks]
     return [Draft(row, tree) for row in tokens]
@@ -60,28 +60,28 @@ def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> Tensor:
         ranks = trees.ranks.clamp(max=width - 1)[..., None]
         chosen = best.expand(-1, count, -1).gather(2, ranks)[..., 0]
         tokens = torch.where(trees.depth == head + 1, chosen, tokens)
-        above = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
-        frontier = Frontier([count] * size, above.flatten(), tokens.flatten())
+        parent_rows = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
+        frontier = Frontier([count] * size, parent_rows.flatten(), tokens.flatten())
     return tokens
 
 
 def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
     builders, device = [TreeBuilder(limits, tokens.root) for tokens in new], new[0].tokens.device
-    nodes, above = [[0] for _ in builders], list(range(len(builders)))
+    nodes, parent_rows = [[0] for _ in builders], list(range(len(builders)))
     for head in range(limits.max_depth):
         tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
-        frontier = Frontier([len(own) for own in nodes], *upload([above, tokens], device))
+        frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
         best = guess(head, limits.width, limits.temperature(head), frontier)
         log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
-        above, start = [], 0
+        parent_rows, start = [], 0
         for number, builder in enumerate(builders):
             row = {node: start + i for i, node in enumerate(nodes[number])}
             end = start + len(row)
             guesses = [[int(id) for id in row_ids] for row_ids in ids[start:end]]
             nodes[number] = builder.extend(nodes[number], log_p[start:end], guesses)
-            above += [row[builder.parents[node]] for node in nodes[number]]
+            parent_rows += [row[builder.parents[node]] for node in nodes[number]]
             start = end
-        if not above:
+        if not parent_rows:
             break
     grown = (builder.tree() for builder in builders)
     return [Draft(upload(tokens, device), tree) for tree, tokens in grown]
@@ -91,7 +91,7 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 class _Level:
     """The nodes of one depth and their ranks; rows [n]: the number of each one's parent among `parents`.
 
-    above: each parent's own parent among the parents of the level before, for B sequences one after another.
+    parent_rows: each parent's own parent among the parents of the level before, for B sequences one after another.
     """
 
     width: int
@@ -99,7 +99,7 @@ class _Level:
     ranks: Tensor
     rows: Tensor
     parents: Tensor
-    above: Tensor
+    parent_rows: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -111,8 +111,8 @@ def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
         nodes = (depths == depth).nonzero().squeeze(-1)
         parents, rows = parent_of[nodes].unique(return_inverse=True)
         first = torch.searchsorted(before, parent_of[parents])
-        above = (first + len(before) * torch.arange(count)[:, None]).flatten()
-        tensors = (upload(values, device) for values in (nodes, ranks[nodes], rows, parents, above))
+        parent_rows = (first + len(before) * torch.arange(count)[:, None]).flatten()
+        tensors = (upload(values, device) for values in (nodes, ranks[nodes], rows, parents, parent_rows))
         levels.append(_Level(tree.widths[depth - 1], *tensors))
         before = parents
     return levels

@@ -12,12 +12,12 @@ from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, tapped
 from medusa_cli.model.checks import FAULTS, PROBE, difference, unverifiable
-from medusa_cli.model.identity import rounding_of
+from medusa_cli.model.identity import quantization_of
 from medusa_cli.model.masks import NAME
 
 
 class EagerEngine(Engine):
-    """Runs the network itself; passes with pseudo rows run its layers one by one."""
+    """Runs the network itself; passes with extra rows run its layers one by one."""
 
     name = "eager"
 
@@ -60,11 +60,11 @@ class EagerEngine(Engine):
             raise unverifiable(self.backbone.config, first_line(reason)) from reason
         assert logits is not None
         error = difference(logits[0, right.to(device)], own)
-        if error > (1e-3 if self.dtype == torch.float32 else 0.25) and not rounding_of(network):
+        if error > (1e-3 if self.dtype == torch.float32 else 0.25) and not quantization_of(network):
             raise unverifiable(self.backbone.config, f"its logits there differ from its own by {error:.0%}")
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        if layout.pseudo is not None:
+        if layout.extra_rows is not None:
             final = self._layer_by_layer(tokens, layout, cache)
             return final, final
         out = self.backbone.model.base_model(
@@ -78,9 +78,9 @@ class EagerEngine(Engine):
         return tapped(out, taps), out.last_hidden_state
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: Cache) -> Tensor:
-        """Returns final states [B, R, H]; pseudo rows enter on the way."""
-        backbone, pseudo = self.backbone, layout.pseudo
-        assert pseudo is not None
+        """Returns final states [B, R, H]; extra rows enter on the way."""
+        backbone, extra_rows = self.backbone, layout.extra_rows
+        assert extra_rows is not None
         try:
             parts = Layers(backbone.model)
         except Unsupported as reason:
@@ -91,12 +91,12 @@ class EagerEngine(Engine):
         view, x = _view(cache, layout), parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
-            x = pseudo.enter(index, x)
+            x = extra_rows.enter(index, x)
             rows = x.shape[1]
             cos, sin = tables[kind]
             x = layer(
                 x,
-                attention_mask=layout.masks[backbone.masks.kind_of(index)][:, None, :rows],
+                attention_mask=layout.masks[backbone.masks.layer_type(index)][:, None, :rows],
                 position_embeddings=(cos[:, :rows], sin[:, :rows]),
                 position_ids=layout.positions[:, :rows],
                 past_key_values=view,

@@ -85,23 +85,23 @@ class Engine(ABC):
         if plan.is_chain:
             for slot in range(plan.first, plan.first + len(tokens)):
                 cache.lengths[slot] += plan.rows
-        ahead = None
-        if layout.pseudo is not None:
-            (states, ahead), final = layout.pseudo.split(states), final[:, : plan.rows]
+        extra = None
+        if layout.extra_rows is not None:
+            (states, extra), final = layout.extra_rows.split(states), final[:, : plan.rows]
         if plan.logits == "none":
-            return Output(None, states, ahead)
-        return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, ahead)
+            return Output(None, states, extra)
+        return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, extra)
 
     def _in_pieces(self, plan: Plan, cache: Cache) -> Output:
-        """Runs a long chain piece by piece; the last one has the pseudo rows."""
+        """Runs a long chain piece by piece; the last one has the extra rows."""
         cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.rows)
         *pieces, last = plan.tokens.split(self.prefill_rows, dim=1)
         before = "none" if plan.logits == "last" else plan.logits
-        plans = [replace(plan, tokens=piece, logits=before, pseudo=None) for piece in pieces]
+        plans = [replace(plan, tokens=piece, logits=before, extra_rows=None) for piece in pieces]
         outputs = [self.forward(part, cache) for part in (*plans, replace(plan, tokens=last))]
         scores = [out.logits for out in outputs if out.logits is not None]
         hidden = torch.cat([out.hidden for out in outputs], dim=1)
-        return Output(torch.cat(scores, dim=1) if scores else None, hidden, outputs[-1].ahead)
+        return Output(torch.cat(scores, dim=1) if scores else None, hidden, outputs[-1].extra)
 
     @abstractmethod
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:

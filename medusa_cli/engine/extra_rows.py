@@ -1,4 +1,4 @@
-"""FIRP's pseudo rows: guessed states of coming tokens that join a forward pass in a middle layer."""
+"""FIRP's extra rows: guessed states of coming tokens that join a forward pass in a middle layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone, Layers, padded_pass
 from medusa_cli.model.masks import Attend
 
-# Positions whose pseudo rows attend together: few, so that few of their columns are masked.
+# Positions whose extra rows attend together: few, so that few of their columns are masked.
 CHUNK = 32
 
 
 @dataclass(frozen=True)
 class ExtraRows:
-    """K maps [.., H] -> [.., H]: map k makes a row's k-th pseudo row of its state after layers[k] layers.
+    """K maps [.., H] -> [.., H]: map k makes a row's k-th extra row of its state after layers[k] layers.
 
     Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row, itself
-    and the row's pseudo rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
+    and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
     """
 
     layers: tuple[int, ...]
@@ -33,18 +33,18 @@ class ExtraRows:
         return [apply for at, apply in zip(self.layers, self.maps, strict=True) if at == layer]
 
     def sees(self, device: torch.device) -> Tensor:
-        """Returns which pseudo rows of a row see each other, bool [K, K]."""
+        """Returns which extra rows of a row see each other, bool [K, K]."""
         return torch.ones(len(self.layers), len(self.layers), dtype=torch.bool, device=device).tril()
 
 
 class ExtraRowStates:
-    """The pseudo rows of one pass over B sequences of n rows, made of `sources` [m] of these: K * m a sequence."""
+    """The extra rows of one pass over B sequences of n rows, made of `sources` [m] of these: K * m a sequence."""
 
     def __init__(self, rows: ExtraRows, sources: Tensor) -> None:
         self.rows, self.sources = rows, sources
 
     def extend(self, sees: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and pseudo rows."""
+        """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
         m, steps = len(self.sources), len(self.rows.layers)
         own = torch.eye(m, dtype=torch.bool, device=sees.device)
         among = (self.rows.sees(sees.device)[:, None, :, None] & own[None, :, None]).view(steps * m, steps * m)
@@ -58,10 +58,10 @@ class ExtraRowStates:
         return torch.cat([x, *entering], dim=1) if entering else x
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits final states [B, n + K m, H] into the rows' [B, n, H] and the pseudo rows' [B, m, K, H]."""
+        """Splits final states [B, n + K m, H] into the rows' [B, n, H] and the extra rows' [B, m, K, H]."""
         m, steps = len(self.sources), len(self.rows.layers)
-        rows, ahead = states.split([states.shape[1] - steps * m, steps * m], dim=1)
-        return rows, ahead.unflatten(1, (steps, m)).transpose(1, 2)
+        rows, extra = states.split([states.shape[1] - steps * m, steps * m], dim=1)
+        return rows, extra.unflatten(1, (steps, m)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class Trace:
 
 @torch.no_grad()
 def trace(backbone: Backbone, tokens: Tensor) -> Trace:
-    """Runs a pass over tokens [B, L] and keeps everything that pseudo rows need, for training."""
+    """Runs a pass over tokens [B, L] and keeps everything that extra rows need, for training."""
     cache = DynamicCache()
     out = padded_pass(backbone, tokens, use_cache=True, past_key_values=cache, output_hidden_states=True)
     states = (*out.hidden_states[: backbone.num_layers], out.last_hidden_state)
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
 
 
-def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) -> Tensor:
-    """Returns the final states [P, K, H] of the pseudo rows of P positions, rising rows [P] of a trace's B * L.
+def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, rows: Tensor) -> Tensor:
+    """Returns the final states [P, K, H] of the extra rows of P positions, rising rows [P] of a trace's B * L.
 
     They equal those of a forward pass; gradients reach the maps, through the layers above them.
     """
@@ -96,7 +96,7 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
-        maps = pseudo.entering(index)
+        maps = extra_rows.entering(index)
         if maps:
             below = traced.states[index].gather(1, positions[..., None].expand(-1, -1, backbone.hidden_size))
             x = torch.cat([x, torch.stack([apply(below) for apply in maps], dim=2).to(x.dtype)], dim=2)
@@ -104,9 +104,9 @@ def ahead(backbone: Backbone, traced: Trace, pseudo: ExtraRows, rows: Tensor) ->
         steps = x.shape[2]
         if not steps:
             continue
-        kind = backbone.masks.kind_of(index)
+        kind = backbone.masks.layer_type(index)
         if kind not in chunks:
-            sees = pseudo.sees(positions.device)[:steps, :steps]
+            sees = extra_rows.sees(positions.device)[:steps, :steps]
             chunks[kind] = [_chunk(backbone, kind, part, sees, length) for part in positions.split(CHUNK, dim=1)]
         ahead_of = positions[..., None] + torch.arange(1, steps + 1, device=positions.device)
         ahead_of = ahead_of.clamp(max=backbone.max_positions - 1).flatten(1)  # [B, W * steps]
@@ -133,10 +133,10 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _chunk(backbone: Backbone, kind: str, positions: Tensor, sees: Tensor, length: int) -> tuple[int, Tensor]:
-    """Returns the real columns that pseudo rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
+    """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
 
-    Each sees the real columns up to its own position, and those of its pseudo rows that `sees` [steps, steps] says. A
-    dense mask over all positions' pseudo rows would be mostly empty.
+    Each sees the real columns up to its own position, and those of its extra rows that `sees` [steps, steps] says. A
+    dense mask over all positions' extra rows would be mostly empty.
     """
     steps, (size, wide), device = len(sees), positions.shape, positions.device
     far = torch.arange(1, steps + 1, device=device)
@@ -151,7 +151,7 @@ def _chunk(backbone: Backbone, kind: str, positions: Tensor, sees: Tensor, lengt
 
 
 def _attend_to(chunks: list[tuple[int, Tensor]], split: int, keys: Tensor, values: Tensor) -> Attend:
-    """Returns attention of chunks of `split` pseudo rows to real keys and values [B, KV, L, D] and to their own."""
+    """Returns attention of chunks of `split` extra rows to real keys and values [B, KV, L, D] and to their own."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         batch, heads, _, dim = query.shape

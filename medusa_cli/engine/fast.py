@@ -53,7 +53,7 @@ class FastEngine(Engine):
         expected = {first: self._expected(probe, first) for first in firsts}
 
         def pack(index: int, layer: nn.Module) -> FastLayer:
-            kind, table = kinds.index(self.masks.kind_of(index)), self._tables.index(self._parts.kinds[index])
+            kind, table = kinds.index(self.masks.layer_type(index)), self._tables.index(self._parts.kinds[index])
             packed = FastLayer(layer, config, kernel, kind, table).eval()
             release(layer)
             return packed
@@ -159,14 +159,14 @@ class FastEngine(Engine):
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
-        pseudo, last = layout.pseudo, len(self.layers) if end is None else end
-        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(pseudo.rows.layers if pseudo else ())}
+        extra_rows, last = layout.extra_rows, len(self.layers) if end is None else end
+        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(extra_rows.rows.layers if extra_rows else ())}
         tapped: dict[int, Tensor] = {}
         inputs: tuple[Any, ...] = ()
         for first, after in itertools.pairwise(sorted(cuts)):
             rows = x.shape[1]
-            if pseudo is not None:
-                x = pseudo.enter(first, x)
+            if extra_rows is not None:
+                x = extra_rows.enter(first, x)
             if not inputs or x.shape[1] != rows:
                 inputs = self.inputs(x.shape[1], layout)
             tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, *inputs)

@@ -20,8 +20,8 @@ class Plan:
 
     Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass, sees[.., i, :].
     depth is [n] or [B, n], sees bool [n, n] or [B, n, n]; both None for a chain. taps: the layers whose outputs are
-    wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one, or "none". pseudo: FIRP's
-    rows beside every row, or a chain's last, which leave nothing in the cache; the tap is -1 then.
+    wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one, or "none". extra_rows:
+    FIRP's rows beside every row, or a chain's last, which leave nothing in the cache; the tap is -1 then.
     """
 
     tokens: Tensor
@@ -30,7 +30,7 @@ class Plan:
     first: int = 0
     taps: tuple[int, ...] = (-1,)
     logits: str = "all"
-    pseudo: ExtraRows | None = None
+    extra_rows: ExtraRows | None = None
 
     @classmethod
     def chain(
@@ -40,14 +40,14 @@ class Plan:
         slot: int = 0,
         taps: Sequence[int] = (-1,),
         logits: str = "last",
-        pseudo: ExtraRows | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> "Plan":
         """Returns a pass over one sequence's next tokens [n], such as a prompt's."""
-        return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, pseudo)
+        return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, extra_rows)
 
     @property
     def rows(self) -> int:
-        """Returns the rows of one sequence without pseudo rows."""
+        """Returns the rows of one sequence without extra rows."""
         return self.tokens.shape[1]
 
     @property
@@ -55,34 +55,34 @@ class Plan:
         return self.sees is None
 
     def visibility(self, device: torch.device) -> tuple[Tensor, Tensor, ExtraRowStates | None]:
-        """Returns who sees whom [B or 1, R, R], depths [B or 1, R], and pseudo rows, which are last of the R rows."""
+        """Returns who sees whom [B or 1, R, R], depths [B or 1, R], and extra rows, which are last of the R rows."""
         every = torch.arange(self.rows, device=device)
         if self.depth is None or self.sees is None:
             depth, sees = every[None], (every[:, None] >= every)[None]
         else:
             depth, sees = self.depth.to(device), self.sees.to(device)
             depth, sees = (depth if depth.dim() == 2 else depth[None]), (sees if sees.dim() == 3 else sees[None])
-        if self.pseudo is None:
+        if self.extra_rows is None:
             return sees, depth, None
-        pseudo = ExtraRowStates(self.pseudo, every[-1:] if self.is_chain else every)
-        return *pseudo.extend(sees, depth), pseudo
+        extra_rows = ExtraRowStates(self.extra_rows, every[-1:] if self.is_chain else every)
+        return *extra_rows.extend(sees, depth), extra_rows
 
 
 @dataclass(frozen=True)
 class Output:
     """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
 
-    ahead: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of pseudo rows.
+    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows.
     """
 
     logits: Tensor | None
     hidden: Tensor
-    ahead: Tensor | None = None
+    extra: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One pass as layers see it: R rows of each of B slots from `first` on, pseudo rows last.
+    """One pass as layers see it: R rows of each of B slots from `first` on, extra rows last.
 
     positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
     that begins a slot (where each row sees those before it); start: the slot's
@@ -96,16 +96,16 @@ class Layout:
     start: int | None
     columns: Tensor
     wide: int
-    pseudo: ExtraRowStates | None = None
+    extra_rows: ExtraRowStates | None = None
 
 
 def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device, round_to: int = 1) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
-    context: the model's; pseudo rows may stand beyond it, where rotary tables may change. round_to: attention reads a
+    context: the model's; extra rows may stand beyond it, where rotary tables may change. round_to: attention reads a
     multiple of so many columns.
     """
-    sees, depth, pseudo = plan.visibility(device)
+    sees, depth, extra_rows = plan.visibility(device)
     size, rows = len(plan.tokens), depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
@@ -113,9 +113,10 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     wide = padded(end, round_to)
     if size > 1:
         used = upload(lengths, device)
-        return lay_out_at(used, sees, depth, masks, context, plan.first, wide, pseudo)
+        return lay_out_at(used, sees, depth, masks, context, plan.first, wide, extra_rows)
     start = lengths[0]
-    if plan.is_chain and not start and pseudo is None and device.type != "cpu":  # a GPU's fastest kernel takes no mask
+    if plan.is_chain and not start and extra_rows is None and device.type != "cpu":
+        # A GPU's fastest kernel takes no mask.
         every = torch.arange(rows, device=device)
         return Layout(plan.first, 1, depth, masks.causal(rows, device), start, every[None], rows)
     visible = F.pad(sees, (start, wide - end), value=False)
@@ -125,7 +126,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     by_column = torch.arange(wide, device=device)
     by_column[start:end] = positions[0]
     additive = masks.additive(visible, positions, by_column)
-    return Layout(plan.first, 1, positions.clamp(max=context - 1), additive, start, columns[None], wide, pseudo)
+    return Layout(plan.first, 1, positions.clamp(max=context - 1), additive, start, columns[None], wide, extra_rows)
 
 
 def lay_out_at(
@@ -136,7 +137,7 @@ def lay_out_at(
     context: int,
     first: int,
     wide: int,
-    pseudo: ExtraRowStates | None = None,
+    extra_rows: ExtraRowStates | None = None,
 ) -> Layout:
     """Returns the layout of rows with sees [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
 
@@ -151,4 +152,4 @@ def lay_out_at(
     by_column = torch.where(row < 0, row + lengths[:, None], positions.expand(size, -1).gather(1, inside))
     additive = masks.additive(visible, positions, by_column[:, None])
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    return Layout(first, size, positions.clamp(max=context - 1), additive, None, columns, wide, pseudo)
+    return Layout(first, size, positions.clamp(max=context - 1), additive, None, columns, wide, extra_rows)

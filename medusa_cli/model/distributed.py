@@ -105,7 +105,7 @@ class Distributed:
         return values
 
     @contextmanager
-    def first_ahead(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Runs the block in the first process, then in the others, which read what it wrote."""
         if not self.first:
             self.wait()

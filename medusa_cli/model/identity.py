@@ -31,7 +31,7 @@ def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | No
         "vocab_size": network.get_input_embeddings().weight.shape[0],
         "layers": text.num_hidden_layers,
         "weights": weights,
-        "rounding": rounding_of(network),
+        "rounding": quantization_of(network),
         "adapter": adapter,
     }
     return {key: value for key, value in identity.items() if value is not None}
@@ -48,7 +48,7 @@ def weights_of(model: str) -> str | None:
     return _digest(_samples(files)) if files else None
 
 
-def rounding_of(network: Any) -> str | None:
+def quantization_of(network: Any) -> str | None:
     """Returns how bitsandbytes quantizes a network's weights, as `LoadOptions.quantize`; None if it does not."""
     settings = getattr(network.config, "quantization_config", None)
     if getattr(settings, "load_in_4bit", False):

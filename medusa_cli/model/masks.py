@@ -86,7 +86,7 @@ class Masks:
         self._by_layer: list[str] = list(kinds)
         self.kinds = sorted(set(kinds))
 
-    def kind_of(self, layer: int) -> str:
+    def layer_type(self, layer: int) -> str:
         """Returns the kind of a layer."""
         return self._by_layer[layer] if len(self.kinds) > 1 else self.kinds[0]
 

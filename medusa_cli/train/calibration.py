@@ -18,7 +18,7 @@ from medusa_cli.runs.io import Document
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
-from medusa_cli.train.prefill import with_states
+from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.train.setup import ROWS, engine_for, longest, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
@@ -83,7 +83,7 @@ def calibrate(
         raise UserError("no conversation is held out for calibration", "distil more than one conversation")
     dataset = replace(whole, train=[], held_out=items[:max_samples])
     if not online:
-        dataset = with_states(dataset, run, backbone, source, drafter.taps, among=whole, show=show)
+        dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, among=whole, show=show)
     return {
         **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
         STAMP: stamp_of(folder),

@@ -14,8 +14,8 @@ from medusa_cli.model.load import DTYPES
 from medusa_cli.runs.io import replacing
 from medusa_cli.runs.recipe import Recipe, differences
 from medusa_cli.runs.run import Run, check_backbone
+from medusa_cli.train.hidden_states import rounding
 from medusa_cli.train.log import NAME
-from medusa_cli.train.prefill import rounding
 
 # A resumed training may change these: they do not change what is learnt.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")

@@ -30,9 +30,9 @@ from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import set_aside
+from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.train.log import NAME, Stepped, TrainLog, Validated, draw_curves, read_log, shares
 from medusa_cli.train.loop import Trainer
-from medusa_cli.train.prefill import with_states
 
 log = logging.getLogger(__name__)
 LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
@@ -92,16 +92,16 @@ def _load(
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
     train, kind = recipe.train, DRAFTERS[recipe.drafter.name]
-    with nullcontext() if train.shard else world.first_ahead():
+    with nullcontext() if train.shard else world.main_process_first():
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
-    with world.first_ahead():
+    with world.main_process_first():
         run.bind(backbone.identity)
     online = train.stage == 2 or setup.runs_model(kind, train)
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if not online:
-        dataset = with_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
+        dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
     if isinstance(drafter, Eagle):
         first = dataset.batch(backbone, drafter, dataset.micro_batches(dataset.train, LEVELLED)[0])
         drafter.level(first.hidden[first.learnt])
@@ -206,7 +206,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
             for record in read_jsonl(source, array=True):
                 if isinstance(record, dict):
-                    kept = {key: value for key, value in record.items() if key not in ("state_rows", "seal")}
+                    kept = {key: value for key, value in record.items() if key not in ("state_rows", "states_digest")}
                     out.write(json.dumps(kept) + "\n")
     return run
 

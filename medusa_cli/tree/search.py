@@ -110,7 +110,7 @@ class SizedTree:
 
 
 @dataclass(frozen=True)
-class Budget(SizedTree):
+class TimedTree(SizedTree):
     """A tree of a size, and the seconds of a step over it, drafting included."""
 
     seconds: float
@@ -120,18 +120,18 @@ class Budget(SizedTree):
         return self.expected / self.seconds
 
 
-def budgets(accuracies: Accuracies, costs: Costs) -> list[Budget]:
+def budgets(accuracies: Accuracies, costs: Costs) -> list[TimedTree]:
     """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
     limit, best = min(max(costs.verify), largest(accuracies)), []
     for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
-        each = [Budget(tree, expected_length(tree, accuracies), costs.step(nodes, tree.max_depth)) for tree in trees]
+        each = [TimedTree(tree, expected_length(tree, accuracies), costs.step(nodes, tree.max_depth)) for tree in trees]
         best.append(max(each, key=lambda budget: budget.tokens_per_s))
     return best
 
 
-def break_even(chosen: Budget, costs: Costs) -> float:
+def break_even(chosen: TimedTree, costs: Costs) -> float:
     """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
 
     The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.

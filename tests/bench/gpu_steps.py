@@ -17,7 +17,7 @@ import torch
 
 from medusa_cli.bench.steps import copy_bandwidth
 from medusa_cli.decode import Decoder, Request, policy_of
-from medusa_cli.decode.costs import Blank, measure_costs
+from medusa_cli.decode.costs import NullDrafter, measure_costs
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.device import upload
@@ -38,7 +38,7 @@ TREES = {16: Tree.dense([3, 2, 1]), 64: Tree.dense([9, 2, 1, 1])}
 WIDE_AIM, PLAIN_AIM = 1.10, 1.15
 
 
-class Synthetic(Blank):
+class Synthetic(NullDrafter):
     """Puts the right token on each node by a chance; the answer is known."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], chance: float) -> None:
@@ -91,7 +91,7 @@ def time_model(model: str, device: str, graphs: bool | None = None) -> dict[str,
 def time_engine(backbone: Backbone, cuda_graphs: bool) -> dict[str, Any]:
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    verify = measure_costs(backbone, Blank(), rounds=ROUNDS, sizes=ROWS, cuda_graphs=cuda_graphs).verify
+    verify = measure_costs(backbone, NullDrafter(), rounds=ROUNDS, sizes=ROWS, cuda_graphs=cuda_graphs).verify
     both = measure_costs(backbone, heads, rounds=ROUNDS, sizes=(1, 16), cuda_graphs=cuda_graphs)
     drafting = both.draft[HEADS] + max(0.0, both.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size

@@ -13,14 +13,14 @@ import torch
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset
-from medusa_cli.data.states import StateStore, read_rows, seal
+from medusa_cli.data.states import StateStore, read_rows, states_digest
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.engine import Plan
 from medusa_cli.engine.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.model.identity import rounding_of
+from medusa_cli.model.identity import quantization_of
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 def rounding(backbone: Backbone) -> str | None:
     """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
     kernel = backbone.engine.kernel.name
-    return kernel if kernel in BITS else rounding_of(backbone.model)
+    return kernel if kernel in BITS else quantization_of(backbone.model)
 
 
-def with_states(
+def with_hidden_states(
     dataset: Dataset,
     run: Run,
     backbone: Backbone,
@@ -63,7 +63,7 @@ def with_states(
         _prefill(cached, backbone, needed, starts, taps, world, show)
     rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
     train, held_out = (
-        [replace(item, state_rows=rows[item.id], seal=None) for item in part]
+        [replace(item, state_rows=rows[item.id], states_digest=None) for item in part]
         for part in (dataset.train, dataset.held_out)
     )
     states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
@@ -84,7 +84,7 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
     size = backbone.hidden_size
     states = read_rows(stored, size * len(layers), 0, max(map(sum, places)))
     for item, (first, count) in zip(items, places, strict=True):
-        if item.seal not in (None, seal(item, states[first : first + count])):
+        if item.states_digest not in (None, states_digest(item, states[first : first + count])):
             raise UserError(
                 f"{stored} holds other state rows than were kept for the conversation {item.id!r}",
                 "delete it to compute the states again",
@@ -122,7 +122,7 @@ def _prefill(
     every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
     """
     part, width = path.with_name(f"{path.name}.part"), backbone.hidden_size * len(taps)
-    with world.first_ahead():
+    with world.main_process_first():
         part.parent.mkdir(parents=True, exist_ok=True)
         store = StateStore(part, width)
         store.truncate(starts[-1])
@@ -144,6 +144,6 @@ def _prefill(
             show("hidden states", count, total)
         store.sync()
     world.wait()
-    with world.first_ahead(), suppress(FileNotFoundError):  # another training computed the same
+    with world.main_process_first(), suppress(FileNotFoundError):  # another training computed the same
         if world.first:
             part.replace(path)
