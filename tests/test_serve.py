@@ -35,12 +35,15 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"--port {port}" in medusa("serve", "--port", port, "--model", "/no/model", exit_code=2).stderr
+        assert (
+            f"--port {port}" in medusa("serve", "--port", port, "--model", tmp_path, "--baseline", exit_code=2).stderr
+        )
 
 
 @pytest.mark.parametrize(("model", "name"), [(".", "x1"), ("../mine", "mine")])

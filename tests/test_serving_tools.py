@@ -37,6 +37,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 BAD_CALL = {"function": {"name": "f", "arguments": "["}}
+DEEP_CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
 NAMES = ("get_weather", "now")
 
 
@@ -168,7 +169,7 @@ def test_an_answer_may_call_or_follow_a_schema(served: Served) -> None:
 
 
 def test_results_of_tools_go_back_to_the_model(served: Served) -> None:
-    call = {"id": "abc", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    call = {"id": "abc", "type": "function", "function": {"name": "now", "arguments": ""}}
     messages = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -270,6 +271,10 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) 
         ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
         ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),
         ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

@@ -172,7 +172,12 @@ class CalledFunction(Strict):
     @field_validator("arguments")
     @classmethod
     def _object(cls, text: str) -> str:
-        if not isinstance(json.loads(text or "{}"), dict):
+        text = text or "{}"  # as clients write a call without arguments
+        try:
+            value = json.loads(text)
+        except RecursionError:
+            value = None
+        if not isinstance(value, dict):
             raise ValueError("no JSON object")
         return text
 
