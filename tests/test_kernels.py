@@ -240,6 +240,27 @@ def test_few_and_more_rows_of_a_rounded_product_agree(bits: int) -> None:
 
 
 @BF16
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_of_rows_share_the_traces_of_rounded_layers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Any] = []
+
+    def counted(*given: Any) -> Any:
+        traces.append(trace(*given))
+        return traces[-1]
+
+    monkeypatch.setattr("medusa_cli.engine.jit.trace", counted)
+    alone, shared = (Backbone(tiny_model(hidden=64).to(torch.bfloat16), tiny_tokenizer()) for _ in range(2))
+    for backbone in (alone, shared):
+        attach(backbone, f"int{bits}")
+    few = FEW_ROWS[bits]
+    for rows in (1, few, few - 1, 2, few, few + 1, 40, 20, few + 2, 50):
+        ids = torch.arange(5, 5 + rows)
+        alone.engine._segments = {}  # never traced
+        assert error(forward(shared, ids).hidden, forward(alone, ids).hidden) < 1e-2
+    assert len(traces) == 2 and all(traces)
+
+
+@BF16
 def test_shapes_without_a_rounded_kernel_keep_their_weights() -> None:
     weight, x = weight_of(30, 40).to(torch.bfloat16), torch.randn(3, 40).to(torch.bfloat16)
     assert round_weight(weight, 4) is None

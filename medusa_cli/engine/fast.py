@@ -11,7 +11,7 @@ from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of, shares
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
-from medusa_cli.engine.kernels import Kernel, PackedProduct
+from medusa_cli.engine.kernels import BITS, FEW_ROWS, Kernel, PackedProduct
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
 from medusa_cli.engine.plan import Layout, Plan, lay_out
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
@@ -181,8 +181,9 @@ class FastEngine(Engine):
         assert cache.keys is not None and cache.rows is not None
         slots, rows, pieces = slice(layout.first, layout.first + layout.size), x.shape[0] * x.shape[1], len(inputs[2])
         keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.rows))
-        # A trace holds the number of chunks. Rounded products choose by the number of rows, so each has its own.
-        kind = rows if not self.kernel.exact else -(-rows // self._chunk) if self._chunk else 0
+        # A trace holds the number of chunks, and the choice that rounded products make by the number of rows.
+        chunks = -(-rows // self._chunk) if self._chunk else 0
+        kind = chunks, self.kernel.name in BITS and len(inputs[0]) > FEW_ROWS[BITS[self.kernel.name]]
         key = (first, end, path, kind, pieces)
         if key not in self._segments:
             norm = self.norm if end == len(self.layers) else None
