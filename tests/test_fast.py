@@ -87,7 +87,7 @@ def test_extra_rows_equal_the_eager_engine(family: str) -> None:
         ]
         nodes = torch.stack([torch.arange(30 + i, 30 + i + TREE.size) for i in range(3)])
         outputs.append(backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, extra_rows=extra_rows), cache))
-        assert outputs[0].ahead.shape == (1, 1, 3, 32) and outputs[-1].extra.shape == (3, TREE.size, 3, 32)
+        assert outputs[0].extra.shape == (1, 1, 3, 32) and outputs[-1].extra.shape == (3, TREE.size, 3, 32)
         results.append([part.clone() for out in outputs for part in (out.logits, out.hidden, out.extra)])
     assert_close(results, 2e-4)
 
