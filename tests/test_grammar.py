@@ -208,6 +208,13 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
     assert done["items"]["properties"]["free"]["additionalProperties"] is True
 
 
+# Definitions that refer to one another in a chain, longer than a recursive parser can follow.
+CHAIN = {
+    "$ref": "#/$defs/0",
+    "$defs": {**{str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9999)}, "9999": {}},
+}
+
+
 @pytest.mark.parametrize(
     ("sources", "name"),
     [
@@ -221,6 +228,8 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
         ({"regex": ""}, "regex"),
         ({"grammar": "start: x"}, "grammar"),
         ({"grammar": "root ::= ("}, "grammar"),
+        ({"grammar": "start: a0" + "".join(f"\na{i}: a{i + 1}" for i in range(9999)) + '\na9999: "y"'}, "grammar"),
+        ({"json_schema": CHAIN}, "json_schema"),
         ({"grammar": "start: " + 9999 * "(" + '"a"' + 9999 * ")"}, "grammar"),
         ({"regex": 9999 * "(" + "a" + 9999 * ")"}, "regex"),
         ({"json_schema": 9999 * '{"items": ' + "{}" + 9999 * "}"}, "json_schema"),

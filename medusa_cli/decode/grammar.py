@@ -32,7 +32,8 @@ VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
 CACHED_GRAMMARS = 128
-MAX_NESTING = 100  # the parsers of grammars are recursive
+# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references ends the process.
+MAX_NESTING, MAX_RULES = 100, 250
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,25 @@ class Grammar:
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
                 raise UsageError(f"@{kind} is empty or no text", "give its source")
-            if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
-                raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
+            check_size(kind, source, max(source.count("\n"), source.count("::=")))
             return cls(kind, source)
         try:
             schema = json.loads(source) if isinstance(source, str | bytes) else source
             if not isinstance(schema, dict):
                 raise TypeError("no JSON object")
-            return cls(kind, json.dumps(closed(schema)))
+            text = json.dumps(closed(schema))
         except (ValueError, TypeError, RecursionError) as reason:
             raise UsageError(f"@json_schema is not valid: {first_line(reason)}", "give a JSON object") from reason
+        check_size(kind, text, text.count('"$ref"'))
+        return cls(kind, text)
+
+
+def check_size(kind: str, source: str, rules: int) -> None:
+    """Raises UsageError for a source with too many brackets at once or too many rules for recursive parsers."""
+    if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
+        raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
+    if rules > MAX_RULES and kind != "regex":
+        raise UsageError(f"@{kind} has {rules} rules or references", f"use at most {MAX_RULES}")
 
 
 def inline(schema: Mapping[str, Any]) -> str:
