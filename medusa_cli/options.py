@@ -151,8 +151,15 @@ class DraftFlags:
 
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError for missing ones."""
-        files, rules = (self.model, self.run, self.drafter, self.tree), (self.lookup, self.corpus)
-        return choose(*files, need_drafter=need_drafter, lookup=rules[0], corpus=rules[1])
+        return choose(
+            self.model,
+            self.run,
+            self.drafter,
+            self.tree,
+            need_drafter=need_drafter,
+            lookup=self.lookup,
+            corpus=self.corpus,
+        )
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
         """Returns the files, or with --baseline those of plain decoding, and a template's text."""

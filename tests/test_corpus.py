@@ -55,11 +55,11 @@ def brute_force(texts: list[list[int]], end: list[int]) -> tuple[int, set[int]]:
     """Returns the length of the longest match, and the tokens that follow it; GAP for the end of a text."""
     by_length: dict[int, list[int]] = {}
     for text in texts:
-        for place in range(1, len(text) + 1):
+        for position in range(1, len(text) + 1):
             length = 0
-            while length < min(MAX_LENGTH, place, len(end)) and text[place - 1 - length] == end[-1 - length]:
+            while length < min(MAX_LENGTH, position, len(end)) and text[position - 1 - length] == end[-1 - length]:
                 length += 1
-            by_length.setdefault(length, []).append([*text, GAP][place])
+            by_length.setdefault(length, []).append([*text, GAP][position])
     length = max(by_length)
     return length, set(by_length[length])
 
@@ -183,7 +183,9 @@ def test_index_is_kept_and_a_damaged_or_old_one_is_made_anew(
         return bool(written)
 
     again = load_corpus(str(text), backbone)
-    assert not load() and np.array_equal(again.tokens, first.tokens) and np.array_equal(again.places, first.places)
+    assert (
+        not load() and np.array_equal(again.tokens, first.tokens) and np.array_equal(again.positions, first.positions)
+    )
     for damage in (b"", whole[: len(whole) // 2], b"\x7f" * len(whole), whole[:-4] + b"\x7f\x7f\x7f\x7f"):
         kept.write_bytes(damage)
         assert load() and kept.read_bytes() == whole

@@ -8,7 +8,7 @@ import pytest
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
-from medusa_cli.serve.tools import MAX_CALLS, CallReader, calls_grammar, marker_ids, told_of
+from medusa_cli.serve.tools import MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
 from tests.helpers import (
     END_ID,
     PROMPT,
@@ -192,8 +192,8 @@ def test_a_template_with_tools_gets_them_and_past_calls_as_they_are() -> None:
     backbone.tokenizer.chat_template = "{{ tools | tojson }}"
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert told_of(backbone, messages, TOOLS) == (messages, {"tools": TOOLS})
-    assert told_of(backbone, messages, []) == (messages, {})
+    assert describe_tools(backbone, messages, TOOLS) == (messages, {"tools": TOOLS})
+    assert describe_tools(backbone, messages, []) == (messages, {})
 
 
 # Answers, and the content and calls in them.

@@ -117,21 +117,21 @@ def _read_index(path: Path, vocab_size: int) -> Corpus | None:
     """Returns the corpus of a kept index; None without one, and for a damaged one."""
     try:
         table = np.load(path, mmap_mode="r")
-        tokens, places = np.asarray(table[0]), np.asarray(table[1])
+        tokens, positions = np.asarray(table[0]), np.asarray(table[1])
         whole = table.dtype == np.int32 and table.shape == (2, len(tokens))
         whole = whole and tokens.min() >= GAP and tokens.max() < vocab_size
-        whole = whole and places.min() >= 0 and places.max() < len(tokens)
+        whole = whole and positions.min() >= 0 and positions.max() < len(tokens)
     except (OSError, ValueError, IndexError, EOFError):
         return None
     corpus = Corpus()
-    corpus.tokens, corpus.places = tokens, places
+    corpus.tokens, corpus.positions = tokens, positions
     return corpus if whole else None
 
 
 def _write_index(path: Path, name: str, corpus: Corpus) -> None:
-    """Keeps an index in the place of the one of an earlier content."""
+    """Keeps an index in the position of the one of an earlier content."""
     with replacing(path) as part, part.open("wb") as stream:
-        np.save(stream, np.stack([corpus.tokens, corpus.places]))
+        np.save(stream, np.stack([corpus.tokens, corpus.positions]))
     for other in path.parent.glob(f"{name}-*"):
         if other != path:
             other.unlink(missing_ok=True)

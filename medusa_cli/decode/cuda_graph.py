@@ -19,7 +19,7 @@ from medusa_cli.decode.accept import accept
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stats import Accepted
-from medusa_cli.drafters.base import Drafter, TreeTensors
+from medusa_cli.drafters.base import Drafter, Fill, TreeTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
 from medusa_cli.engine.device import upload
@@ -108,7 +108,7 @@ class CudaGraphs:
         capture: Capture | None = None,
     ) -> None:
         self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
-        self._drafter = drafter if drafter is not None and drafter.fills else None
+        self._fill = None if drafter is None else drafter.fill
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
         self._pool: Any = None
@@ -153,7 +153,7 @@ class CudaGraphs:
         """
         if not all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts):
             return None
-        fills = self._drafter is not None and not guesses
+        fills = self._fill is not None and not guesses
         hidden = [sequence.unread[-1].hidden[-1:] for sequence in sequences] if fills else []
         try:
             accepted = self.run([sequence.sampler for sequence in sequences], drafts, guesses, hidden)
@@ -205,7 +205,7 @@ class CudaGraphs:
             self._steps, self._pool = {}, torch.cuda.graph_pool_handle() if on_device else None
         key = batch, rows, sampled
         if key not in self._steps:
-            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, self._drafter)
+            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, self._fill)
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key], self.count = step, self.count + 1
         self._buffer = cache.values
@@ -243,11 +243,11 @@ class _GraphStep:
         rows: int,
         taps: tuple[int, ...],
         sampled: bool,
-        drafter: Drafter | None,
+        fill: Fill | None,
     ) -> None:
         device, self._rows, self._count = engine.backbone.device, rows, min(rows, DEPTHS)
         self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
-        self._drafter = drafter if rows > 1 else None
+        self._fill = fill if rows > 1 else None
         self._inputs = self._pack([0] * batch, []).to(device)  # [B, 1 + 5 N]
         self.lengths = self._inputs[:, 0]
         # Of N nodes: depths, parents, ranks, tokens, and as bits the nodes that each one sees.
@@ -297,7 +297,7 @@ class _GraphStep:
         self._inputs.copy_(upload(self._pack(lengths[:size], drafts), device))
         for slot, draft in guesses.items():
             self.tokens[slot, : draft.tree.size] = draft.tokens
-        if self._drafter is not None and hidden:
+        if self._fill is not None and hidden:
             self.hidden[: len(hidden)] = torch.cat(list(hidden))
         if self._sampled:
             self.params.copy_(upload(sampling_params(samplers, size, self._count), device))
@@ -308,9 +308,9 @@ class _GraphStep:
         engine, rows, depth, parents = self._engine, self._rows, self.depth, self.parents
         sees = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         tokens = self.tokens
-        if self._drafter is not None:
+        if self._fill is not None:
             trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0])
-            tokens = torch.where(tokens == UNREAD, self._drafter.fill(engine.backbone, self.hidden, trees), tokens)
+            tokens = torch.where(tokens == UNREAD, self._fill(engine.backbone, self.hidden, trees), tokens)
         context, wide = engine.backbone.max_positions, self._cache.capacity
         layout = lay_out_at(self.lengths, sees, depth, engine.masks, context, 0, wide)
         states, final = engine.run(tokens, layout, self._cache, self._taps)

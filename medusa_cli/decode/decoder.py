@@ -143,23 +143,12 @@ class Decoder:
             return []
         plans = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
-        fills = graphs is not None and self.drafter is not None and self.drafter.fills
-        fills = fills and all(isinstance(tree, Tree) for tree, _ in plans)
-        guesses = {} if fills else self._guess(sequences, plans)
-        drafted, accepted = time.perf_counter(), None
-        if graphs is not None:
-            # The host does not read what a drafter drafts.
-            own = [tree if fills and isinstance(tree, Tree) else ROOT for tree, _ in plans]
-            trees = [guesses[i].tree if i in guesses else tree for i, tree in enumerate(own)]
-            unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
-            drafts = self._complete(plans, unread, sequences)
-            accepted = graphs.verify(sequences, drafts, guesses)
-        if accepted is None:
-            guesses = guesses or self._guess(sequences, plans)
-            roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
-            known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
-            drafts = self._complete(plans, known, sequences)
-            accepted = self._verify(sequences, plans, drafts)
+        in_graph = graphs is not None and self.drafter is not None and self.drafter.fill is not None
+        in_graph = in_graph and all(isinstance(tree, Tree) for tree, _ in plans)
+        guesses = {} if in_graph else self._guess(sequences, plans)
+        drafted = time.perf_counter()
+        result = None if graphs is None else self._run_graph(graphs, sequences, plans, guesses, in_graph)
+        drafts, accepted = result or self._run_pass(sequences, plans, guesses or self._guess(sequences, plans))
         tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
         count, kept_at = len(sequences), time.perf_counter()
         seconds = (drafted - started) / count, (kept_at - drafted) / count
@@ -169,6 +158,39 @@ class Decoder:
         ]
         self.policy.record(sequences, steps)
         return list(zip(sequences, steps, strict=True))
+
+    def _run_graph(
+        self,
+        graphs: CudaGraphs,
+        sequences: Several[Sequence],
+        plans: Several[DraftPlan],
+        guesses: dict[int, Draft],
+        in_graph: bool,
+    ) -> tuple[list[Draft], list[Accepted]] | None:
+        """Returns drafts and what a CUDA graph accepts of them; None if it cannot run them.
+
+        The host does not read what a drafter drafts. in_graph: the graph drafts the plans' trees, not `guesses`.
+        """
+        trees = [
+            guesses[i].tree if i in guesses else tree if in_graph and isinstance(tree, Tree) else ROOT
+            for i, (tree, _) in enumerate(plans)
+        ]
+        unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
+        drafts = self._complete(plans, unread, sequences)
+        accepted = graphs.verify(sequences, drafts, guesses)
+        return None if accepted is None else (drafts, accepted)
+
+    def _run_pass(
+        self, sequences: Several[Sequence], plans: Several[DraftPlan], guesses: dict[int, Draft]
+    ) -> tuple[list[Draft], list[Accepted]]:
+        """Returns drafts and what a pass without a graph accepts of them."""
+        roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
+        known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
+        drafts = self._complete(plans, known, sequences)
+        depth = max(tree.max_depth for tree, _ in plans)
+        extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
+        out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
+        return drafts, self._accept(sequences, drafts, out)
 
     def _check_memory(self, tokens: int) -> None:
         """Raises UserError for a text that the cache cannot grow to hold in the device's memory."""
@@ -208,15 +230,6 @@ class Decoder:
             add_paths(draft, paths).first(self.engine.tree_rows(len(sequence.tokens)))
             for draft, (_, paths), sequence in zip(drafts, plans, sequences, strict=True)
         ]
-
-    def _verify(
-        self, sequences: Several[Sequence], plans: Several[DraftPlan], drafts: Several[Draft]
-    ) -> list[Accepted]:
-        """Verifies drafts in a pass without a graph."""
-        depth = max(tree.max_depth for tree, _ in plans)
-        extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
-        out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
-        return self._accept(sequences, drafts, out)
 
     def _accept(self, sequences: Several[Sequence], drafts: Several[Draft], out: Output) -> list[Accepted]:
         """Accepts a path of each draft and keeps its rows in the cache."""

@@ -120,30 +120,30 @@ def _match_length(text: Sequence[int], start: int) -> int:
 
 
 class Corpus:
-    """Indexes earlier texts: their tokens, and all places in them, sorted by the tokens before, read backwards.
+    """Indexes earlier texts: their tokens, and all positions in them, sorted by the tokens before, read backwards.
 
-    tokens, places int32 [T]: texts between gaps. The longest match of a text's end then stands where that end would be
-    sorted in, which takes some 20 comparisons in ten million tokens.
+    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands where that end would
+    be sorted in, which takes some 20 comparisons in ten million tokens.
     """
 
     tokens: NDArray[np.int32]
-    places: NDArray[np.int32]
+    positions: NDArray[np.int32]
 
     def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
         self.index(texts)
 
     def index(self, texts: Iterable[Sequence[int]]) -> None:
-        """Indexes these texts in place of those before; takes some 0.4 s and 60 MB a million tokens."""
+        """Indexes these texts in position of those before; takes some 0.4 s and 60 MB a million tokens."""
         border = np.full(max(MAX_LENGTH, MAX_TOKENS), GAP, np.int32)
         parts = [part for text in texts for part in (np.asarray(text, np.int32), border[:1])]
         self.tokens = np.concatenate([border, *parts, border])
-        rank, length = np.zeros(len(self.tokens), np.int64), 1  # of each place by the `length` tokens before it
+        rank, length = np.zeros(len(self.tokens), np.int64), 1  # of each position by the `length` tokens before it
         rank[1:] = self.tokens[:-1] - GAP
         while length < MAX_LENGTH:
             pairs = rank * (int(rank.max()) + 1)
             pairs[length:] += rank[:-length]
             rank, length = np.unique(pairs, return_inverse=True)[1], 2 * length
-        self.places = np.argsort(rank, kind="stable").astype(np.int32)
+        self.positions = np.argsort(rank, kind="stable").astype(np.int32)
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -152,22 +152,22 @@ class Corpus:
     def find(self, end: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Returns the length of the longest match of a text's end, and what followed it most often.
 
-        Of many places CORPUS_POSITIONS neighbours are compared.
+        Of many positions CORPUS_POSITIONS neighbours are compared.
         """
         # Lists: numpy's calls are slow where a model's weights have just run through the processor's cache.
-        wanted, tokens, places = list(end[: -MAX_LENGTH - 1 : -1]), self.tokens.data, self.places.data
+        wanted, tokens, positions = list(end[: -MAX_LENGTH - 1 : -1]), self.tokens.data, self.positions.data
 
-        def before(place: int) -> list[int]:
-            return tokens[place - MAX_LENGTH : place].tolist()[::-1]
+        def before(position: int) -> list[int]:
+            return tokens[position - MAX_LENGTH : position].tolist()[::-1]
 
-        at = bisect_left(places, wanted, key=before)
-        near = places[max(at - CORPUS_POSITIONS // 2, 0) : at + CORPUS_POSITIONS // 2].tolist()
-        closest = [before(place) for place in places[max(at - 1, 0) : at + 1]]
+        at = bisect_left(positions, wanted, key=before)
+        near = positions[max(at - CORPUS_POSITIONS // 2, 0) : at + CORPUS_POSITIONS // 2].tolist()
+        closest = [before(position) for position in positions[max(at - 1, 0) : at + 1]]
         length = max((_common(wanted, other) for other in closest), default=0)
         if not length:
             return 0, ()
-        alike = [place for place in near if before(place)[:length] == wanted[:length]]
-        rows = [tokens[place : place + MAX_TOKENS].tolist() for place in alike]
+        alike = [position for position in near if before(position)[:length] == wanted[:length]]
+        rows = [tokens[position : position + MAX_TOKENS].tolist() for position in alike]
         level = 0
         while len(rows) > 1 and level < MAX_TOKENS:
             [(token, _)] = Counter(row[level] for row in rows).most_common(1)

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -126,13 +126,16 @@ class TreeTensors:
     roots: Tensor
 
 
+# fill(backbone, hidden [B, H * taps], trees): a token for every node [B, N] of trees that are data. It reads no value
+# of a tensor and makes no shape from one, so it can be captured in a CUDA graph.
+Fill = Callable[[Backbone, Tensor, TreeTensors], Tensor]
+
+
 class Drafter(nn.Module, ABC):
     """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
-    # True if it drafts from the last position's hidden states alone, so that `fill` may be part of a CUDA graph.
-    fills: bool = False
     num_heads: int
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
@@ -156,12 +159,10 @@ class Drafter(nn.Module, ABC):
         """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
         return None
 
-    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
-        """Drafts a token for every node [B, N] of trees that are data, from hidden states [B, H * taps].
-
-        It reads no value of a tensor and makes no shape from one, so it can be captured in a CUDA graph.
-        """
-        raise NotImplementedError
+    @property
+    def fill(self) -> Fill | None:
+        """Returns how it drafts within a CUDA graph; None unless it drafts from the last hidden states alone."""
+        return None
 
     @abstractmethod
     def draft(

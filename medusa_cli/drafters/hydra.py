@@ -10,7 +10,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, NewTokens, TreeTensors
+from medusa_cli.drafters.base import Batch, Fill, NewTokens, TreeTensors
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
 from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level, fill_by_level
@@ -81,11 +81,11 @@ class HydraHeads(HeadDrafter):
         return draft_by_level(tree, new, self._guesses(backbone, self._context(sequences, new)))
 
     @property
-    def fills(self) -> bool:  # type: ignore[override]
-        return not self.prefix
+    def fill(self) -> Fill | None:
+        return None if self.prefix else self._fill
 
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
+    def _fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
         return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden.to(self.dtype)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.drafters.base import Batch, NewTokens, TreeTensors
+from medusa_cli.drafters.base import Batch, Fill, NewTokens, TreeTensors
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
 from medusa_cli.drafters.levels import Guess, draft_by_level, fill_by_level
@@ -20,7 +20,6 @@ class MedusaHeads(HeadDrafter):
     name = "medusa"
     weights_file = "medusa_lm_head.safetensors"
     settings = ("num_layers", "matrices", "conditional")
-    fills = True
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
@@ -34,8 +33,12 @@ class MedusaHeads(HeadDrafter):
         hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))
 
+    @property
+    def fill(self) -> Fill:
+        return self._fill
+
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
+    def _fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
         return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden, self.num_heads))
 
     def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:

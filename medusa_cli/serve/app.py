@@ -40,7 +40,7 @@ from medusa_cli.serve.schema import (
     TokenizeRequest,
     TokenizeText,
 )
-from medusa_cli.serve.tools import calls_grammar, marker_ids, told_of
+from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
@@ -269,7 +269,7 @@ class Handler:
                 if name in own:
                     param = f"chat_template_kwargs.{name}"
                     raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
-            messages, more = told_of(backbone, [message.plain for message in body.messages], body.offered)
+            messages, more = describe_tools(backbone, [message.plain for message in body.messages], body.offered)
             return [backbone.encode_chat(messages, **body.template, **more)]
         if isinstance(body, TokenizeText):
             return [token_ids(backbone, body.prompt, begin=body.add_special_tokens)]

@@ -17,6 +17,7 @@ from medusa_cli.serve.schema import (
     MAX_TOOLS,
     OBJECT,
     TEXT,
+    TEXT_OR_OBJECT,
     ChatRequest,
     Function,
     StreamOptions,
@@ -45,36 +46,37 @@ def _text(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class MessageItem(Strict):
+class PastItem(Strict):
+    """Holds what every item of the past may carry."""
+
+    id: Unused = None
+    status: Unused = None
+
+
+class MessageItem(PastItem):
     """Turn of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: Unused = None
-    status: Unused = None
     phase: Unused = None
 
 
-class CallItem(Strict):
+class CallItem(PastItem):
     """Call of a tool in the past."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: Unused = None
-    status: Unused = None
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(PastItem):
     """Result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: Unused = None
-    status: Unused = None
 
 
 def _kind(value: Any) -> str:
@@ -139,7 +141,7 @@ class ResponsesRequest(Strict):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ChosenTool, Tag(OBJECT)],
-            Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+            TEXT_OR_OBJECT,
         ]
         | None
     ) = None
@@ -222,8 +224,8 @@ class ResponsesFormat:
             async for _, event in events:
                 if event.error is not None:
                     raise event.error
-                for told in self._add("".join(piece.text for piece in event.pieces), event.last):
-                    yield told
+                for item_event in self._add("".join(piece.text for piece in event.pieces), event.last):
+                    yield item_event
         cut = self._ticket.reply.finish_reason == "length"
         response = self._response(ended=True)
         yield self._event("response.incomplete" if cut else "response.completed", response=response)
@@ -242,36 +244,36 @@ class ResponsesFormat:
         delta: dict[str, Any] = {"content": text} if text else {}
         if self._calls is not None:
             delta = self._calls.feed(text, last)
-        told = []
+        events = []
         if content := delta.get("content"):
             if not self._open or self._items[-1]["type"] != "message":
-                told += self._begin({"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []})
+                events += self._begin({"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []})
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                told.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
+                events.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
                 self._items[-1]["content"] = [dict(part)]
             self._items[-1]["content"][0]["text"] += content
             place = {**self._place(), "content_index": 0, "logprobs": []}
-            told.append(self._event("response.output_text.delta", **place, delta=content))
+            events.append(self._event("response.output_text.delta", **place, delta=content))
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
                 item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"]}
-                told += self._begin({**item, "arguments": ""})
+                events += self._begin({**item, "arguments": ""})
             if arguments := function["arguments"]:
                 self._items[-1]["arguments"] += arguments
-                told.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
-        return told + (self._end() if last else [])
+                events.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
+        return events + (self._end() if last else [])
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """Begins an item; returns the events, those of the item before it first."""
-        told = self._end()
+        events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True
         index = len(self._items) - 1
-        return [*told, self._event("response.output_item.added", output_index=index, item=dict(self._items[-1]))]
+        return [*events, self._event("response.output_item.added", output_index=index, item=dict(self._items[-1]))]
 
     def _end(self) -> list[tuple[str, dict[str, Any]]]:
         """Ends the open item, if any; returns the events."""
@@ -282,14 +284,14 @@ class ResponsesFormat:
         if item["type"] == "message":
             [part] = item["content"]
             at = {**place, "content_index": 0}
-            told = [
+            events = [
                 self._event("response.output_text.done", **at, text=part["text"], logprobs=[]),
                 self._event("response.content_part.done", **at, part=part),
             ]
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
-            told = [self._event("response.function_call_arguments.done", **place, **done)]
-        return [*told, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
+            events = [self._event("response.function_call_arguments.done", **place, **done)]
+        return [*events, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
         body, stats, reply = self._body, self._ticket.reply.stats, self._ticket.reply

@@ -17,6 +17,7 @@ FIXED = {"best_of", "suffix", "annotations"}
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
+TEXT_OR_OBJECT = Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -277,7 +278,7 @@ class ChatRequest(Common, Conversation):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
-            Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+            TEXT_OR_OBJECT,
         ]
         | None
     ) = None

@@ -97,28 +97,30 @@ def template_of(backbone: Backbone) -> str:
     return str(getattr(backbone.tokenizer, "chat_template", None) or "")
 
 
-def told_of(backbone: Backbone, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], dict[str, Any]]:
+def describe_tools(
+    backbone: Backbone, messages: Sequence[Message], tools: Tools
+) -> tuple[list[Message], dict[str, Any]]:
     """Returns messages, and more arguments of the chat template, that tell the model of its tools."""
     if "tools" in template_of(backbone):
         return list(messages), {"tools": list(tools)} if tools else {}
-    told: list[Message] = []
+    rendered: list[Message] = []
     for message in messages:
         role, text = message["role"], message["content"] or ""
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if told and told[-1]["role"] == "user" and told[-1]["content"].startswith("<tool_response>"):
-                told[-1]["content"] += "\n" + text
+            if rendered and rendered[-1]["role"] == "user" and rendered[-1]["content"].startswith("<tool_response>"):
+                rendered[-1]["content"] += "\n" + text
                 continue
             role = "user"
         calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-        told.append({"role": role, "content": "\n".join([*filter(None, [text]), *map(_tagged, calls)])})
+        rendered.append({"role": role, "content": "\n".join([*filter(None, [text]), *map(_tagged, calls)])})
     if tools:
         text = INSTRUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
-        if told[0]["role"] == "system":
-            told[0]["content"] += "\n\n" + text
+        if rendered[0]["role"] == "system":
+            rendered[0]["content"] += "\n\n" + text
         else:
-            told.insert(0, {"role": "system", "content": text})
-    return told, {}
+            rendered.insert(0, {"role": "system", "content": text})
+    return rendered, {}
 
 
 def _tagged(call: str) -> str:

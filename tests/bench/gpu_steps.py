@@ -92,8 +92,8 @@ def time_engine(backbone: Backbone, cuda_graphs: bool) -> dict[str, Any]:
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
     verify = measure_costs(backbone, NullDrafter(), rounds=ROUNDS, sizes=ROWS, cuda_graphs=cuda_graphs).verify
-    both = measure_costs(backbone, heads, rounds=ROUNDS, sizes=(1, 16), cuda_graphs=cuda_graphs)
-    drafting = both.draft[HEADS] + max(0.0, both.verify[16] - verify[16])  # a graph drafts within the step
+    costs = measure_costs(backbone, heads, rounds=ROUNDS, sizes=(1, 16), cuda_graphs=cuda_graphs)
+    drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):
