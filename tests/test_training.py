@@ -224,6 +224,17 @@ def test_resume_refuses_what_changed(run: Run) -> None:
         trainer(run, resume=True)
 
 
+def test_resume_refuses_ids_beyond_the_vocabulary(run: Run) -> None:
+    run_until(trainer(run), 5)
+    path = run.path / "checkpoint.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    for id in (-5, 10**6):
+        checkpoint["tensors"]["draft_ids"][:] = id
+        torch.save(checkpoint, path)
+        with pytest.raises(UserError, match="checkpoint.pt is damaged"):
+            trainer(run, resume=True)
+
+
 def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
     def bf16(engine: str) -> Backbone:
         backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer(), id="tiny-llama")

@@ -201,6 +201,8 @@ class Trainer:
             with torch.no_grad():
                 for name, tensor in self._tensors().items():
                     tensor.copy_(checkpoint.tensors[name])
+            if not 0 <= self.drafter.draft_ids.min() <= self.drafter.draft_ids.max() < self.backbone.vocab_size:
+                raise ValueError("an id beyond the vocabulary")
             self.optimizer.load_state_dict(checkpoint.optimizer)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
             raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
