@@ -21,7 +21,7 @@ from medusa_cli.drafters import Amphista, Eagle, HydraHeads, MedusaHeads, load_d
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export import custom_generate
-from medusa_cli.export.custom_generate import AdaptivePolicy, generate
+from medusa_cli.export.custom_generate import DraftSwitch, generate
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.hf import export_hf
 from medusa_cli.model import lora
@@ -253,7 +253,7 @@ def test_steps_without_drafts_change_no_token_and_no_later_draft(
 @pytest.mark.parametrize("pays", [True, False])
 def test_the_faster_way_is_used_and_the_other_is_retried(pays: bool) -> None:
     def count(steps: int) -> Counter[bool]:
-        policy, counts = AdaptivePolicy(), Counter[bool]()
+        policy, counts = DraftSwitch(), Counter[bool]()
         for _ in range(steps):
             counts[policy.drafts] += 1
             policy.record(policy.drafts, 1.0 if policy.drafts == pays else 2.0, 2)

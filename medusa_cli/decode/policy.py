@@ -210,7 +210,6 @@ class AdaptivePolicy(DraftPolicy):
         self._correction: dict[tuple[int, int], float] = {}  # observed / measured, by (nodes, batch)
         self._smallest: dict[int, float] = {}  # the least correction, by batch
         self.max_depth = max(sized.tree.max_depth for sized in self._trees)
-        self.max_size = max(sized.tree.size for sized in self._trees)
         self._reset()
         self.trees = "drafts where they pay" if self.max_depth else "plain decoding"
         if self.size > 1:

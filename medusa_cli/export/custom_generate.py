@@ -83,7 +83,7 @@ def generate(
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
         answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, loaded, prompt.to(model.device), answer, None if drafts == "always" else loaded.policy)
+        cache = run(model, loaded, prompt.to(model.device), answer, None if drafts == "always" else loaded.switch)
         if streamer is not None:
             streamer.end()
         if not as_dict:
@@ -107,7 +107,7 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
     kwargs |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
-class AdaptivePolicy:
+class DraftSwitch:
     """Drafts while that takes less time a token than plain steps; now and then the other way is tried again."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class AdaptivePolicy:
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        """Learns what a step took; several answers of one model may record to one policy."""
+        """Learns what a step took; several answers of one model may record to one switch."""
         if drafts != self.drafts:
             return
         self._steps.append((seconds, tokens))
@@ -164,15 +164,15 @@ class Answer:
             path.append(child)
 
 
-def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, policy: AdaptivePolicy | None) -> DynamicCache:
-    """Drafts (policy None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
+def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, switch: DraftSwitch | None) -> DynamicCache:
+    """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
     backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
     out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
     states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))
     while not answer.done:
-        began, start, drafts = time.perf_counter(), len(text), policy is None or policy.drafts
+        began, start, drafts = time.perf_counter(), len(text), switch is None or switch.drafts
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
@@ -195,8 +195,8 @@ def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, policy: Ad
         new = accepted if drafts else concat([new, accepted])
         text += accepted.tokens.tolist()
         index.learn([*text[start + 1 :], root])
-        if policy is not None:
-            policy.record(drafts, time.perf_counter() - began, len(path))
+        if switch is not None:
+            switch.record(drafts, time.perf_counter() - began, len(path))
     return cache
 
 
@@ -246,12 +246,12 @@ class Plain:
 
 @dataclass
 class Loaded:
-    """A model's drafter with its tree and policy; key: what it was loaded from."""
+    """A model's drafter with its tree and switch; key: what it was loaded from."""
 
     key: tuple[Any, ...]
     drafter: HeadDrafter
     tree: Tree
-    policy: AdaptivePolicy
+    switch: DraftSwitch
 
 
 _loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # of each model in use
@@ -281,5 +281,5 @@ def load_drafter(source: str, model: Any) -> Loaded:
     # Its modules multiply as they are, and nothing is traced.
     own = {"packed": drafter.get_submodule, "repeated": lambda what, compute, *inputs: compute(*inputs)}
     vars(drafter).update(own, _kernel=Plain)
-    _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), AdaptivePolicy())
+    _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]
