@@ -104,9 +104,11 @@ class AcceptanceEstimate:
         return self.accepted / self.expected
 
     def update(self, expected: float, accepted: float) -> None:
-        self.expected, self.accepted = self.decay * self.expected + expected, self.decay * self.accepted + accepted
-        if self.shared is not None:
-            self.shared.update(expected, accepted)
+        estimate: AcceptanceEstimate | None = self
+        while estimate is not None:
+            estimate.expected = estimate.decay * estimate.expected + expected
+            estimate.accepted = estimate.decay * estimate.accepted + accepted
+            estimate = estimate.shared
 
     def weigh(self, weight: float) -> None:
         """Reduces the weight of what was observed to so many expected draft tokens at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cache
@@ -204,12 +205,12 @@ class AdaptivePolicy(DraftPolicy):
 
     def __init__(self, trees: Several[SizedTree], costs: Costs, ngrams: bool = False) -> None:
         super().__init__(ngrams)
-        self._trees = [SizedTree(Tree.root_only(), 1.0), *(sized for sized in trees if sized.tree.size > 1)]
+        self._trees = {1: SizedTree(ROOT, 1.0)} | {sized.tree.size: sized for sized in trees}  # by nodes
         self._measured = cache(costs.step)  # seconds by nodes, depth and batch
         self._kinds: dict[str, AcceptanceEstimate] = {}
         self._correction: dict[tuple[int, int], float] = {}  # observed / measured, by (nodes, batch)
         self._smallest: dict[int, float] = {}  # the least correction, by batch
-        self.max_depth = max(sized.tree.max_depth for sized in self._trees)
+        self.max_depth = max(sized.tree.max_depth for sized in self._trees.values())
         self._reset()
         self.trees = "drafts where they pay" if self.max_depth else "plain decoding"
         if self.size > 1:
@@ -219,7 +220,7 @@ class AdaptivePolicy(DraftPolicy):
         self._sequences = [AcceptanceEstimate(PRIOR, PRIOR, SEQUENCE_DECAY)]
         self._plain_steps, self._retry_after, self._trial_left = 0, RETRY_STEPS, 0
         self._outlier = False
-        self._current = self._best()
+        self._current = self._best(self._rates())
 
     def fork(self) -> AdaptivePolicy:
         other = copy.copy(self)
@@ -248,7 +249,7 @@ class AdaptivePolicy(DraftPolicy):
         acceptances = [sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance]
         if acceptances and acceptances != self._sequences:
             self._sequences, self._trial_left = acceptances, 0
-            self._current = self._best()
+            self._current = self._best(self._rates())
         # A match of a single token is no likelier than the drafter's own guess.
         chances = [first[0].chance if first and first[0].length >= PAIR else 0.0 for first in matches]
         if not any(chances):
@@ -264,34 +265,20 @@ class AdaptivePolicy(DraftPolicy):
         chances: that a matched token is right if those before it are; 0 without a match. The widest draft sets the
         time of the pass, and the drafter runs for all sequences or for none: sizes are chosen for all together.
         """
-        current, plain, batch = self._current, self._trees[0], len(chances)
-        correction = self._step_seconds(current) / self._measured(current.tree.size, current.tree.max_depth, batch)
-        best_rate = MARGIN * batch * self._rate(current, self.acceptance)
+        current, plain, ratio, batch = self._current, self._trees[1], self.acceptance, len(chances)
+        seconds = self._step_seconds()[self.size]
+        correction = seconds / self._measured(self.size, current.tree.max_depth, batch)
+        best_rate = MARGIN * batch * (1 + ratio * (current.expected - 1)) / seconds
         choice = [(current.tree, 0)] * batch
         for options in [(plain,), (current, plain)] if current is not plain else [(plain,)]:
             widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS if count <= limit}
             for rows in sorted(width for width in widths if width >= options[0].tree.size):
-                drafts = [self._best_in_rows(options, chance, rows, limit) for chance in chances]
+                drafts = [best_in_rows(options, ratio, chance, rows, limit) for chance in chances]
                 seconds = correction * self._measured(rows, options[0].tree.max_depth, batch)
                 rate = sum(tokens for tokens, _, _ in drafts) / seconds
                 if rate > best_rate:
                     best_rate, choice = rate, [(sized.tree, count) for _, sized, count in drafts]
         return choice
-
-    def _best_in_rows(
-        self, options: Several[SizedTree], chance: float, rows: int, limit: int
-    ) -> tuple[float, SizedTree, int]:
-        """Returns the most tokens to be expected in so many rows, the tree that gives them, and its matched tokens.
-
-        The drafter's guesses count where the first matched token fails.
-        """
-        drafts = []
-        for sized in options:
-            count = min(rows - sized.tree.size, limit) if chance else 0
-            matched = chance * (1 - chance**count) / (1 - chance)
-            failed = 1 - chance if count else 1.0
-            drafts.append((1 + matched + failed * self.acceptance * (sized.expected - 1), sized, count))
-        return max(drafts, key=itemgetter(0))
 
     def record(self, sequences: Several[Sequence], steps: Several[Step]) -> None:
         """Learns acceptance and step time, and decides on the next tree.
@@ -305,7 +292,7 @@ class AdaptivePolicy(DraftPolicy):
             if not step.looked_up and sequence.draft.acceptance
         ]
         nodes, batch = drafted[0][0].nodes if drafted else 0, len(steps)
-        sized = next((sized for sized in self._trees if sized.tree.size == nodes), None)
+        sized = self._trees.get(nodes)
         if sized is None or any(step.nodes != nodes for step, _ in drafted):
             return
         if len(drafted) == batch:
@@ -315,22 +302,23 @@ class AdaptivePolicy(DraftPolicy):
             for step, acceptance in drafted:
                 acceptance.update(sized.expected - 1, len(step.path) - 1)
         if self._trial_left:
-            self._continue_trial(sized, accepted)
-        elif self._current is self._trees[0]:
+            self._continue_trial(nodes, accepted)
+        elif self.size == 1:
             self._count_plain_step()
         else:
-            best, ratio = self._best(), self.acceptance
-            if best is self._trees[0] or self._rate(best, ratio) > MARGIN * self._rate(self._current, ratio):
+            rates = self._rates()
+            best = self._best(rates)
+            if best.tree.size == 1 or rates[best.tree.size] > MARGIN * rates[self.size]:
                 self._current, self._plain_steps, self._retry_after = best, 0, RETRY_STEPS
 
-    def _continue_trial(self, sized: SizedTree, accepted: int) -> None:
-        if sized.tree.size == 1:  # FIRP had no extra rows yet in the trial's first step
+    def _continue_trial(self, nodes: int, accepted: int) -> None:
+        if nodes == 1:  # FIRP had no extra rows yet in the trial's first step
             return
         self._trial_left -= not accepted
-        ratio = self.acceptance
-        if self._trial_left and self._rate(sized, ratio) < MIN_GAIN * self._rate(self._trees[0], ratio):
+        rates = self._rates()
+        if self._trial_left and rates[nodes] < MIN_GAIN * rates[1]:
             return
-        self._trial_left, self._current = 0, self._best()
+        self._trial_left, self._current = 0, self._best(rates)
         self._retry_after = RETRY_STEPS if self.size > 1 else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
@@ -340,7 +328,8 @@ class AdaptivePolicy(DraftPolicy):
             self._plain_steps, self._trial_left = 0, TRIAL_STEPS
             for sequence in self._sequences:
                 sequence.weigh(PRIOR)
-            self._current = min(self._trees[1:], key=self._step_seconds)
+            seconds = self._step_seconds()
+            self._current = min(list(self._trees.values())[1:], key=lambda sized: seconds[sized.tree.size])
 
     def _correct_time(self, sized: SizedTree, seconds: float, batch: int) -> None:
         """Updates the time of steps over a tree."""
@@ -357,23 +346,44 @@ class AdaptivePolicy(DraftPolicy):
                 self._correction[other] += FOLLOW_RATE * (new - self._correction[other])
         self._smallest[batch] = min(ratio for (_, size), ratio in self._correction.items() if size == batch)
 
-    def _best(self) -> SizedTree:
+    def _best(self, rates: Mapping[int, float]) -> SizedTree:
         """Returns the tree with the most tokens a second, the root alone if none pays."""
-        ratio, (plain, *trees) = self.acceptance, self._trees
-        rates = [(self._rate(sized, ratio), sized) for sized in trees]
-        rate, best = max(rates, key=itemgetter(0), default=(0.0, plain))
-        return best if rate > MIN_GAIN * self._rate(plain, ratio) else plain
+        best = max(rates, key=rates.__getitem__)
+        return self._trees[best if rates[best] > MIN_GAIN * rates[1] else 1]
 
-    def _rate(self, sized: SizedTree, ratio: float) -> float:
-        """Returns the expected tokens a second of one sequence that accepts this ratio of the expected tokens."""
-        return (1 + ratio * (sized.expected - 1)) / self._step_seconds(sized)
+    def _rates(self) -> dict[int, float]:
+        """Returns the expected tokens a second of one sequence over each tree, by its nodes."""
+        ratio, seconds = self.acceptance, self._step_seconds()
+        return {nodes: (1 + ratio * (sized.expected - 1)) / seconds[nodes] for nodes, sized in self._trees.items()}
 
-    def _step_seconds(self, sized: SizedTree) -> float:
-        """Returns the corrected seconds of a step. A tree not yet timed takes the smallest correction seen."""
-        batch, nodes = len(self._sequences), sized.tree.size
+    def _step_seconds(self) -> dict[int, float]:
+        """Returns the corrected seconds of a step over each tree, by its nodes.
+
+        A tree not yet timed takes the smallest correction seen.
+        """
+        batch, known, measured = len(self._sequences), self._correction, self._measured
         smallest = self._smallest.get(batch, 1.0)
-        unknown = smallest if nodes > 1 else min(smallest, 1.0)
-        return self._measured(nodes, sized.tree.max_depth, batch) * self._correction.get((nodes, batch), unknown)
+        return {
+            nodes: measured(nodes, sized.tree.max_depth, batch)
+            * known.get((nodes, batch), smallest if nodes > 1 else min(smallest, 1.0))
+            for nodes, sized in self._trees.items()
+        }
+
+
+def best_in_rows(
+    options: Several[SizedTree], acceptance: float, chance: float, rows: int, limit: int
+) -> tuple[float, SizedTree, int]:
+    """Returns the most tokens to be expected in so many rows, the tree that gives them, and its matched tokens.
+
+    The drafter's guesses count where the first matched token fails. acceptance: its ratio.
+    """
+    drafts = []
+    for sized in options:
+        count = min(rows - sized.tree.size, limit) if chance else 0
+        matched = chance * (1 - chance**count) / (1 - chance)
+        failed = 1 - chance if count else 1.0
+        drafts.append((1 + matched + failed * acceptance * (sized.expected - 1), sized, count))
+    return max(drafts, key=itemgetter(0))
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:

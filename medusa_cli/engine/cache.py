@@ -58,9 +58,9 @@ class Cache:
 
     def reserve(self, rows: int) -> None:
         """Makes room for so many rows in every slot."""
-        capacity = self.grown(rows)
-        if capacity == self.capacity:
+        if rows <= self.capacity:
             return
+        capacity = self.grown(rows)
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
             heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
