@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,38 +194,20 @@ class _Rate(ProgressColumn):
         return Text(f"{done} {task.fields['unit']}{rate}")
 
 
-class Bar:
-    """A progress bar on stderr with count, rate and time left."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-
-    def advance(self, count: float = 1) -> None:
-        """Counts that many more units as done."""
-        self._progress.advance(self._task, count)
-
-    def describe(self, text: str) -> None:
-        """Replaces the text before the bar."""
-        self._progress.update(self._task, description=visible(text))
-
-
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Shows the bars that are added until the block ends, unless quiet or without a terminal."""
+    """Shows the bars that are added on stderr until the block ends, unless quiet or without a terminal."""
     off = _mode.quiet or not err.is_terminal or err.plain
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
-    with (
-        terminated(),
-        Progress(*columns, console=err, disable=off) as shown,
-    ):
+    with terminated(), Progress(*columns, console=err, disable=off) as shown:
         yield shown
 
 
 @contextmanager
-def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Bar]:
-    """Shows one bar until the block ends."""
+def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
+    """Shows one bar, and yields the function that counts more units as done."""
     with _progress() as shown:
-        yield Bar(shown, shown.add_task(visible(description), total=total, unit=unit))
+        yield partial(shown.advance, shown.add_task(visible(description), total=total, unit=unit))
 
 
 @contextmanager

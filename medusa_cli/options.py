@@ -295,7 +295,7 @@ def load(choice: Choice, place: LoadFlags, *, chat: bool = False) -> "LoadedMode
     """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
     from medusa_cli.api import load_model
 
-    with console.progress("timing steps", unit="steps") as bar:
-        loaded = load_model(choice, place, chat=chat, on_progress=bar.advance)
+    with console.progress("timing steps", unit="steps") as advance:
+        loaded = load_model(choice, place, chat=chat, on_progress=advance)
     console.info(place.of(loaded.description))
     return loaded

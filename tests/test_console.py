@@ -57,9 +57,8 @@ def test_text_is_no_markup_and_is_never_wrapped(capsys: pytest.CaptureFixture[st
 def test_a_pipe_gets_results_as_they_are_and_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     console.result("a\x1b[2J\r\tb")
     console.stream([("c\x1b[2J", "bold green")])
-    with console.progress("training", total=10) as bar:
-        bar.advance(4)
-        bar.describe("still training")
+    with console.progress("training", total=10) as advance:
+        advance(4)
     assert capsys.readouterr() == ("a\x1b[2J\r\tb\nc\x1b[2J", "")
 
 
@@ -142,9 +141,8 @@ def test_a_wide_table_is_cut_into_parts_that_fit(width: int, monkeypatch: pytest
 
 
 def test_a_bar_shows_count_and_unit_and_is_escaped(terminal: io.StringIO) -> None:
-    with console.progress("training \x1b]0;owned\x07", total=1000) as bar:
-        bar.describe("question \x1b]0;owned\x07")
-        bar.advance(1000)
+    with console.progress("training \x1b]0;owned\x07", total=1000) as advance:
+        advance(1000)
     text = terminal.getvalue()
     assert "\x1b]0;" not in text and "\\x1b]0;owned\\x07" in text and "1,000/1,000 tokens" in text
 
@@ -207,8 +205,8 @@ console.stream([("drafted", "bold green")])
 console.err.print("dimmed", style="dim")
 with console.footer() as footer:
     footer("12 tokens")
-with console.progress("training", total=2) as bar:
-    bar.advance()
+with console.progress("training", total=2) as advance:
+    advance(1)
 console.result(console.grid("title", ("a", "b"), [("1", "2")]))
 """
 

@@ -105,7 +105,7 @@ def tally(
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
 
 
-def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[], object]) -> None:
+def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]) -> None:
     """Asks a model behind an OpenAI-compatible server and adds the outcome to a saved bench and its document.
 
     Replies are kept beside the bench and not asked for again. Raises UserError if the server does not answer or
@@ -141,7 +141,7 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_
                 line = {"judge": model, "key": task[:4], "outcome": task.read(reply), "reply": reply}
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 stream.flush()
-                on_reply()
+                on_reply(1)
         except BaseException:
             servers.stop()
             pool.shutdown(cancel_futures=True)

@@ -129,8 +129,8 @@ def bench(
 @contextmanager
 def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
     """Shows how many turns the methods have answered."""
-    with console.progress("decoding", total=turns, unit="answers") as bar:
-        yield lambda name, results, new: bar.advance(0 if new else len(results))
+    with console.progress("decoding", total=turns, unit="answers") as advance:
+        yield lambda name, results, new: advance(0 if new else len(results))
 
 
 def show(document: Document) -> None:

@@ -44,12 +44,12 @@ def compare(
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         console.info(f"Comparing {place.of(f'{len(rows)} runs')} on the conversations of {data}")
-        with console.progress("comparing", total=len(rows), unit="runs") as bar:
+        with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
                 result = evaluate(run, data, place, max_samples)
                 cost = model_cost(result.parts) if result.parts else {}  # no parts: the model is frozen
                 row |= {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
-                bar.advance()
+                advance(1)
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their held-out conversations differ")
     if shown.json:

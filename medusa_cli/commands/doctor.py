@@ -48,11 +48,10 @@ def doctor(
     place = as_trained(place, target.drafter_dir)
     case, findings = Case(target, run, name, place), []
     checks = [check for check in CHECKS if not (quick and check == "acceptance")]
-    with console.progress("examining", total=len(checks), unit="checks") as bar:
-        for check in checks:
-            bar.describe(f"examining: {check}")
+    with console.bars() as show:
+        for number, check in enumerate(checks):
+            show("examining", number, len(checks), "checks", check)
             findings.append(examine(case, check))
-            bar.advance()
     if shown.json:
         status = max((finding.status for finding in findings), key=STATUSES.index)
         findings_json = [asdict(finding) for finding in findings]

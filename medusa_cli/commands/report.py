@@ -35,8 +35,8 @@ class JudgeFlags:
             return
         from medusa_cli.bench.judge import judge_bench
 
-        with console.progress("judging", unit="replies") as bar:
-            judge_bench(path, document, self.judge, self.judge_model, bar.advance)
+        with console.progress("judging", unit="replies") as advance:
+            judge_bench(path, document, self.judge, self.judge_model, advance)
         outcome, counts = document["judge"], ("wins", "ties", "losses")
         rows = []
         for method, grade in outcome["single"].items():

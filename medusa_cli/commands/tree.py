@@ -133,7 +133,7 @@ def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":
     from medusa_cli.runs.run import describe_drafter
 
     model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
-    with console.progress("timing", unit="steps") as bar:
+    with console.progress("timing", unit="steps") as advance:
         backbone = load_backbone(model, place, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
-        return costs_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=bar.advance)
+        return costs_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)
