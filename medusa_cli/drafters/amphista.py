@@ -86,7 +86,7 @@ class Amphista(HeadDrafter):
         adapted = []
         for number, stage in enumerate(self.packed("stages")):
             caches = [own._caches[number] for own in sequences]
-            x = stage.layer.extend(stage.join(x, embedded), positions, caches, self.repeated)
+            x = stage.layer.extend(stage.join(x, embedded), positions, caches, self.traced)
             adapted.append(x[last])
         return adapted
 

@@ -99,10 +99,10 @@ class Eagle(HeadDrafter):
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         caches, layer = [own._caches[0] for own in sequences], self.packed("midlayer")
-        fused = self.repeated("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
+        fused = self.traced("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         places = [range(tokens.start, tokens.end) for tokens in new]
-        states = layer.extend(fused, places, caches, self.repeated, embedded, last=True)  # [B, H], then [N, H]
+        states = layer.extend(fused, places, caches, self.traced, embedded, last=True)  # [B, H], then [N, H]
         lengths = [cache.length for cache in caches]
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]  # among the tree's rows
 
@@ -113,8 +113,8 @@ class Eagle(HeadDrafter):
                 masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
                 places = [[tokens.end + head - 1] * count for tokens, count in zip(new, level.counts, strict=True)]
                 embedded = self.embed(backbone, level.tokens)
-                states = layer.extend(states[level.parent_rows], places, caches, self.repeated, embedded, masks=masks)
-            return self.best(self.repeated("score", partial(self._score, backbone), states), width, temperature)
+                states = layer.extend(states[level.parent_rows], places, caches, self.traced, embedded, masks=masks)
+            return self.best(self.traced("score", partial(self._score, backbone), states), width, temperature)
 
         try:
             return draft_by_level(tree, new, guess)

@@ -212,7 +212,7 @@ class HeadDrafter(Drafter):
         """Drops what was made of the weights for drafting: they may change now."""
         self._packed: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
-        self._repeated: dict[Hashable, TracedModule] = {}
+        self._traced: dict[Hashable, TracedModule] = {}
         self._lm_head_rows = None
 
     def packed(self, name: str) -> Any:
@@ -224,17 +224,17 @@ class HeadDrafter(Drafter):
             pack_linears(self._packed[name], self.kernel)
         return self._packed[name]
 
-    def repeated(self, what: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
-        """Returns compute(*inputs); a computation that comes a few times under one name `what` is traced.
+    def traced(self, name: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
+        """Returns compute(*inputs), from the third call under a name on by a trace.
 
         Forks share the trace, so nothing of one sequence may be in it but what the inputs bring.
         """
         # Inexact kernels choose by the rows, which are the first input's; others, as a cache's, grow with every step.
         rows = None if self.kernel.exact else inputs[0].shape
-        if (what, rows) not in self._repeated:
+        if (name, rows) not in self._traced:
             never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
-            self._repeated[what, rows] = TracedModule(compute, self._products, never=never)
-        return self._repeated[what, rows](*inputs)
+            self._traced[name, rows] = TracedModule(compute, self._products, never=never)
+        return self._traced[name, rows](*inputs)
 
     def _products(self) -> list[nn.Module]:
         """Returns everything that multiplies by packed weights."""
@@ -282,7 +282,7 @@ class HeadDrafter(Drafter):
 
         compute(*inputs) gives the scores [B, M] of each of `depth` heads.
         """
-        scores = self.repeated(("scores", depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
+        scores = self.traced(("scores", depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             if self.conditional is None:

@@ -93,8 +93,8 @@ class HydraHeads(HeadDrafter):
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
-            x = self.repeated("path", partial(self._path, backbone), x, level.parent_rows, level.tokens)
-            scores = self.repeated(("score", head), partial(self._score, backbone, head), x)
+            x = self.traced("path", partial(self._path, backbone), x, level.parent_rows, level.tokens)
+            scores = self.traced(("score", head), partial(self._score, backbone, head), x)
             return self.best(scores, width, temperature)
 
         return guess
@@ -106,7 +106,7 @@ class HydraHeads(HeadDrafter):
         x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
             caches, last = [own._caches[number] for own in sequences], number + 1 == len(self.prefix)
-            x = layer.extend(x, positions, caches, self.repeated, last=last)
+            x = layer.extend(x, positions, caches, self.traced, last=last)
         return x
 
     def _path(self, backbone: Backbone, x: Tensor, parent_rows: Tensor, tokens: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from medusa_cli.engine.device import upload
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
-# Calls a computation that comes again under a name, with its inputs: `HeadDrafter.repeated`.
-Repeated = Callable[..., Tensor]
+# Calls a computation under a name, from its third call on through a trace: `HeadDrafter.traced`.
+Traced = Callable[..., Tensor]
 
 
 class ResidualBlock(nn.Module):
@@ -179,7 +179,7 @@ class DecoderLayer(SelfAttention):
         x: Tensor,
         positions: Sequence[Sequence[int]],
         caches: Sequence[LayerCache],
-        repeated: Repeated,
+        traced: Traced,
         *embedded: Tensor,
         masks: Sequence[Tensor | None] | None = None,
         last: bool = False,
@@ -191,7 +191,7 @@ class DecoderLayer(SelfAttention):
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
-        q, k, v = repeated((self, "project"), self._projected, x, flat, *embedded)
+        q, k, v = traced((self, "project"), self._projected, x, flat, *embedded)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
@@ -200,7 +200,7 @@ class DecoderLayer(SelfAttention):
         masks = masks or [None] * len(counts)
         each = zip(q.split(counts, 1), known, masks, strict=True)
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
-        return repeated((self, "leave"), self.leave, x, torch.cat(seen, dim=1))
+        return traced((self, "leave"), self.leave, x, torch.cat(seen, dim=1))
 
     def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> Tensor:
         """Returns queries, keys and values as one tensor [3, heads, n, D]: a trace gives one."""
