@@ -13,6 +13,8 @@ from medusa_cli.engine.device import upload
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
+# Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
+OWN_SCORE = 12.0
 # Calls a computation under a name, from its third call on through a trace: `HeadDrafter.traced`.
 Traced = Callable[..., Tensor]
 
@@ -144,10 +146,23 @@ class DecoderLayer(SelfAttention):
         self.rope_theta = rope_theta
         if embeddings:
             self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+            self._start_at_own_token(hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=eps)
         mlp = {name: nn.Linear(hidden_size, wide, bias=False) for name in ("gate_proj", "up_proj")}
         self.mlp = nn.ModuleDict(mlp | {"down_proj": nn.Linear(wide, hidden_size, bias=False)})
         nn.init.zeros_(self.mlp["down_proj"].weight)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _start_at_own_token(self, hidden_size: int) -> None:
+        """Lets a fresh row attend to itself: its queries and keys are one random projection of its embedding.
+
+        The embedding reaches a state through attention alone, and an even one mixes it with all tokens before.
+        """
+        q, k = (self.self_attn[name].weight for name in ("q_proj", "k_proj"))
+        nn.init.zeros_(q)
+        width = len(q) // self.heads
+        nn.init.normal_(q[:, :hidden_size], std=(OWN_SCORE / hidden_size) ** 0.5 * width**-0.25)
+        k.copy_(q)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
