@@ -291,6 +291,16 @@ def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     return [[(step.tokens, step.path, step.nodes) for step in steps] for steps in together]
 
 
+def test_a_fresh_eagle_row_attends_to_its_own_token() -> None:
+    torch.manual_seed(0)
+    layer, places = DecoderLayer(64, 4, 16, 64, embeddings=True), torch.arange(200)
+    read = layer.reads(torch.randn(200, 64), torch.randn(200, 64))
+    q, (k, _) = layer.queries(read, places), layer.keys_values(read, places)
+    later = torch.ones(200, 200, dtype=torch.bool).triu(1)
+    shares = (q @ k.mT / 16**0.5).masked_fill(later, -torch.inf).softmax(-1)
+    assert shares.diagonal(dim1=1, dim2=2).mean() > 0.5
+
+
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1].get("vocabulary") != "shared"])
 def test_traced_drafters_draft_as_untraced_ones(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

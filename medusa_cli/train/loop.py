@@ -238,21 +238,26 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
 
 def sums_of(loss: BatchLoss) -> dict[str, Any]:
     """Returns a micro-batch's figures as sums: its loss weighs its positions, a head's loss its targets."""
-    parts = {"loss": float(loss.total.detach()), **{f"parts {name}": part for name, part in loss.parts.items()}}
-    sums: dict[str, Any] = {name: loss.positions * part for name, part in parts.items()}
-    sums |= {"correct": loss.correct.cpu(), "counted": loss.counted.cpu(), "learnt": loss.learnt.cpu()}
-    head_losses = sums["learnt"] * loss.per_head.detach().double().cpu()
-    return {**sums, "head_losses": head_losses, "positions": loss.positions}
+    learnt = loss.learnt.cpu()
+    return {
+        "loss": loss.positions * float(loss.total.detach()),
+        "head_losses": learnt * loss.per_head.detach().double().cpu(),
+        "correct": loss.correct.cpu(),
+        "counted": loss.counted.cpu(),
+        "learnt": learnt,
+        "positions": loss.positions,
+        "parts": {name: loss.positions * part for name, part in loss.parts.items()},
+    }
 
 
 def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     """Returns the means over the micro-batches of all processes: loss, head losses, accuracies, positions, parts."""
     every = [batch for own in world.gather(sums) for batch in own]
-    total = {name: sum(batch[name] for batch in every) for name in every[0]}
+    total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}
     return {
         "loss": total["loss"] / total["positions"],
         "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
         "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
         "positions": total["positions"],
-        "parts": {name[6:]: total[name] / total["positions"] for name in total if name.startswith("parts ")},
+        "parts": {name: sum(b["parts"][name] for b in every) / total["positions"] for name in every[0]["parts"]},
     }
