@@ -158,7 +158,7 @@ class DecoderLayer(SelfAttention):
 
         The embedding reaches a state through attention alone, and an even one mixes it with all tokens before.
         """
-        q, k = (self.self_attn[name].weight for name in ("q_proj", "k_proj"))
+        q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
         nn.init.zeros_(q)
         width = len(q) // self.heads
         nn.init.normal_(q[:, :hidden_size], std=(OWN_SCORE / hidden_size) ** 0.5 * width**-0.25)
