@@ -22,7 +22,7 @@ def machine(
     import torch
 
     from medusa_cli.bench.steps import copy_bandwidth
-    from medusa_cli.engine.autotune import KernelTimings, kernel_timings, processor, timings_file
+    from medusa_cli.engine.autotune import EXPECTED, KernelTimings, kernel_timings, processor, timings_file
     from medusa_cli.engine.kernels import KERNELS
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config
@@ -34,6 +34,11 @@ def machine(
     timings = {kernel: curve for kernel, curve in kept.seconds.items() if curve}  # others cannot be had
     invariant = [kernel for kernel in timings if kernel not in kept.variant]
     eager = not timings  # its layers run as they are: no kernel takes their place
+    drafts: dict[str, dict[str, float]] = {}
+    for kernel, curve in timings.items():
+        seconds = {rows: curve[rows] / tokens for rows, tokens in EXPECTED.items() if rows in curve}
+        nodes = min(seconds, key=lambda rows: seconds[rows])
+        drafts[kernel] = {"nodes": nodes, "speedup": curve[1] / seconds[nodes]}
     facts: dict[str, Any] = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -45,6 +50,7 @@ def machine(
         "row_invariant": invariant,
         "kept_in": str(timings_file()),
         "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
+        "drafts": drafts,
     }
     if shown.json:
         console.emit_json(facts)
@@ -59,10 +65,15 @@ def machine(
     rows = sorted({count for curve in timings.values() for count in curve})
     title = f"Milliseconds a step of {name} by rows (least of several)"
     lines = [
-        [kernel, *(f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows)]
+        [
+            kernel,
+            *(f"{1e3 * curve[count]:.1f}" if count in curve else "-" for count in rows),
+            "{nodes} nodes, {speedup:.2f} x".format(**drafts[kernel]),
+        ]
         for kernel, curve in timings.items()
     ]
-    console.result(console.grid(title, ["kernel", *map(str, rows)], lines, left=("kernel",)))
+    console.result(console.grid(title, ["kernel", *map(str, rows), "drafts"], lines, left=("kernel",)))
+    console.result("drafts: the best tree with a fair drafter's acceptance, over plain decoding; drafting comes on top")
     console.result(
         f"greedy output over drafts is plain decoding's, bit for bit, with: {', '.join(invariant) or 'no kernel'}"
     )
