@@ -20,6 +20,9 @@ DIMENSIONS = 4
 # Types of metadata by their number, in the format of `struct`; besides there are strings and arrays.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
+# Matrices that the CPU multiplies by as the file holds them: bytes of a block of 32 weights by type.
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20}
+BLOCKS_FILE = "gguf-blocks.safetensors"
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 
@@ -146,6 +149,7 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
     Raises UserError where that reader does not know the architecture, or would leave something out.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -156,11 +160,13 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name, "trust_remote_code": False}
     try:
         logging.set_verbosity_error()
+        logging.disable_progress_bar()
         _check_read(header)
         config = AutoConfig.from_pretrained(**source)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        wanted = sum(weight.numel() for weight in network.parameters())
+        factors = _rope_factors(path, network)
+        wanted = sum(weight.numel() for weight in network.parameters()) + len(factors)
         if wanted != header.numbers:
             raise ValueError(f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them")
         # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
@@ -172,6 +178,14 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
         )
         if info["missing_keys"]:
             raise ValueError(f"it lacks {shown(min(info['missing_keys']))}")
+        if factors:
+            model.config.rope_parameters |= {
+                "rope_type": "longrope",  # the one type that takes factors; they are those of any length
+                "short_factor": factors,
+                "long_factor": factors,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": config.max_position_embeddings,
+            }
         if (end := header.metadata.get("tokenizer.ggml.eot_token_id")) not in (None, config.eos_token_id):
             model.generation_config.eos_token_id = [config.eos_token_id, end]  # of a text, of a turn
         tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -185,6 +199,60 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
     link.unlink()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if blocks := _blocks(path, header, model):
+        save_file(blocks, folder / BLOCKS_FILE)
+
+
+def _rope_factors(path: Path, network: Any) -> list[float]:
+    """Returns what the rotary frequencies of a model are divided by (Llama 3), which transformers' reader leaves out.
+
+    Empty if the file does not say. Raises ValueError for factors that do not fit the network.
+    """
+    import gguf
+    import numpy as np
+
+    factors = [tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "rope_freqs.weight"]
+    if not factors:
+        return []
+    values = np.asarray(factors[0], np.float64)
+    frequencies = getattr(getattr(getattr(network, "model", None), "rotary_emb", None), "inv_freq", None)
+    if frequencies is None or values.shape != frequencies.shape or not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"its rope_freqs.weight {shown(values.shape)} holds no factors of the rotary frequencies")
+    return [float(value) for value in values]
+
+
+def _blocks(path: Path, header: Header, network: Any) -> dict[str, Any]:
+    """Returns the blocks, bytes [N, K / 32 * size], of linear layers that the file holds in 4 bits, by their names.
+
+    They are those of the network's weights: the names come from the `gguf` package, and the values are compared.
+    """
+    import gguf
+    import numpy as np
+    import torch
+    from torch import nn
+
+    archs = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == header.metadata["general.architecture"]]
+    if not archs or not header.types & set(BLOCK_BYTES):
+        return {}
+    names = gguf.get_tensor_name_map(archs[0], network.config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    blocks = {}
+    for name, layer in network.named_modules():
+        tensor = tensors.get(f"{names.get_name(name)}.weight")
+        if type(layer) is not nn.Linear or tensor is None or tensor.tensor_type.name not in BLOCK_BYTES:
+            continue
+        rows = layer.out_features
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).to(layer.weight.dtype)
+        orders = [torch.arange(rows)]
+        # llama.cpp alternates the halves of a head that rotate together.
+        dim = getattr(network.config, "head_dim", None) or rows
+        if rows % dim == 0:
+            orders.append(torch.arange(rows).view(-1, dim // 2, 2).transpose(1, 2).flatten())
+        for order in orders:
+            if torch.equal(values[order], layer.weight):
+                blocks[name] = torch.from_numpy(np.ascontiguousarray(tensor.data[order.numpy()]))
+                break
+    return blocks
 
 
 def _check_read(header: Header) -> None:

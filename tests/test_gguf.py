@@ -15,12 +15,26 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_cli import Medusa, assets
 from medusa_cli.bench.methods import LLAMA, llama_method
+from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
+from medusa_cli.engine.kernels import RoundedProduct
 from medusa_cli.errors import UserError
 from medusa_cli.gguf import read_header
 from medusa_cli.model.identity import weights_of
+from medusa_cli.model.load import has_bf16
 from medusa_cli.runs.resolve import LoadOptions
-from tests.helpers import CHAT_TEMPLATE, PROMPT, generate_plain, medusa, medusa_json, tiny_model, tokens_of
+from medusa_cli.tree import Tree
+from tests.helpers import (
+    CHAT_TEMPLATE,
+    PROMPT,
+    forward,
+    generate,
+    generate_plain,
+    medusa,
+    medusa_json,
+    tiny_model,
+    tokens_of,
+)
 
 FP32 = LoadOptions(dtype="fp32")
 VOCAB, HEADS, KV_HEADS = 288, 4, 2
@@ -137,6 +151,39 @@ def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) 
     assert backbone.eos_ids == {END} and backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
 
 
+def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
+    factors = np.array([1, 1.5, 4, 8], np.float32)
+    network = write_gguf(file, change=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    network.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
+    backbone, ids = load_backbone(str(file), FP32), torch.arange(5, 55)
+    assert backbone.max_positions == network.config.max_position_embeddings
+    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
+    write_gguf(file)
+    assert plain != tokens_of(generate_plain(load_backbone(str(file), FP32), PROMPT, max_new_tokens=24, stop_ids=()))
+
+
+@pytest.mark.skipif(not has_bf16(), reason="no 4-bit kernel here")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_four_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
+    network = write_gguf(file, kind).bfloat16()
+    backbone, whole = load_backbone(str(file)), load_backbone(str(file), LoadOptions(dtype="bf16"))
+    assert (backbone.engine.kernel.name == "gguf") == (kind != Kind.Q8_0) and whole.engine.kernel.name == "bf16"
+    layers = backbone.engine.layers
+    if kind != Kind.Q8_0:
+        assert {type(layer.qkv) for layer in layers} == {RoundedProduct}
+        assert backbone.engine.weight_bytes < whole.engine.weight_bytes
+    attention = network.model.layers[1].self_attn
+    x = torch.randn(3, attention.q_proj.in_features).to(backbone.engine.dtype)
+    weight = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    expected = torch.nn.functional.linear(x.float(), weight.float())
+    assert float((layers[1].qkv(x) - expected).norm() / expected.norm()) < 8e-3
+    drafter = MedusaHeads.create(backbone, 2, 1, "own").to(backbone.dtype).eval()
+    for tree in (Tree.dense([2, 1]), Tree.dense([4, 2])):
+        drafted = generate(backbone, drafter, tree, PROMPT, max_new_tokens=24, stop_ids=())
+        assert tokens_of(drafted) == tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
+
+
 def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> None:
     write_gguf(file)
     words = ["chat", "--model", file, "--dtype", "fp32", "--prompt", "ab", "--max-new-tokens", "8"]
@@ -193,7 +240,9 @@ def test_chat_needs_a_template(file: Path) -> None:
         ({"arch": "no_such"}, "no_such"),
         ({"leave_out": "layers.1.mlp.up_proj"}, "weights"),
         ({"change": lambda writer: writer.add_tokenizer_model("no_such")}, "no_such"),
-        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))}, "weights"),
+        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(3, np.float32))}, "rope_freqs"),
+        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(4, np.float32))}, "rope_freqs"),
+        ({"change": lambda writer: writer.add_tensor("rope_freqs.bias", np.ones(4, np.float32))}, "weights"),
         ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "yarn")}, "yarn"),
         ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "part"),
         ({"change": lambda writer: writer.add_uint32("general.alignment", 0)}, "alignment"),

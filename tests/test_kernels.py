@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import dequantize, quantize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,10 +23,13 @@ from medusa_cli.engine.kernels import (
     FEW_ROWS,
     Kernel,
     can_pack,
+    dequantize_int4,
     has_fp16_weights,
     kernels_for,
     pack_linears,
-    round_weight,
+    read_blocks,
+    round_to_int4,
+    round_to_int8,
 )
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -55,6 +60,14 @@ def weight_of(rows: int = 48, wide: int = 64, seed: int = 0) -> Tensor:
     """Returns weights that bf16 and fp16 hold exactly."""
     torch.manual_seed(seed)
     return torch.randn(rows, wide).to(torch.bfloat16).float()
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    """Returns the bf16 weights that a kernel of few bits multiplies by."""
+    if bits == 4:
+        return dequantize_int4(*round_to_int4(weight))
+    values, scale = round_to_int8(weight)
+    return (values * scale[:, None].float()).to(torch.bfloat16)
 
 
 def error(y: Tensor, expected: Tensor) -> float:
@@ -218,9 +231,7 @@ def test_bf16_is_plain_without_instructions(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rounded_weight_is_within_half_a_step(bits: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 96).to(torch.bfloat16)
-    rounded = round_weight(weight, bits)
-    assert rounded is not None
-    exact, restored = weight.float(), rounded[2].float()
+    exact, restored = weight.float(), rounded(weight, bits).float()
     spread = exact.unflatten(1, (-1, 32)).amax(-1) - exact.unflatten(1, (-1, 32)).amin(-1)
     step = exact.abs().amax(1, keepdim=True) / 127 if bits == 8 else spread.repeat_interleave(32, 1) / 15
     # Scales, offsets and results are rounded to bf16 as well.
@@ -235,7 +246,8 @@ def test_few_and_more_rows_of_a_rounded_product_agree(bits: int) -> None:
     torch.manual_seed(0)
     product = Kernel(f"int{bits}").join([nn.Linear(64, 32).to(torch.bfloat16) for _ in range(2)])
     x = torch.randn(1, 40, 64).to(torch.bfloat16)
-    for rows in (1, FEW_ROWS[bits], FEW_ROWS[bits] + 1):
+    few = FEW_ROWS[f"int{bits}"]
+    for rows in (1, few, few + 1):
         assert error(product(x[:, :rows]), product(x)[:, :rows]) < 2e-2
 
 
@@ -252,7 +264,7 @@ def test_numbers_of_rows_share_the_traces_of_rounded_layers(bits: int, monkeypat
     alone, shared = (Backbone(tiny_model(hidden=64).to(torch.bfloat16), tiny_tokenizer()) for _ in range(2))
     for backbone in (alone, shared):
         attach(backbone, f"int{bits}")
-    few = FEW_ROWS[bits]
+    few = FEW_ROWS[f"int{bits}"]
     for rows in (1, few, few - 1, 2, few, few + 1, 40, 20, few + 2, 50):
         ids = torch.arange(5, 5 + rows)
         alone.engine._segments = {}  # never traced
@@ -261,20 +273,57 @@ def test_numbers_of_rows_share_the_traces_of_rounded_layers(bits: int, monkeypat
 
 
 @BF16
+def test_numbers_of_rows_share_the_traces_of_a_rounded_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    traces: list[Any] = []
+    monkeypatch.setattr("medusa_cli.engine.jit.trace", lambda *given: traces.append(trace(*given)) or traces[-1])
+    backbone = Backbone(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+    attach(backbone, "int8")
+    MedusaHeads.create(backbone, 2, 1, "own").save(tmp_path, {})
+    heads = load_drafter(tmp_path, backbone)
+    few = FEW_ROWS["int8"]
+    for rows in (1, 2, few, few - 1, few + 1, few + 2, 20, 3, 40):
+        states = torch.randn(rows, backbone.hidden_size).to(torch.bfloat16)
+        scores = heads.traced("scores", lambda x: heads.score(backbone, 0, x), states)
+        assert error(scores, heads.score(backbone, 0, states)) < 1e-6
+    assert len(traces) == 2 and all(traces)
+
+
+@BF16
 def test_shapes_without_a_rounded_kernel_keep_their_weights() -> None:
     weight, x = weight_of(30, 40).to(torch.bfloat16), torch.randn(3, 40).to(torch.bfloat16)
-    assert round_weight(weight, 4) is None
     product = Kernel("int4").pack(weight)
     assert product.nbytes == weight.nbytes == 2 * Kernel("int8").pack(weight).nbytes
     assert error(product(x), F.linear(x.float(), weight.float())) < TOLERANCE[torch.bfloat16]
 
 
 @BF16
-def test_lm_head_keeps_8_bits() -> None:
+def test_lm_head_keeps_bf16_beside_4_bits() -> None:
     weight, x = weight_of(64, 64).to(torch.bfloat16), torch.randn(3, 64).to(torch.bfloat16)
-    eight, four = Kernel("int8").pack(weight), Kernel("int4").pack(weight)
-    assert torch.equal(Kernel("int4").pack_head(weight)(x), eight(x)) and not torch.equal(four(x), eight(x))
-    assert (four.nbytes, eight.nbytes) == (weight.nbytes // 4, weight.nbytes // 2)
+    whole, four = Kernel("bf16").pack(weight), Kernel("int4").pack(weight)
+    assert torch.equal(Kernel("int4").pack_head(weight)(x), whole(x)) and not torch.equal(four(x), whole(x))
+    assert (four.nbytes, Kernel("int8").pack(weight).nbytes) == (weight.nbytes // 4, weight.nbytes // 2)
+
+
+@BF16
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kernel", ["gguf", "int4"])
+def test_blocks_of_a_file_are_multiplied_as_they_are(kind: Kind, kernel: str) -> None:
+    layers = [nn.Linear(96, 48) for _ in range(2)]
+    exact = []
+    for seed, layer in enumerate(layers):
+        packed = quantize(weight_of(48, 96, seed).numpy(), kind)
+        exact.append(torch.from_numpy(dequantize(packed, kind)))
+        layer.weight.data, layer.gguf_blocks = exact[-1].to(torch.bfloat16), torch.from_numpy(packed)
+    weight, bias = torch.cat(exact), torch.cat([layer.bias for layer in layers]).detach()
+    # Only scales and offsets are rounded, from fp16 to bf16.
+    assert error(dequantize_int4(*read_blocks(torch.cat([layer.gguf_blocks for layer in layers]), 96)), weight) < 4e-3
+    product = Kernel(kernel, torch.bfloat16).join([layer.to(torch.bfloat16) for layer in layers])
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, 96).to(torch.bfloat16)
+        assert error(product(x), F.linear(x.float(), weight, bias)) < 8e-3
+    assert product.nbytes == weight.numel() // 2
+    layers[1].gguf_blocks = None  # of another type in the file
+    assert Kernel("gguf", torch.bfloat16).join(layers).nbytes == 2 * weight.numel()
 
 
 @BF16
@@ -282,8 +331,8 @@ def test_lm_head_keeps_8_bits() -> None:
 def test_model_decodes_over_rounded_weights(engine: str, tmp_path: Path) -> None:
     network = tiny_model().to(torch.bfloat16)
     for name, layer in network.named_modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.data = round_weight(layer.weight.data, 8 if name == "lm_head" else BITS[engine])[2]
+        if isinstance(layer, nn.Linear) and (name != "lm_head" or engine == "int8"):
+            layer.weight.data = rounded(layer.weight.data, BITS[engine])
     expected, backbone = (Backbone(model, tiny_tokenizer()) for model in (network, tiny_model().to(torch.bfloat16)))
     attach(expected)
     attach(backbone, engine)

@@ -62,8 +62,8 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
     if config.vocabulary == "draft":
         drafter.draft_ids.copy_(tensors["draft_ids"])
     kernel = backbone.engine.kernel
-    # Beside an int8 or int4 backbone, unquantised heads would take most of a step; drafts need not be exact.
-    drafter._kernel = kernel if kernel.exact else Kernel("int8")
+    # Beside a backbone of few bits, unquantised heads would take much of a step; drafts need not be exact.
+    drafter._kernel = kernel if kernel.few_rows is None else Kernel("int8")
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 

@@ -11,7 +11,7 @@ from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of, shares
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
-from medusa_cli.engine.kernels import BITS, FEW_ROWS, Kernel, PackedProduct
+from medusa_cli.engine.kernels import Kernel, PackedProduct
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
 from medusa_cli.engine.plan import Layout, Plan, lay_out
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
@@ -100,13 +100,16 @@ class FastEngine(Engine):
         self._rotary, self._segments = {}, {}
 
     def _make_row_invariant(self) -> None:
-        """Finds a way to feed products under which a row has the same bits alone, in a tree, a batch and a prompt."""
+        """Finds a way to feed products under which a row has the same bits alone, in a tree, a batch and a prompt.
+
+        Rounded products multiply prompts and large trees with other weights: theirs agree for few rows alone.
+        """
         # fbgemm's product needs none; the others need more than one row at least.
         feeds = FEEDS if self.kernel.name == "fp16-weights" else FEEDS[1:]
         for more, chunk in feeds:
             self._feed(more, chunk)
-            self.row_invariant = self._rows_agree()
-            if self.row_invariant:
+            if self._rows_agree():
+                self.row_invariant = self.kernel.few_rows is None
                 return
         self._feed(*FEEDS[0])
 
@@ -119,7 +122,8 @@ class FastEngine(Engine):
     @torch.inference_mode()
     def _rows_agree(self) -> bool:
         """Returns True if the first layer and the lm_head give rows the same bits, whatever stands beside them."""
-        count = min(CHECKED, self.backbone.max_positions)
+        few = self.kernel.few_rows
+        count, size = min(CHECKED, self.backbone.max_positions), min(NODES, few - self._more if few else NODES)
         ids, start = torch.arange(count) * 37 % self.backbone.vocab_size, count - 12
         cache = self.new_cache(2)
 
@@ -129,7 +133,7 @@ class FastEngine(Engine):
             return self.run(tokens, layout, cache, (0,), end=1)[0]
 
         # A path of three tokens among siblings.
-        nodes, sees = torch.zeros(NODES, dtype=torch.long), torch.eye(NODES, dtype=torch.bool)
+        nodes, sees = torch.zeros(size, dtype=torch.long), torch.eye(size, dtype=torch.bool)
         nodes[::2][:3], sees[:, 0], sees[4, 2] = ids[start : start + 3], True, True
         depth = sees.sum(1) - 1
         prompt = states(torch.stack([ids, ids]))[0, start:]
@@ -138,9 +142,9 @@ class FastEngine(Engine):
         alone = states(ids[None, start : start + 1])[0]
         scores = self.lm_head(tree)
         return (
-            torch.equal(alone[0], prompt[0])
-            and torch.equal(batch[0, 0], prompt[0])
-            and torch.equal(tree[[0, 2, 4]], prompt[:3])
+            torch.equal(alone[0], tree[0])
+            and torch.equal(alone[0], batch[0, 0])
+            and (few is not None or torch.equal(tree[[0, 2, 4]], prompt[:3]))
             and torch.equal(self.lm_head(tree[:1])[0], scores[0])
             and torch.equal(self.lm_head(tree[3:8]), scores[3:8])
         )
@@ -183,7 +187,8 @@ class FastEngine(Engine):
         keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.rows))
         # A trace holds the number of chunks, and the choice that rounded products make by the number of rows.
         chunks = -(-rows // self._chunk) if self._chunk else 0
-        kind = chunks, self.kernel.name in BITS and len(inputs[0]) > FEW_ROWS[BITS[self.kernel.name]]
+        few = self.kernel.few_rows
+        kind = chunks, few is not None and len(inputs[0]) > few
         key = (first, end, path, kind, pieces)
         if key not in self._segments:
             norm = self.norm if end == len(self.layers) else None
@@ -246,3 +251,4 @@ def release(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+            layer.gguf_blocks = None  # type: ignore[assignment]

@@ -39,17 +39,25 @@ class Kernel:
     """One way to multiply.
 
     plain: torch's own product, on any device. fp32, bf16: oneDNN's packed weights. fp16-weights: fp32 rows over fp16
-    weights. int8, int4: bf16 rows over rounded weights, which are not `exact`. `rows` is the type of rows.
+    weights. int8, int4: bf16 rows over rounded weights, which are not `exact`. gguf: bf16 rows over the 4 bits that a
+    GGUF file holds, and bf16 for its other matrices. `rows` is the type of rows.
     """
 
     def __init__(self, name: str, rows: torch.dtype | None = None) -> None:
         self.name, self.rows, self.exact = name, rows or KERNELS[name], name not in BITS
+
+    @property
+    def few_rows(self) -> int | None:
+        """Returns up to how many rows it multiplies with rounded weights; None if it has one product for all."""
+        return FEW_ROWS.get(self.name)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Returns the product with a weight [N, K] and a bias [N]; Unsupported if the kernel cannot hold it."""
         if self.name in BITS:
             return _pack_rounded(weight, bias, BITS[self.name])
         bias = None if bias is None else bias.to(self.rows)
+        if self.name == "gguf":
+            return _pack_whole(weight, bias)
         if self.name == "plain":
             return PlainProduct(weight.to(self.rows), bias)
         return _pack_fp16(weight, bias) if self.name == "fp16-weights" else _pack(weight.to(self.rows), bias)
@@ -57,9 +65,10 @@ class Kernel:
     def pack_head(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Returns the lm_head's product.
 
-        It keeps 8 bits: 4 in it alone changed the default model ten times as much as in all other matrices.
+        It keeps bf16 beside 4 bits: 4 in it alone changed the default model ten times as much as in all other matrices,
+        and 8 are faster for fewer than six rows alone.
         """
-        return Kernel("int8").pack(weight, bias) if self.name == "int4" else self.pack(weight, bias)
+        return _pack_whole(weight, bias) if self.name == "int4" else self.pack(weight, bias)
 
     def join(self, linears: Sequence[Any]) -> Product:
         """Returns one product of layers that read the same rows; Unsupported unless all are plain linear layers."""
@@ -70,7 +79,12 @@ class Kernel:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         if biases and len(biases) != len(weights):
             raise Unsupported("only some of its fused layers have a bias")
-        return self.pack(weights[0] if len(weights) == 1 else torch.cat(weights), torch.cat(biases) if biases else None)
+        weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
+        blocks = [rows for linear in linears if (rows := getattr(linear, "gguf_blocks", None)) is not None]
+        alike = len(blocks) == len(linears) and len({rows.shape[1] for rows in blocks}) == 1
+        if self.name in ("int4", "gguf") and alike and _has_int4(weight):
+            return _pack_int4(*read_blocks(torch.cat(blocks), weight.shape[1]), weight, bias)
+        return self.pack(weight, bias)
 
 
 def kernels_for(rows: torch.dtype, device: torch.device) -> list[Kernel]:
@@ -211,44 +225,63 @@ class Fp16Product(Product):
         return y if self.bias is None else y.add_(self.bias)
 
 
-# Up to so many rows the rounded kernels beat packed bf16 weights read from memory, by bits.
-FEW_ROWS = {8: 6, 4: 12}
-# Weights of a row that share a scale and an offset in 4 bits: as many as in GGUF's Q4_1.
+# Up to so many rows a kernel multiplies with its few bits, by name. From 5 (int8) and 9 rows (int4) on bf16 is as fast;
+# 4 bits take more, so that trees of up to 16 nodes have the bits of plain decoding.
+FEW_ROWS = {"int8": 6, "int4": 16, "gguf": 16}
+# Weights of a row that share a scale and an offset in 4 bits: as many as in GGUF's Q4_0 and Q4_1.
 GROUP = 32
 # The 4-bit kernel wants whole blocks of outputs.
 BLOCK = 16
 
 
+def _pack_whole(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """Returns a product over bf16 weights."""
+    return (Kernel("bf16") if has_bf16() else Kernel("plain", torch.bfloat16)).pack(weight, bias)
+
+
 def _pack_rounded(weight: Tensor, bias: Tensor | None, bits: int) -> Product:
     """Returns a product over rounded weights; shapes without such a kernel keep bf16 weights."""
-    whole = Kernel("bf16") if has_bf16() else Kernel("plain", torch.bfloat16)
-    rounded = round_weight(weight.to(torch.bfloat16), bits)
-    if rounded is None:
-        return whole.pack(weight, bias)
-    values, scales, restored = rounded
-    return RoundedProduct(values, scales, bits, whole.pack(restored), bias)
+    weight = weight.to(torch.bfloat16)
+    if bits == 4:
+        if not _has_int4(weight):
+            return _pack_whole(weight, bias)
+        levels, scale, middle = round_to_int4(weight)
+        return _pack_int4(levels, scale, middle, dequantize_int4(levels, scale, middle), bias)
+    values, scale = round_to_int8(weight)
+    restored = (values * scale[:, None].float()).to(torch.bfloat16)
+    return RoundedProduct("int8", values, scale, _pack_whole(restored), bias)
+
+
+def _pack_int4(levels: Tensor, scale: Tensor, middle: Tensor, restored: Tensor, bias: Tensor | None) -> Product:
+    """Returns the 4-bit product of levels, scales and middles, as of round_to_int4; `restored` are its weights."""
+    values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).to(torch.int32), 1)
+    scales = torch.stack([scale, middle], dim=-1).transpose(0, 1).contiguous()
+    return RoundedProduct("int4", values, scales, _pack_whole(restored), bias)
 
 
 class RoundedProduct(Product):
-    """Multiplies few rows with the rounded weights, more rows with their values in bf16."""
+    """Multiplies few rows with the rounded weights, more rows with their values in bf16.
+
+    values, scales: int8 [N, K] and [N], or torch's layout of 4 bits, with scales and middles [K / 32, N, 2].
+    """
 
     values: Tensor
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(self, values: Tensor, scales: Tensor, bits: int, restored: Product, bias: Tensor | None) -> None:
-        super().__init__((restored.out_features, restored.in_features), restored.nbytes * bits // 16)
+    def __init__(self, name: str, values: Tensor, scales: Tensor, restored: Product, bias: Tensor | None) -> None:
+        super().__init__((restored.out_features, restored.in_features), restored.nbytes * BITS[name] // 16)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.to(torch.bfloat16), persistent=False)
-        self.bits, self.restored = bits, restored
+        self.name, self.restored = name, restored
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() > FEW_ROWS[self.bits] * self.in_features:
+        if x.numel() > FEW_ROWS[self.name] * self.in_features:
             y: Tensor = self.restored(x)
         else:
             rows = x.reshape(-1, self.in_features)
-            if self.bits == 8:
+            if self.name == "int8":
                 y = torch._weight_int8pack_mm(rows, self.values, self.scales)
             else:
                 y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.values, GROUP, self.scales)
@@ -256,24 +289,42 @@ class RoundedProduct(Product):
         return y if self.bias is None else y.add_(self.bias)
 
 
-def round_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns a bf16 weight [N, K] as values and scales of 8 or 4 bits, and their product in bf16.
-
-    8 bits: values [N, K] and a scale [N] a row; 4: torch's layout, scales and offsets [K / 32, N, 2]. None for a shape
-    that has no kernel.
-    """
+def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight [N, K] as int8 values [N, K], and a bf16 scale [N] for each row."""
     exact = weight.float()
-    if bits == 8:
-        scale = (exact.abs().amax(dim=1) / 127).clamp(min=1e-8).to(torch.bfloat16)
-        levels = (exact / scale[:, None].float()).round().clamp(-127, 127)
-        return levels.to(torch.int8), scale, (levels * scale[:, None].float()).to(torch.bfloat16)
-    if weight.shape[1] % GROUP or weight.shape[0] % BLOCK:
-        return None
-    groups = exact.unflatten(1, (-1, GROUP))  # [N, K / 32, 32]
-    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    scale = (exact.abs().amax(dim=1) / 127).clamp(min=1e-8).to(torch.bfloat16)
+    return (exact / scale[:, None].float()).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _has_int4(weight: Tensor) -> bool:
+    return not (weight.shape[1] % GROUP or weight.shape[0] % BLOCK)
+
+
+def round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a weight [N, K] as levels 0 .. 15 [N, K / 32, 32], bf16 scales and the values of level 8 [N, K / 32]."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
     scale = ((high - low) / 15).clamp(min=1e-8).to(torch.bfloat16)
-    middle = (low + 8 * scale.float()).to(torch.bfloat16)  # the value of level 8
-    levels = ((groups - middle.float()) / scale.float() + 8).round().clamp(0, 15)
-    restored = ((levels - 8) * scale.float() + middle.float()).flatten(1).to(torch.bfloat16)
-    values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).to(torch.int32), 1)
-    return values, torch.cat([scale, middle], dim=-1).transpose(0, 1).contiguous(), restored
+    middle = (low + 8 * scale.float()).to(torch.bfloat16)
+    levels = ((groups - middle[..., None].float()) / scale[..., None].float() + 8).round().clamp(0, 15)
+    return levels.to(torch.uint8), scale, middle
+
+
+def dequantize_int4(levels: Tensor, scale: Tensor, middle: Tensor) -> Tensor:
+    """Returns the weight [N, K] in bf16 that round_to_int4's or read_blocks' parts stand for."""
+    values = (levels.float() - 8) * scale[..., None].float() + middle[..., None].float()
+    return values.flatten(1).to(torch.bfloat16)
+
+
+def read_blocks(blocks: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns blocks of Q4_0 (d, 32 levels) or Q4_1 (d, m, 32 levels), bytes [N, ..], as round_to_int4 does.
+
+    Q4_0 has the values d (q - 8), Q4_1 d q + m. Only the rounding of d and m from fp16 to bf16 changes them.
+    """
+    parts = blocks.unflatten(1, (columns // GROUP, -1))
+    pairs = parts[..., -GROUP // 2 :]
+    levels = torch.cat([pairs & 15, pairs >> 4], dim=-1)
+    numbers = parts[..., : -GROUP // 2].contiguous().view(torch.float16).float()
+    scale = numbers[..., 0]
+    middle = numbers[..., 1] + 8 * scale if numbers.shape[-1] == 2 else torch.zeros_like(scale)
+    return levels, scale.to(torch.bfloat16), middle.to(torch.bfloat16)

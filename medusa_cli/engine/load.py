@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli.assets import DEFAULT_MODEL, model_dir
 from medusa_cli.engine.autotune import fastest
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
@@ -16,6 +17,7 @@ from medusa_cli.engine.fast import FastEngine
 from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
 from medusa_cli.engine.layers import FastLayer
 from medusa_cli.errors import UsageError, first_line
+from medusa_cli.gguf import BLOCKS_FILE
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.model.chat_template import check_template, try_template
@@ -24,12 +26,14 @@ from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
+    has_bf16,
     has_own_code,
     load_network,
     read_config,
     resolve_device,
     resolve_dtype,
 )
+from medusa_cli.model.random_model import PREFIX
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -70,6 +74,9 @@ def load_backbone(
         network, tokenizer = load_network(model, replace(options, dtype=kind), shard=shard, chat_template=chat_template)
         if adapter is not None:
             network = lora.merge(network, adapter, beside=quantised)
+        elif (blocks := _blocks_file(model)) is not None:
+            for name, rows in load_file(blocks).items():
+                network.get_submodule(name).gguf_blocks = rows
         backbone = Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
         if chat:
             check_template(backbone)
@@ -143,6 +150,8 @@ def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]
     if engine in BITS:
         _check_rounded(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
         return [Kernel(engine)]
+    if dtype == "auto" and place.type == "cpu" and has_bf16() and _blocks_file(model) is not None:
+        return [Kernel("gguf", torch.bfloat16)]
     if dtype != "auto":
         kinds = [DTYPES[dtype]]
     elif place.type != "cpu":
@@ -156,6 +165,14 @@ def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]
     if own not in SIXTEEN:
         kernels = [kernel for kernel in kernels if kernel.name != "fp16-weights"] or kernels
     return kernels
+
+
+def _blocks_file(model: str) -> Path | None:
+    """Returns the file of the 4-bit blocks that an unpacked GGUF file's matrices have, or None."""
+    if model.startswith(PREFIX):
+        return None
+    path = Path(model_dir(model)) / BLOCKS_FILE
+    return path if path.is_file() else None
 
 
 def _stored(model: str, dtype: str, rows: torch.dtype, adapter: Path | None) -> str:
