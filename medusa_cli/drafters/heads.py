@@ -229,12 +229,13 @@ class HeadDrafter(Drafter):
 
         Forks share the trace, so nothing of one sequence may be in it but what the inputs bring.
         """
-        # Inexact kernels choose by the rows, which are the first input's; others, as a cache's, grow with every step.
-        rows = None if self.kernel.exact else inputs[0].shape
-        if (name, rows) not in self._traced:
+        # Rounded kernels choose by the rows, which are those of the first input.
+        limit = self.kernel.few_rows
+        few = limit is None or inputs[0].shape[:-1].numel() <= limit
+        if (name, few) not in self._traced:
             never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
-            self._traced[name, rows] = TracedModule(compute, self._products, never=never)
-        return self._traced[name, rows](*inputs)
+            self._traced[name, few] = TracedModule(compute, self._products, never=never)
+        return self._traced[name, few](*inputs)
 
     def _products(self) -> list[nn.Module]:
         """Returns everything that multiplies by packed weights."""
