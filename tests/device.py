@@ -21,6 +21,39 @@ NAME = "meta"
 aten: Any = torch.ops.aten
 # These look composite to torch, but are one kernel (the last one a copy) on a GPU.
 WHOLE = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.rms_norm.default}
+# Kernels that CUDA alone has; one of them pads the rows of its log-sum-exp to a multiple.
+PADDED = 32
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, seqused_k: Tensor) -> tuple[Any, ...]:
+    """Attends rows [T, heads, D] of several slots to as many of their keys [rows, KV, D] as seqused_k says."""
+    starts, places, *_ = args
+    seen, sums = [], []
+    for slot, used in enumerate(seqused_k.tolist()):
+        rows = query[starts[slot] : starts[slot + 1]].transpose(0, 1)[None]
+        columns = slice(int(places[slot]), int(places[slot]) + used)
+        known = (
+            x[columns].transpose(0, 1)[None].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)
+        )
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, *known, scale=scale)
+        seen.append(out[0].transpose(0, 1))
+        sums.append(lse[0])
+    return torch.cat(seen), torch.cat(sums, dim=1), query.new_zeros(2), query.new_zeros(0), query.new_zeros(0)
+
+
+def efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: Any, scale: float) -> tuple[Any, ...]:
+    """Attends under a mask; the rows of the log-sum-exp are padded."""
+    assert args == (True,) and bias.shape[:-2] == query.shape[:-2]
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)
+    return (
+        out,
+        nn.functional.pad(lse, (0, -lse.shape[-1] % PADDED), value=torch.nan),
+        lse.new_zeros(2),
+        lse.new_zeros(2),
+    )
+
+
+STANDS = {aten._flash_attention_forward.default: flash, aten._scaled_dot_product_efficient_attention.default: efficient}
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "lift_fresh", "detach_", "_unsafe_view", "_reshape_alias"}
 
 
@@ -157,7 +190,7 @@ class Device(TorchDispatchMode):
         if target is not None:
             kwargs["device"] = "cpu"
         values, named = tree_map(lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs))
-        out = func(*values, **named)
+        out = STANDS.get(func, func)(*values, **named)
         known = {id(value.inner): value for value in remote}
         known |= {id(value): value for value in given if not isinstance(value, Remote)}
         if not here:

@@ -1,4 +1,4 @@
-"""Attention over the KV cache; on a CPU a row's bits do not depend on the rows beside it.
+"""Attention over the KV cache on a CPU, where a row's bits do not depend on the rows beside it.
 
 A product adds the terms of one result in the order of its inner dimension, so the exact zeros of masked columns change
 nothing, wherever they stand. What does change bits: kernels for few rows, an inner dimension whose blocks depend on its
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 # Columns that one product sums.
 BLOCK = 256
@@ -179,24 +178,3 @@ def attend(
     summed = (results[0] if len(results) == 1 else torch.cat(results)).index_select(0, back)
     attended = summed.narrow(1, 0, dim) / summed.narrow(1, dim, 1)
     return attended if attended.dtype == rows.dtype else attended.to(rows.dtype)
-
-
-def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
-    """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention, for GPUs.
-
-    mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
-    """
-    size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
-    query = query.view(size, -1, heads, dim).transpose(1, 2)
-    if not mask.numel():
-        rows = query.shape[2]
-        key, value = (cached[:, :rows].unflatten(0, (size, kv)) for cached in (keys, values))
-        attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv
-        )
-        return attended.transpose(1, 2).reshape(-1, heads * dim)
-    query = query.reshape(size, kv, -1, dim)
-    # Only products of four dimensions have fused kernels.
-    seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
-    attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
-    return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)

@@ -57,6 +57,8 @@ LAP_BYTES, HEAD_BYTES = 64 * 2**20, 8 * 2**20
 UNDISTURBED, RETRY_AFTER = 0.8, 3600
 # A kernel takes the place of the one chosen before if its cost is below this share of the other's.
 GAIN = 0.95
+# Its first line names NVIDIA's driver.
+DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 
 
@@ -145,8 +147,10 @@ def device_name(device: torch.device) -> str:
     """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
     if device.type != "cuda":
         return str(device)
-    facts = torch.cuda.get_device_properties(device)
-    return f"{facts.name}, {facts.total_memory >> 20} MiB, CUDA {torch.version.cuda}"
+    facts, driver = torch.cuda.get_device_properties(device), ""
+    with suppress(OSError):
+        driver = DRIVER.read_text().partition("\n")[0]
+    return f"{facts.name}, {facts.total_memory >> 20} MiB, {driver}, CUDA {torch.version.cuda}"
 
 
 def processor() -> str:

@@ -41,6 +41,8 @@ class Engine(ABC):
     round_to = 1
     # The width of a row of values in the cache, if attention wants one of its own.
     width: int | None = None
+    # True if attention in CUDA graphs reads no column behind the slots' lengths, which are data.
+    by_length = False
     # True if steps are captured as CUDA graphs; None: not tried yet.
     captures: bool | None = False
 

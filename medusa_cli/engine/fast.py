@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of, shares
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.cuda_attention import columns_read, reads_by_length
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
 from medusa_cli.engine.kernels import Kernel, PackedProduct
@@ -64,6 +65,7 @@ class FastEngine(Engine):
             self.layers = list(pool.map(pack, itertools.count(), self._parts.layers))
             self.head = head.result()
         self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
         if on_cpu:
             self.round_to, self.width = BLOCK, padding_of(self.dim)[1]
         self.inner = self.layers[0].down.in_features
@@ -206,7 +208,9 @@ class FastEngine(Engine):
         columns = layout.columns[:, :rows]
         if self.width is None:
             masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
-            return "fused", columns, masks, [], columns, cos, sin, columns
+            lengths, capacity = layout.lengths, layout.wide
+            reads = [] if lengths is None else columns_read(lengths, rows, self.kv, capacity)
+            return "fused", columns, masks, reads, columns, cos, sin, columns
         count = layout.size * rows
         more = self._rows_more(count)
         feed = torch.arange(count + more) % count

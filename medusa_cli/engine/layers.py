@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.attention import attend, fused
+from medusa_cli.engine.attention import attend
+from medusa_cli.engine.cuda_attention import behind, fused
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model.backbone import Unsupported
 
@@ -132,8 +133,9 @@ class Segment(nn.Module):
         """Returns states [B * R, H] after the layers.
 
         feed: the rows of x that products see, those of the pass first. masks by kind of layer and piece of attention;
-        orders of pieces; back: the places of `attention.pieces_of`. cos, sin by table. columns [B, R]: where each slot
-        gets its rows. keys [layers, B * KV, C, D], values [layers, B * KV, C, W].
+        orders of pieces (on a GPU those of `columns_read`, or none); back: the places of `attention.pieces_of`. cos,
+        sin by table. columns [B, R]: where each slot gets its rows. keys [layers, B * KV, C, D], values
+        [layers, B * KV, C, W].
         """
         layer: Any
         rows, pieces = x.shape[0], len(orders)
@@ -144,8 +146,12 @@ class Segment(nn.Module):
             self._write(layer, key, query_key.narrow(1, layer.heads, layer.kv), columns)
             self._write(layer, value.narrow(2, 0, layer.dim), new, columns)
             if self.path == "fused":
-                query = query_key.narrow(1, 0, layer.heads)
-                attended = fused(query, key, value, masks[layer.kind], layer.kv, layer.scale)
+                query, new_keys = query_key.split([layer.heads, layer.kv], dim=1)
+                mask = masks[layer.kind]
+                if orders and mask.shape[-1] == columns.shape[1]:
+                    attended = behind(query, key, value, new_keys, new, mask, orders, layer.scale)
+                else:
+                    attended = fused(query, key, value, mask, layer.kv, layer.scale)
             else:
                 seen = masks[layer.kind * pieces : (layer.kind + 1) * pieces]
                 attended = attend(query_key, key, value, seen, orders, back, layer.scale)

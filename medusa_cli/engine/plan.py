@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.attention import padded
 from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.cuda_attention import visible_behind
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
-from medusa_cli.model.masks import Masks
+from medusa_cli.model.masks import FULL, Masks, additive
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Layout:
 
     positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
     that begins a slot (where each row sees those before it); start: the slot's
-    length, if B is 1 and the host knows it; columns [B, R]: where rows are written.
+    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]: those of the slots,
+    where attention reads no column behind them; the mask of full attention is then [B, R, R], among the rows.
     """
 
     first: int
@@ -97,6 +99,7 @@ class Layout:
     columns: Tensor
     wide: int
     extra_rows: ExtraRowStates | None = None
+    lengths: Tensor | None = None
 
 
 def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device, round_to: int = 1) -> Layout:
@@ -125,8 +128,8 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     positions = start + depth
     by_column = torch.arange(wide, device=device)
     by_column[start:end] = positions[0]
-    additive = masks.additive(visible, positions, by_column)
-    return Layout(plan.first, 1, positions.clamp(max=context - 1), additive, start, columns[None], wide, extra_rows)
+    by_kind = masks.additive(visible, positions, by_column)
+    return Layout(plan.first, 1, positions.clamp(max=context - 1), by_kind, start, columns[None], wide, extra_rows)
 
 
 def lay_out_at(
@@ -138,18 +141,23 @@ def lay_out_at(
     first: int,
     wide: int,
     extra_rows: ExtraRowStates | None = None,
+    by_length: bool = False,
 ) -> Layout:
     """Returns the layout of rows with sees [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
 
-    It reads no value of a tensor, so it can be captured in a CUDA graph.
+    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it can be captured in a
+    CUDA graph.
     """
     size, rows = len(lengths), depth.shape[1]
-    row = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
-    inside = row.clamp(0, rows - 1)
-    among = sees.expand(size, -1, -1).gather(2, inside[:, None].expand(-1, rows, -1))
-    visible = (row < 0)[:, None] | (among & (row < rows)[:, None])  # [B, R, L]
-    positions = lengths[:, None] + depth
-    by_column = torch.where(row < 0, row + lengths[:, None], positions.expand(size, -1).gather(1, inside))
-    additive = masks.additive(visible, positions, by_column[:, None])
+    positions, by_kind = lengths[:, None] + depth, dict[str, Tensor]()
+    if not by_length or masks.kinds != [FULL]:
+        column = torch.arange(wide, device=lengths.device).expand(size, -1)
+        inside = (column - lengths[:, None]).clamp(0, rows - 1)
+        by_column = torch.where(column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside))
+        by_kind = masks.additive(visible_behind(lengths, sees, wide), positions, by_column[:, None])
+    if by_length:
+        by_kind[FULL] = additive(sees.expand(size, -1, -1), masks.dtype)
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    return Layout(first, size, positions.clamp(max=context - 1), additive, None, columns, wide, extra_rows)
+    positions = positions.clamp(max=context - 1)
+    read = lengths if by_length else None
+    return Layout(first, size, positions, by_kind, None, columns, wide, extra_rows, read)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError
 
 NAME = "medusa_grouped"
+FULL = "full_attention"  # a kind of layer
 # Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place of a mask.
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
@@ -82,7 +83,7 @@ class Masks:
         kinds = getattr(config, "layer_types", None)
         if not kinds:
             windowed = self.window < math.inf and getattr(config, "use_sliding_window", True)
-            kinds = ["sliding_attention" if windowed else "full_attention"]
+            kinds = ["sliding_attention" if windowed else FULL]
         self._by_layer: list[str] = list(kinds)
         self.kinds = sorted(set(kinds))
 
@@ -92,7 +93,7 @@ class Masks:
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         """Returns what rows at `positions` see in layers of a kind: `visible` [(B,) n, L] of `columns` [L] in range."""
-        if kind == "full_attention":
+        if kind == FULL:
             return visible
         return visible & (positions[..., None] - columns < self.window)
 
@@ -105,7 +106,7 @@ class Masks:
         positions = torch.arange(rows, device=device)
         masks = {}
         for kind in self.kinds:
-            if kind == "full_attention" or rows <= self.window:
+            if kind == FULL or rows <= self.window:
                 masks[kind] = torch.empty(1, 0, 0, dtype=self.dtype, device=device)
             else:
                 mask = self.visible(kind, positions <= positions[:, None], positions, positions)

@@ -1,0 +1,79 @@
+"""Attention by lengths that are data, and the merge of its two parts, against attention under a mask."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_cli.engine.cuda_attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
+from medusa_cli.model.masks import additive
+from tests.device import NAME, Device
+
+SIZE, CAPACITY, DIM = 3, 48, 8
+LENGTHS = [1, 17, 30]
+attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def case(rows: int, heads: int, kv: int) -> tuple[Tensor, ...]:
+    """Returns queries, a cache whose rows beyond a slot's new ones are not a number, its new rows, who sees whom."""
+    torch.manual_seed(rows)
+    query = torch.randn(SIZE * rows, heads, DIM)
+    keys, values = torch.randn(2, SIZE * kv, CAPACITY, DIM).unbind()
+    sees = torch.rand(SIZE, rows, rows).tril() > 0.5
+    sees |= torch.eye(rows, dtype=torch.bool)
+    columns = torch.tensor(LENGTHS)[:, None] + torch.arange(rows)
+    slots = torch.arange(SIZE)[:, None]
+    new = [x.view(SIZE, kv, CAPACITY, DIM).transpose(1, 2)[slots, columns].flatten(0, 1) for x in (keys, values)]
+    return query, keys, values, *new, sees
+
+
+def test_merge_of_prefix_and_tree_is_attention_to_both() -> None:
+    query, key, value = torch.randn(2, 4, 9, DIM), torch.randn(2, 4, 40, DIM), torch.randn(2, 4, 40, DIM)
+    mask = torch.zeros(9, 9).masked_fill(torch.rand(9, 9) > 0.6, -torch.inf).fill_diagonal_(0)
+    parts = [
+        attention(query, key[:, :, :31], value[:, :, :31]),
+        attention(query, key[:, :, 31:], value[:, :, 31:], attn_mask=mask.expand(2, 4, -1, -1)),
+    ]
+    whole, _ = attention(query, key, value, attn_mask=torch.cat([torch.zeros(9, 31), mask], 1).expand(2, 4, -1, -1))
+    (far, far_sum), (near, near_sum) = parts
+    assert torch.allclose(merged(far, far_sum, near, near_sum), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_columns_behind_the_lengths_are_not_read(rows: int, heads: int, kv: int) -> None:
+    query, keys, values, new_keys, new_values, sees = case(rows, heads, kv)
+    lengths = torch.tensor(LENGTHS)
+    whole = additive(visible_behind(lengths, sees, CAPACITY), torch.float32).repeat(1, heads // kv, 1)[:, None]
+    expected = fused(query, keys, values, whole, kv, DIM**-0.5)
+    for slot, length in enumerate(LENGTHS):
+        for cached in (keys, values):
+            cached.view(SIZE, kv, CAPACITY, DIM)[slot, :, length + (rows == 1) :] = torch.nan
+    among = additive(sees, torch.float32).repeat(1, heads // kv, 1)[:, None]
+    with Device():
+        remote = [x.to(NAME) for x in (query, keys, values, new_keys, new_values, among)]
+        reads = columns_read(lengths.to(NAME), rows, kv, CAPACITY)
+        seen = behind(*remote, reads, DIM**-0.5).cpu()  # type: ignore[arg-type]
+    assert torch.allclose(seen, expected, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(32, 32, 128), (32, 8, 128), (9, 3, 64)])
+def test_gpu_attends_by_lengths(heads: int, kv: int, dim: int, dtype: torch.dtype) -> None:
+    assert reads_by_length(torch.device("cuda", 0), dtype, heads, kv, dim)
+
+
+def test_device_without_the_kernels_reads_under_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = torch.float32, 4, 2, DIM
+    assert not reads_by_length.__wrapped__(torch.device("cpu"), *sizes)
+    with Device():
+        assert reads_by_length.__wrapped__(torch.device(NAME), *sizes)
+        for fault in (lambda *args, **named: torch.zeros(()), None):
+            monkeypatch.setattr("tests.device.STANDS", {} if fault is None else {_flash(): fault})
+            assert not reads_by_length.__wrapped__(torch.device(NAME), *sizes)
+
+
+def _flash() -> Any:
+    return torch.ops.aten._flash_attention_forward.default
