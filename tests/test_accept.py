@@ -9,6 +9,8 @@ from transformers import TopKLogitsWarper
 
 from medusa_cli.decode import Sampling
 from medusa_cli.decode import accept as accept_many
+from medusa_cli.decode.accept import PADDING, longest_path
+from medusa_cli.decode.cuda_graph import choose, sampling_params
 from medusa_cli.decode.sampling import NUCLEUS, Sampler, candidates, draw
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Draft, Tree
@@ -70,6 +72,35 @@ def test_greedy_takes_the_longest_path_of_argmaxes(seed: int) -> None:
     tokens = [int(draft.tokens[node]) for node in accepted]
     assert tokens in [[int(draft.tokens[n]) for n in path] for path in good]
     assert bonus == int(best[accepted[-1]])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling("exact", 1.0, seed=4), Sampling("exact", 0.7, 0.8, 5)])
+def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
+    """Random trees of many sizes, padded to one: the tensors' path is that of the walk from node to node."""
+    drafts, logits, samplers = [], torch.zeros(60, 20, VOCAB), [Sampler(sampling, stream) for stream in range(60)]
+    sees = torch.eye(20, dtype=torch.bool).repeat(60, 1, 1)
+    tokens, depth, parents = torch.zeros(3, 60, 20, dtype=torch.long).unbind()
+    parents.fill_(PADDING)
+    for i in range(60):
+        chance = random.Random(i)
+        tree = random_tree(chance, chance.randrange(1, 20))
+        while max(tree.ranks) >= VOCAB:
+            tree = random_tree(chance, tree.size)
+        starts = [chance.randrange(VOCAB) for _ in range(tree.size)]  # siblings differ
+        ids = [(starts[parent] + rank) % VOCAB for parent, rank in zip(tree.parents, tree.ranks, strict=True)]
+        drafts.append(Draft(torch.tensor(ids), tree))
+        logits[i, : tree.size] = 2 * torch.randn(tree.size, VOCAB, generator=torch.Generator().manual_seed(i))
+        tokens[i, : tree.size], depth[i, : tree.size] = drafts[-1].tokens, tree.depth
+        parents[i, : tree.size], sees[i, : tree.size, : tree.size] = torch.tensor(tree.parents), tree.mask
+    params = sampling_params(samplers, 60, 20)
+    chosen, certain = choose(logits, params, depth) if sampling.exact else (logits.argmax(-1), torch.ones(()))
+    assert certain.all()
+    count, last, path, on_path = longest_path(chosen, tokens, depth, parents, sees, 12)
+    expected = accept_many(logits, drafts, samplers)
+    assert max(len(nodes) for nodes, _ in expected) > 3
+    for i, (nodes, bonus) in enumerate(expected):
+        assert path[i, : int(count[i])].tolist() == nodes == on_path[i].nonzero()[:, 0].tolist()
+        assert path[i, int(count[i]) :].tolist() == [*range(int(count[i]), 12)] and chosen[i, last[i]] == bonus
 
 
 def test_token_zero_is_a_token_like_any_other() -> None:

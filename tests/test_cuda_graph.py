@@ -1,6 +1,7 @@
 """The step that CUDA graphs capture, run without a graph, against the ordinary step; and the trial that chooses."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from tests.helpers import (
     Oracle,
     answer,
     decoder_of,
+    generate_plain,
     medusa_drafter,
     plain,
     tiny_backbone,
     tokens_of,
 )
 from tests.test_accept import target_probs
+from tests.test_drafters import drafter_of
 from tests.test_firp import firp
 
 SAMPLINGS = {
@@ -115,6 +118,36 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(graph
                 expected += [token for _, step in alone.step() for token in step.tokens]
             assert tokens[number] == expected
     assert graphs.captured == before and graphs.runs > 20
+
+
+@pytest.mark.parametrize("kind", ["hydra++", "hydra++-prompt", "amphista-prompt", "amphista", "eagle-draft"])
+def test_graphs_draft_what_drafters_with_caches_draft(kind: str, graphs: StandIn) -> None:
+    """Slots change owners, prompts share prefixes, and sequences of other sampling run beside the graphs."""
+    backbone, shape, steps = tiny_backbone("qwen3", layers=4, engine="fast"), SPARSE.truncate(3), []
+    requests = [Request([5 + i, 9, 20, 11, 7] * (1 + i), 10 + 3 * i, stop_ids=()) for i in range(5)]
+    requests += [replace(requests[i], prompt=[*requests[i].prompt, 12, 9], max_new_tokens=14) for i in (4, 0)]
+    requests[2:2] = [Request([9, 9, 21], 6, sampling=Sampling("typical", 0.7), stop_ids=())]
+    for captured in (False, True):
+        decoder = Decoder(backbone, drafter_of(backbone, kind), StaticTreePolicy(shape), slots=3, cuda_graphs=captured)
+        before = graphs.captured
+        steps.append([(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)])
+        assert graphs.captured == before
+    assert steps[0] == steps[1] and graphs.runs > 20
+    assert sum(len(path) > 1 for _, _, path in steps[0]) > 5
+
+
+def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, read = tiny_backbone("qwen3", layers=4, engine="fast"), []
+    decoder = Decoder(backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SPARSE), cuda_graphs=True)
+    inner = type(decoder.drafter).read
+    monkeypatch.setattr(
+        type(decoder.drafter), "read", lambda *args: read.append(len(args[3][0].tokens)) or inner(*args)
+    )
+    prompt = [8 + i % 40 for i in range(cuda_graph.DEPTHS + 9)]
+    assert tokens_of(answer(decoder, prompt, max_new_tokens=40, stop_ids=())) == tokens_of(
+        generate_plain(backbone, prompt, max_new_tokens=40, stop_ids=())
+    )
+    assert read == [9]
 
 
 def test_states_of_a_step_outlive_the_graphs_next_run(graphs: StandIn) -> None:

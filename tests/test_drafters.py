@@ -423,7 +423,7 @@ def test_a_layers_cache_gives_what_one_pass_over_the_text_gives(hidden: int, hea
     extend(3, 9, apart)  # rows before are unknown; rotary positions count how far apart rows are
     assert torch.allclose(extend(9, 12, apart), layer(x[:, 3:])[0, 6:9], atol=1e-3)
     drafter = drafter_of(tiny_backbone(), "hydra++-prompt")
-    drafter._caches = [cache, apart]
+    drafter.caches = [cache, apart]
     assert drafter.truncate(10) == 10 and [cache.length, apart.length] == [10, 7]
 
 

@@ -163,9 +163,11 @@ def test_fast_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
     attach(ours, "fast")
     expected = plain(theirs, 60)
     assert plain(ours, 60) == expected
-    decoder = decoder_of(ours, drafter_of(ours, "hydra++").cuda(), SPARSE)
-    for _ in range(2):  # the second prompt is in the prefix cache
-        assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
+    for kind in ("medusa", "hydra++", "amphista-prompt", "eagle-draft"):
+        decoder = decoder_of(ours, drafter_of(ours, kind).cuda(), SPARSE, cuda_graphs=True)
+        for _ in range(2):  # the second prompt is in the prefix cache
+            assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
+        assert decoder.cuda_graphs is not None and not decoder.cuda_graphs.failed
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])

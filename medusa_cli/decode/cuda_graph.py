@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_cli.decode.accept import accept
+from medusa_cli.decode.accept import NO_PARENT, PADDING, accept, longest_path
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stats import Accepted
-from medusa_cli.drafters.base import Drafter, Fill, TreeTensors
+from medusa_cli.drafters.base import Drafter, NewTokens
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors, TreeTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
 from medusa_cli.engine.device import upload
@@ -32,14 +34,12 @@ from medusa_cli.tree.tree import UNREAD
 
 # Nodes that a graph has room for; batches are powers of two.
 ROWS = (1, 16, 64)
-# Accepted nodes of a path at most.
+# Accepted nodes of a path at most, and tokens that a drafter reads in a graph.
 DEPTHS = 32
 # Parameters of a sequence before its random numbers: 1 if it samples, temperature, top-p, top-k.
 FIELDS = 4
 # The likeliest tokens that top-p and top-k choose among.
 LIKELIEST = 1024
-# Parents of the root, and of nodes beyond a tree.
-ROOT, PADDING = -1, -2
 ROOT_ALONE = Tree.root_only()
 # Runs before a capture, in which libraries choose kernels and make workspaces.
 WARM_UPS = 2
@@ -108,7 +108,8 @@ class CudaGraphs:
         capture: Capture | None = None,
     ) -> None:
         self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
-        self._fill = None if drafter is None else drafter.fill
+        self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.fill is not None else None
+        self._slots: LayerSlots | None = None  # of the drafter's layers
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
         self._pool: Any = None
@@ -153,17 +154,13 @@ class CudaGraphs:
         """
         if not all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts):
             return None
-        fills = self._fill is not None and not guesses
-        hidden = [sequence.unread[-1].hidden[-1:] for sequence in sequences] if fills else []
+        drafting = not guesses and any(UNREAD in draft.ids for draft in drafts)
         try:
-            accepted = self.run([sequence.sampler for sequence in sequences], drafts, guesses, hidden)
+            samplers = [sequence.sampler for sequence in sequences]
+            return self.run(samplers, drafts, guesses, sequences if drafting else ())
         except RuntimeError as reason:
             self._fail(reason)
             return None
-        if accepted is not None and fills:
-            for sequence in sequences:
-                sequence.unread = []
-        return accepted
 
     def _fail(self, reason: RuntimeError) -> None:
         log.warning("CUDA graphs are given up: %s", first_line(reason))
@@ -174,26 +171,47 @@ class CudaGraphs:
         samplers: Several[Sampler],
         drafts: Several[Draft],
         guesses: Mapping[int, Draft],
-        hidden: Several[Tensor] = (),
+        drafting: Several[Sequence] = (),
     ) -> list[Accepted] | None:
-        """Runs the graph that has room for the drafts; see `verify`. hidden [1, H * taps]: each sequence's last."""
+        """Runs the graph that has room for the drafts; see `verify`. drafting: the sequences, if the graph drafts."""
         cache, size = self._cache, len(drafts)
         batch = min(1 << (size - 1).bit_length(), cache.slots)
         rows = next(rows for rows in ROWS if rows >= max(draft.tree.size for draft in drafts))
         step = self._step(batch, rows, not all(sampler.greedy for sampler in samplers))
-        results, states = step(cache.lengths, samplers, drafts, guesses, hidden)
-        accepted = []
+        new = [self._unread(sequence, slot) for slot, sequence in enumerate(drafting)]
+        results, states = step(cache.lengths, samplers, drafts, guesses, new)
         # The graph's next run overwrites its states.
         states = states[:size].clone()
-        rest = results[:size].tolist()
+        accepted, rest = [], results[:size].tolist()
         if not all(count for count, *_ in rest):
             return None
+        for sequence, (tokens, _) in zip(drafting, new, strict=True):
+            sequence.unread = []
+            for layer in _drafter_of(sequence).caches:
+                layer.count(range(tokens.start, tokens.end))
         for slot, (count, bonus, *path) in enumerate(rest):
             cache.lengths[slot] += count
             samplers[slot].advance(count)
             steps = len(path) // 2
             accepted.append(Accepted(path[:count], path[steps : steps + count], bonus, states[slot, :count]))
         return accepted
+
+    def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
+        """Returns the tokens that a graph reads for the drafter of a slot's sequence, and the token after each.
+
+        The drafter reads those at once for which a graph has no room, as after a prompt or many plain steps.
+        """
+        drafter = _drafter_of(sequence)
+        assert self._slots is not None
+        new = sequence.take_unread() if drafter.caches else sequence.unread[-1]
+        cut = max(new.start, new.end - self._slots.rows)
+        if cut > new.start:
+            if drafter.caches:
+                drafter.read(self._engine.backbone, [drafter], [new.part(new.start, cut)])
+            new = new.part(cut, new.end)
+        sequence.unread = [new]  # in case the graph fails
+        self._slots.take(slot, drafter.caches)
+        return new, [*sequence.tokens[new.start + 1 :], sequence.root]
 
     def _step(self, batch: int, rows: int, sampled: bool) -> _GraphStep:
         """Returns the captured step of a size; growth of the cache drops all others."""
@@ -203,9 +221,13 @@ class CudaGraphs:
             # A pool whose graphs are gone cannot be used again.
             on_device = self._engine.backbone.device.type == "cuda"
             self._steps, self._pool = {}, torch.cuda.graph_pool_handle() if on_device else None
+            if self._drafter is not None:
+                layers = self._drafter.decoder_layers
+                self._slots = LayerSlots(layers, cache.slots, cache.capacity + DEPTHS, DEPTHS if layers else 1)
         key = batch, rows, sampled
         if key not in self._steps:
-            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, self._fill)
+            fill = None if self._drafter is None else self._drafter.fill
+            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, fill, self._slots)
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key], self.count = step, self.count + 1
         self._buffer = cache.values
@@ -232,8 +254,16 @@ class CudaGraphs:
         return replay
 
 
+def _drafter_of(sequence: Sequence) -> HeadDrafter:
+    assert isinstance(sequence.drafter, HeadDrafter)
+    return sequence.drafter
+
+
 class _GraphStep:
-    """One step for a number of sequences and of nodes, on buffers that hold its inputs."""
+    """One step for a number of sequences and of nodes, on buffers that hold its inputs.
+
+    fill, over slots for the drafter's layers, drafts the tokens that the host does not know.
+    """
 
     def __init__(
         self,
@@ -244,39 +274,52 @@ class _GraphStep:
         taps: tuple[int, ...],
         sampled: bool,
         fill: Fill | None,
+        slots: LayerSlots | None,
     ) -> None:
         device, self._rows, self._count = engine.backbone.device, rows, min(rows, DEPTHS)
         self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
-        self._fill = fill if rows > 1 else None
-        self._inputs = self._pack([0] * batch, []).to(device)  # [B, 1 + 5 N]
-        self.lengths = self._inputs[:, 0]
-        # Of N nodes: depths, parents, ranks, tokens, and as bits the nodes that each one sees.
-        self.depth, self.parents, self.ranks, self.tokens, self.bits = (
-            self._inputs[:, 1:].unflatten(1, (5, rows)).unbind(1)
+        self._fill, self._slots = (fill, slots) if rows > 1 else (None, None)
+        reads = 0 if self._slots is None else self._slots.rows
+        # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes that each one sees;
+        # what NewTensors has of P new tokens, with their places in `hidden`.
+        self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
+        self.lengths, nodes, self._new = (
+            self._inputs[:, 0],
+            self._inputs[:, 1 : 1 + 5 * rows],
+            self._inputs[:, 1 + 5 * rows :],
         )
-        self.hidden = torch.zeros(batch, engine.backbone.hidden_size * len(taps), dtype=engine.dtype, device=device)
+        self.depth, self.parents, self.ranks, self.tokens, self.bits = nodes.unflatten(1, (5, rows)).unbind(1)
+        width = engine.backbone.hidden_size * len(taps)
+        self.hidden = torch.zeros(batch * reads, width, dtype=engine.dtype, device=device)
         self.params = sampling_params([], batch, self._count).to(device)
-        self._every, self._steps = (torch.arange(count, device=device) for count in (rows, self._count))
+        self._every = torch.arange(rows, device=device)
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
 
-    def _pack(self, lengths: Several[int], drafts: Several[Draft]) -> Tensor:
-        """Returns the slots' lengths and drafts as one tensor of the host."""
-        packed = []
+    def _pack(self, lengths: Several[int], drafts: Several[Draft], new: Several[tuple[NewTokens, list[int]]]) -> Tensor:
+        """Returns the slots' lengths, drafts and new tokens (see CudaGraphs._unread) as one tensor of the host."""
+        packed, place = [], 0
         for slot, length in enumerate(lengths):
             tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT_ALONE, [0])
             rest = self._rows - tree.size
             padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
-            parents = [ROOT, *tree.parents[1:], *[PADDING] * rest]
+            parents = [NO_PARENT, *tree.parents[1:], *[PADDING] * rest]
             zeros = [0] * rest
-            packed.append(
-                [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
-            )
+            row = [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
+            if self._slots is not None:
+                start, places, following = 0, [0], [0]
+                if slot < len(new):
+                    tokens, following = new[slot]
+                    start, places = tokens.start, [*range(place, place + len(following))]
+                    place += len(following)
+                more = [0] * (self._slots.rows - len(following))
+                row += [start, self._slots.held(slot), len(following), *places, *more, *following, *more]
+            packed.append(row)
         return torch.tensor(packed)
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
         """Captures the step; its buffers hold an empty tree behind the slots' texts."""
-        self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], []))
+        self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], [], []))
         self._run()  # makes what is made once, such as the cache's buffers and rotary tables
         self._run_again = capture(self._run)
 
@@ -287,32 +330,36 @@ class _GraphStep:
         samplers: Several[Sampler],
         drafts: Several[Draft],
         guesses: Mapping[int, Draft],
-        hidden: Several[Tensor],
+        new: Several[tuple[NewTokens, list[int]]],
     ) -> tuple[Tensor, Tensor]:
         """Returns (accepted nodes, bonus, path, its tokens) [B, 2 + 2 P] and the path's states [B, P, H * taps].
 
         No node is accepted where the likeliest tokens were too few.
         """
         device, size = self._inputs.device, len(self._inputs)
-        self._inputs.copy_(upload(self._pack(lengths[:size], drafts), device))
+        self._inputs.copy_(upload(self._pack(lengths[:size], drafts, new), device))
         for slot, draft in guesses.items():
             self.tokens[slot, : draft.tree.size] = draft.tokens
-        if self._fill is not None and hidden:
-            self.hidden[: len(hidden)] = torch.cat(list(hidden))
+        if new:
+            hidden = torch.cat([tokens.hidden for tokens, _ in new])
+            self.hidden[: len(hidden)] = hidden
         if self._sampled:
             self.params.copy_(upload(sampling_params(samplers, size, self._count), device))
         return self._run_again()
 
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step; it reads no value of a tensor."""
-        engine, rows, depth, parents = self._engine, self._rows, self.depth, self.parents
+        engine, depth, parents = self._engine, self.depth, self.parents
         sees = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         tokens = self.tokens
-        if self._fill is not None:
-            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0])
-            tokens = torch.where(tokens == UNREAD, self._fill(engine.backbone, self.hidden, trees), tokens)
+        if self._fill is not None and self._slots is not None:
+            start, held, count, *_ = self._new.unbind(1)
+            places, following = self._new[:, 3:].chunk(2, dim=1)
+            new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
+            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0], sees)
+            tokens = torch.where(tokens == UNREAD, self._fill(engine.backbone, new, trees), tokens)
         context, wide = engine.backbone.max_positions, self._cache.capacity
-        layout = lay_out_at(self.lengths, sees, depth, engine.masks, context, 0, wide)
+        layout = lay_out_at(self.lengths, sees, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
         states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.lm_head(final).float()
         if self._sampled:
@@ -320,17 +367,7 @@ class _GraphStep:
         else:
             chosen = logits.argmax(-1)  # [B, N]
             certain = torch.ones_like(chosen, dtype=torch.bool)
-        matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT)
-        # A node and all its ancestors match. The deepest wins, of equals the first.
-        accepted = (matches[:, None] | ~sees).all(-1) & (parents != PADDING)
-        worth = depth * rows + (rows - 1 - self._every)
-        last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
-        on_path = sees.gather(1, last[..., None].expand(-1, -1, rows))[:, 0]  # [B, N]
-        number = on_path.cumsum(1) - 1
-        here = on_path[:, None] & (number[:, None] == self._steps[:, None])  # [B, P, N]
-        count = depth.gather(1, last) + 1
-        # Beyond a path's end every row stays in its place.
-        path = torch.where(self._steps < count, here.long().argmax(-1), self._steps)
+        count, last, path, on_path = longest_path(chosen, tokens, depth, parents, sees, self._count)
         self._cache.compact(self.lengths, path)
         count = count * (certain | ~on_path).all(1, keepdim=True)
         results = torch.cat([count, chosen.gather(1, last), path, tokens.gather(1, path)], dim=1)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
-from medusa_cli.drafters.levels import draft_by_level
+from medusa_cli.drafters.levels import Guess, draft_by_level
+from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -70,22 +71,32 @@ class Amphista(HeadDrafter):
         self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
+        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))
 
+    @torch.inference_mode()
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+        x, rows, embedded, adapted = new.hidden.to(self.dtype), new.rows(), self.embed(backbone, new.following), []
+        for stage, cached in zip(self.packed("stages"), new.caches, strict=True):
+            x = stage.layer.extend_slots(stage.join(x, embedded), rows, cached)
+            adapted.append(new.last(x))
+        return fill_by_level(trees, self.num_heads, self._guesses(backbone, adapted, self.num_heads))
+
+    def _guesses(self, backbone: Backbone, adapted: Sequence[Tensor], depth: int) -> Guess:
         def compute(*adapted: Tensor) -> list[Tensor]:
             states = self._together(adapted, self.packed("blocks"), self.packed("attention"))  # [B, K, H]
-            return [self.score(backbone, head, states[:, head]) for head in range(tree.max_depth)]
+            return [self.score(backbone, head, states[:, head]) for head in range(depth)]
 
-        adapted = self._adapt(backbone, sequences, new)
-        return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, *adapted))
+        return self.at_once(depth, compute, *adapted)
 
-    def _adapt(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
+    @torch.inference_mode()
+    def read(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
         x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         last = upload(last_of([len(own) for own in positions]), x.device)
         adapted = []
         for number, stage in enumerate(self.packed("stages")):
-            caches = [own._caches[number] for own in sequences]
+            caches = [own.caches[number] for own in sequences]
             x = stage.layer.extend(stage.join(x, embedded), positions, caches, self.traced)
             adapted.append(x[last])
         return adapted

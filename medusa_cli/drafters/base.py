@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +17,8 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from medusa_cli.drafters.slots import Fill
 
 
 @dataclass(frozen=True)
@@ -113,30 +115,13 @@ class Batch:
         return self.segment if self.sequence is None else self.sequence
 
 
-@dataclass(frozen=True)
-class TreeTensors:
-    """B trees of up to N nodes each as data: depths, parents and ranks [B, N], and the roots' tokens [B].
-
-    A node beyond a tree has depth 0.
-    """
-
-    depth: Tensor
-    parents: Tensor
-    ranks: Tensor
-    roots: Tensor
-
-
-# fill(backbone, hidden [B, H * taps], trees): a token for every node [B, N] of trees that are data. It reads no value
-# of a tensor and makes no shape from one, so it can be captured in a CUDA graph.
-Fill = Callable[[Backbone, Tensor, TreeTensors], Tensor]
-
-
 class Drafter(nn.Module, ABC):
     """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
+    fill: "Fill | None" = None  # drafts within a CUDA graph
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""
@@ -157,11 +142,6 @@ class Drafter(nn.Module, ABC):
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
         """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
-        return None
-
-    @property
-    def fill(self) -> Fill | None:
-        """Returns how it drafts within a CUDA graph; None unless it drafts from the last hidden states alone."""
         return None
 
     @abstractmethod

@@ -15,6 +15,7 @@ from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_l
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
 from medusa_cli.drafters.levels import Frontier, draft_by_level
+from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -98,11 +99,8 @@ class Eagle(HeadDrafter):
         self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
-        caches, layer = [own._caches[0] for own in sequences], self.packed("midlayer")
-        fused = self.traced("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
-        embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        places = [range(tokens.start, tokens.end) for tokens in new]
-        states = layer.extend(fused, places, caches, self.traced, embedded, last=True)  # [B, H], then [N, H]
+        states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
+        caches, layer = [own.caches[0] for own in sequences], self.packed("midlayer")
         lengths = [cache.length for cache in caches]
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]  # among the tree's rows
 
@@ -121,6 +119,32 @@ class Eagle(HeadDrafter):
         finally:
             for cache, tokens in zip(caches, new, strict=True):
                 cache.truncate(tokens.end)
+
+    @torch.inference_mode()
+    def read(self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens]) -> Tensor:
+        """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
+        fused = self.traced("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
+        embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
+        places, caches = [range(tokens.start, tokens.end) for tokens in new], [own.caches[0] for own in sequences]
+        return self.packed("midlayer").extend(fused, places, caches, self.traced, embedded, last=True)
+
+    @torch.inference_mode()
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+        """Drafts level by level; each runs over all nodes, whose states are right as soon as their parents' are."""
+        layer, nodes, (cached,), size = self.packed("midlayer"), new.nodes(trees), new.caches, len(new.hidden)
+        fused, embedded = self.packed("fc")(self._lower(new.hidden)), self.embed(backbone, new.following)
+        last = states = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H], then [B * N, H]
+        at_root = (trees.depth == 0)[..., None]
+
+        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+            nonlocal states
+            if head:
+                above = states[level.parent_rows].unflatten(0, (size, -1))
+                below = layer.extend_slots(above, nodes, cached, self.embed(backbone, level.tokens).view_as(above))
+                states = torch.where(at_root, last[:, None], below).flatten(0, 1)
+            return self.best(self._score(backbone, states), width, temperature)
+
+        return fill_by_level(trees, self.num_heads, guess)
 
     def _score(self, backbone: Backbone, states: Tensor) -> Tensor:
         return self.score(backbone, 0, self.norm(states))

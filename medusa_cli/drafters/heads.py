@@ -68,6 +68,7 @@ class HeadDrafter(Drafter):
     reads_next: ClassVar[bool] = False  # the rows of its own decoder layers also see the token after theirs
     sees_prompt: bool = False  # its own decoder layers see a conversation from its first token
     config: HeadsConfig
+    caches: list[LayerCache]  # what its decoder layers have read of its sequence
     draft_ids: Tensor  # [M], token ids of the scores
     _lm_head_rows: Tensor | None  # of a draft vocabulary, where it has no matrices
     _kernel: Kernel | None = None  # how it multiplies when it drafts; None: as its type wants it
@@ -135,13 +136,21 @@ class HeadDrafter(Drafter):
         """Returns all new prompt tokens if its own layers see the prompt, else the last one."""
         return prompt if self.sees_prompt else prompt.last()
 
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """Returns the layers that `caches` belong to, in order."""
+        return [module for module in self.modules() if isinstance(module, DecoderLayer)]
+
+    def read(self, backbone: Backbone, sequences: "Sequence[Self]", new: Sequence[NewTokens]) -> Any:
+        """Adds new tokens to the caches of B sequences; returns the states from which it drafts."""
+
     def truncate(self, length: int) -> int:
         if not length or not self.sees_prompt:  # every fork has caches of its own, and every prompt another answer
-            self._caches = [LayerCache() for module in self.modules() if isinstance(module, DecoderLayer)]
+            self.caches = [LayerCache() for _ in self.decoder_layers]
             return length
         # A last row that saw which token follows goes: it may be another now.
-        end = min(cache.truncate(length - self.reads_next) for cache in self._caches)
-        for cache in self._caches:  # they may end at different positions
+        end = min(cache.truncate(length - self.reads_next) for cache in self.caches)
+        for cache in self.caches:  # they may end at different positions
             cache.truncate(end)
         return end
 

@@ -10,10 +10,11 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.drafters.base import Batch, Fill, NewTokens, TreeTensors
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
-from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level, fill_by_level
+from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level
+from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -78,15 +79,14 @@ class HydraHeads(HeadDrafter):
         self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
-        return draft_by_level(tree, new, self._guesses(backbone, self._context(sequences, new)))
-
-    @property
-    def fill(self) -> Fill | None:
-        return None if self.prefix else self._fill
+        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
 
     @torch.inference_mode()
-    def _fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
-        return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden.to(self.dtype)))
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+        x, rows = new.hidden.to(self.dtype), new.rows()
+        for layer, cached in zip(self.packed("prefix"), new.caches, strict=True):
+            x = layer.extend_slots(x, rows, cached)
+        return fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
         """Returns the guesses after states x [B, H]; x is then [N, (1 + depth) H], with a path's embeddings."""
@@ -99,13 +99,14 @@ class HydraHeads(HeadDrafter):
 
         return guess
 
-    def _context(self, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
+    @torch.inference_mode()
+    def read(self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
         x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
-            caches, last = [own._caches[number] for own in sequences], number + 1 == len(self.prefix)
+            caches, last = [own.caches[number] for own in sequences], number + 1 == len(self.prefix)
             x = layer.extend(x, positions, caches, self.traced, last=last)
         return x
 

@@ -3,13 +3,16 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.engine.device import upload
+
+if TYPE_CHECKING:
+    from medusa_cli.drafters.slots import SlotRows
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
@@ -46,21 +49,29 @@ class LayerCache:
     def __init__(self) -> None:
         self.length = 0
         self._positions: list[int] = []
-        self._rows: Tensor | None = None
+        self.rows: Tensor | None = None  # [2, heads, C, D], of which `length` are in use
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
         start, end = self.length, self.length + len(positions)
-        if self._rows is None or self._rows.shape[2] < end:
-            grown = keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2])
-            if self._rows is not None:
-                grown[:, :, :start] = self._rows[:, :, :start]
-            self._rows = grown
-        self._rows[0, :, start:end] = keys
-        self._rows[1, :, start:end] = values
+        if self.rows is None or self.rows.shape[2] < end:
+            self.move(keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2]))
+        assert self.rows is not None
+        self.rows[0, :, start:end] = keys
+        self.rows[1, :, start:end] = values
+        self.count(positions)
+        return self.rows[0, :, :end], self.rows[1, :, :end]
+
+    def count(self, positions: Sequence[int]) -> None:
+        """Counts rows that are in place, as a CUDA graph has written them."""
         self._positions += positions
-        self.length = end
-        return self._rows[0, :, :end], self._rows[1, :, :end]
+        self.length += len(positions)
+
+    def move(self, rows: Tensor) -> None:
+        """Moves to other memory, which has room for the rows in use."""
+        if self.rows is not None:
+            rows[:, :, : self.length] = self.rows[:, :, : self.length]
+        self.rows = rows
 
     def truncate(self, position: int) -> int:
         """Forgets the rows from a position on; returns the first that has none now."""
@@ -164,6 +175,14 @@ class DecoderLayer(SelfAttention):
         nn.init.normal_(q[:, :hidden_size], std=(OWN_SCORE / hidden_size) ** 0.5 * width**-0.25)
         k.copy_(q)
 
+    @property
+    def head_dim(self) -> int:
+        return self.self_attn["o_proj"].in_features // self.heads  # type: ignore[operator, return-value]
+
+    def new_rows(self, *shape: int) -> Tensor:
+        """Returns zeros of the weights' type on their device."""
+        return self.hidden_norm.weight.new_zeros(shape)
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
         read, positions = self.reads(x), torch.arange(x.shape[1], device=x.device)
@@ -217,6 +236,12 @@ class DecoderLayer(SelfAttention):
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
         return traced((self, "leave"), self.leave, x, torch.cat(seen, dim=1))
 
+    def extend_slots(self, x: Tensor, rows: "SlotRows", cached: Tensor, *embedded: Tensor) -> Tensor:
+        """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""
+        read, positions = self.reads(x, *embedded), rows.positions[:, None]
+        keys, values = self.keys_values(read, positions)
+        return self.leave(x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)]))
+
     def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> Tensor:
         """Returns queries, keys and values as one tensor [3, heads, n, D]: a trace gives one."""
         read = self.reads(x, *embedded)
@@ -239,10 +264,11 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turns queries or keys [.., n, D] by the angles of their positions [n], the second half of D with the first."""
+    """Turns queries or keys [.., n, D] by the angles of positions [.., n], the second half of D with the first."""
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
-    angles = (positions.float()[:, None] * rates).repeat(1, 2)
+    angles = positions.float()[..., None] * rates
+    angles = torch.cat([angles, angles], dim=-1)
     crossed = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return (x * angles.cos() + crossed * angles.sin()).to(x.dtype)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from medusa_cli.drafters.base import NewTokens, TreeTensors
+from medusa_cli.drafters.base import NewTokens
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
@@ -44,25 +44,6 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
         best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
         tokens[:, level.nodes] = best[:, level.rows, level.ranks]
     return [Draft(row, tree) for row in tokens]
-
-
-def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> Tensor:
-    """Returns tokens [B, N] for all nodes of trees that are data; every level runs over all nodes."""
-    size, count = trees.parents.shape
-    sequences = torch.arange(size, device=trees.parents.device)
-    parents = trees.parents.clamp(min=0)
-    tokens, frontier = trees.roots[:, None].expand(-1, count), Frontier([1] * size, sequences, trees.roots)
-    for head in range(levels):
-        best = guess(head, count, None, frontier)[1].unflatten(0, (size, -1))  # [B, 1 or N, width]
-        width = best.shape[-1]
-        if head:
-            best = best.gather(1, parents[..., None].expand(-1, -1, width))
-        ranks = trees.ranks.clamp(max=width - 1)[..., None]
-        chosen = best.expand(-1, count, -1).gather(2, ranks)[..., 0]
-        tokens = torch.where(trees.depth == head + 1, chosen, tokens)
-        parent_rows = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
-        frontier = Frontier([count] * size, parent_rows.flatten(), tokens.flatten())
-    return tokens
 
 
 def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:

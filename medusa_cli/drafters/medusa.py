@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.drafters.base import Batch, Fill, NewTokens, TreeTensors
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
-from medusa_cli.drafters.levels import Guess, draft_by_level, fill_by_level
+from medusa_cli.drafters.levels import Guess, draft_by_level
+from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
@@ -33,13 +34,9 @@ class MedusaHeads(HeadDrafter):
         hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))
 
-    @property
-    def fill(self) -> Fill:
-        return self._fill
-
     @torch.inference_mode()
-    def _fill(self, backbone: Backbone, hidden: Tensor, trees: TreeTensors) -> Tensor:
-        return fill_by_level(trees, self.num_heads, self._guesses(backbone, hidden, self.num_heads))
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+        return fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(new.hidden), self.num_heads))
 
     def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:
         def compute(states: Tensor) -> list[Tensor]:

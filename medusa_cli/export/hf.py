@@ -18,10 +18,19 @@ from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
-IMPORT = re.compile(r"^from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
+IMPORT = re.compile(r"^( *)from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
 # Modules that decoding in transformers does without, and what stands for their names.
-LEFT_OUT = {None, "decode.sampling", "engine.extra_rows", "engine.jit", "engine.kernels", "model", "runs.io"}
-UNUSED = '''"""Names for training, files and packed weights, which decoding in transformers does not use."""
+LEFT_OUT = {
+    None,
+    "decode.sampling",
+    "drafters.slots",
+    "engine.extra_rows",
+    "engine.jit",
+    "engine.kernels",
+    "model",
+    "runs.io",
+}
+UNUSED = '''"""Names for training, files, packed weights and CUDA graphs, which `generate` does not use."""
 
 
 class Meta:
@@ -29,8 +38,9 @@ class Meta:
         pass
 
 
-Backbone = Computation = ExtraRows = Kernel = Sampler = Sampling = Trace = TracedModule = object
-kernels_for = pack_linears = write_json = None
+Backbone = Computation = ExtraRows = Fill = Kernel = NewTensors = Sampler = Sampling = SlotRows = object
+Trace = TracedModule = TreeTensors = object
+fill_by_level = kernels_for = pack_linears = write_json = None
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Nodes of the tree if the run has a calibration and no tree.
@@ -117,11 +127,12 @@ def _write_code(folder: Path) -> None:
     modules, texts = ["export.custom_generate"], {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
 
     def relative(match: re.Match[str]) -> str:
-        if match[1] in LEFT_OUT:
-            return "from .unused import"
-        if match[1] not in modules:
-            modules.append(match[1])
-        return f"from .{match[1].replace('.', '_')} import"
+        indent, module = match.groups()
+        if module in LEFT_OUT:
+            return f"{indent}from .unused import"
+        if module not in modules:
+            modules.append(module)
+        return f"{indent}from .{module.replace('.', '_')} import"
 
     for module in modules:  # which grows by what each imports
         path = PACKAGE / module.replace(".", "/")

@@ -1,0 +1,147 @@
+"""Drafting within a CUDA graph: trees, new tokens and the caches of drafters' layers are data of fixed shapes.
+
+Nothing here reads a value of a tensor or makes a shape from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache
+from medusa_cli.drafters.levels import Frontier, Guess
+from medusa_cli.engine.cuda_attention import behind, columns_read, reads_by_length, visible_behind
+from medusa_cli.model import Backbone
+from medusa_cli.model.masks import additive
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """B trees of up to N nodes each: depths, parents and ranks [B, N], roots [B], and what nodes see bool [B, N, N].
+
+    A node beyond a tree has depth 0.
+    """
+
+    depth: Tensor
+    parents: Tensor
+    ranks: Tensor
+    roots: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class NewTensors:
+    """Up to P tokens of each of B sequences that the drafter has not read.
+
+    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of `count` [B]; start [B]:
+    the first one's position; held [B]: rows of each sequence in the layers' caches, each [2, B, heads, C, D].
+    """
+
+    hidden: Tensor
+    following: Tensor
+    start: Tensor
+    held: Tensor
+    count: Tensor
+    caches: Sequence[Tensor]
+
+    def rows(self) -> SlotRows:
+        """Returns the tokens as rows of decoder layers: each sees those before it."""
+        every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
+        sees = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
+        return SlotRows(self.held, self.start[:, None] + every, sees)
+
+    def nodes(self, trees: TreeTensors) -> SlotRows:
+        """Returns the trees' nodes as rows behind the new ones: a layer that reads next tokens has read the root."""
+        sees = trees.mask.clone()
+        sees[:, 1:, 0] = False
+        return SlotRows(self.held + self.count, (self.start + self.count)[:, None] + trees.depth - 1, sees)
+
+    def last(self, x: Tensor) -> Tensor:
+        """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""
+        return x.gather(1, (self.count - 1)[:, None, None].expand(-1, -1, x.shape[-1]))[:, 0]
+
+
+# fill(backbone, new, trees): a token for every node [B, N].
+Fill = Callable[[Backbone, NewTensors, TreeTensors], Tensor]
+
+
+class SlotRows:
+    """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
+
+    sees bool [B, R, R]: the rows among themselves.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor, sees: Tensor) -> None:
+        self.lengths, self.positions, self._sees = lengths, positions, sees
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
+        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
+
+        Returns what queries [B, heads, R, D] see.
+        """
+        size, heads, rows, dim = query.shape
+        slots, columns = torch.arange(size, device=query.device)[:, None], torch.arange(rows, device=query.device)
+        for known, new in zip(cached, (keys, values), strict=True):
+            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
+        if not reads_by_length(query.device, query.dtype, heads, heads, dim):
+            mask = additive(visible_behind(self.lengths, self._sees, cached.shape[3])[:, None], query.dtype)
+            return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
+        query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
+        known_keys, known_values = cached.flatten(1, 2)
+        mask = additive(self._sees[:, None], query.dtype)
+        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
+        seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
+        return seen.view(size, rows, heads, dim).transpose(1, 2)
+
+
+class LayerSlots:
+    """Holds rows of decoder layers in S slots of C rows, at places that CUDA graphs know.
+
+    The caches of a sequence move in when a graph runs it in a slot. Those that were there keep their rows elsewhere.
+    rows: how many new tokens of a sequence a graph reads.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int) -> None:
+        self.rows = rows
+        # Free rows hold finite numbers.
+        self.buffers = [layer.new_rows(2, slots, layer.heads, capacity, layer.head_dim) for layer in layers]
+        self._views = [buffer.unbind(1) for buffer in self.buffers]
+        self._owners: list[Sequence[LayerCache]] = [()] * slots
+
+    def take(self, slot: int, caches: Sequence[LayerCache]) -> None:
+        """Moves a sequence's caches into a slot."""
+        for owner, views in zip(self._owners[slot], self._views, strict=False):
+            if owner.rows is views[slot] and not any(owner is cache for cache in caches):
+                owner.move(views[slot].clone())
+        for cache, views in zip(caches, self._views, strict=True):
+            if cache.rows is not views[slot]:
+                cache.move(views[slot])
+        self._owners[slot] = caches
+
+    def held(self, slot: int) -> int:
+        """Returns the rows of a slot that belong to a sequence."""
+        owner = next(iter(self._owners[slot]), None)
+        return owner.length if owner is not None and owner.rows is self._views[0][slot] else 0
+
+
+def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> Tensor:
+    """Returns tokens [B, N] for all nodes; every level runs over all nodes."""
+    size, count = trees.parents.shape
+    sequences = torch.arange(size, device=trees.parents.device)
+    parents = trees.parents.clamp(min=0)
+    tokens, frontier = trees.roots[:, None].expand(-1, count), Frontier([1] * size, sequences, trees.roots)
+    for head in range(levels):
+        best = guess(head, count, None, frontier)[1].unflatten(0, (size, -1))  # [B, 1 or N, width]
+        width = best.shape[-1]
+        if head:
+            best = best.gather(1, parents[..., None].expand(-1, -1, width))
+        ranks = trees.ranks.clamp(max=width - 1)[..., None]
+        chosen = best.expand(-1, count, -1).gather(2, ranks)[..., 0]
+        tokens = torch.where(trees.depth == head + 1, chosen, tokens)
+        parent_rows = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
+        frontier = Frontier([count] * size, parent_rows.flatten(), tokens.flatten())
+    return tokens
