@@ -286,6 +286,48 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
     assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
 
 
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("kind", [None, "eagle-draft", "firp"])
+def test_pieces_of_a_prompt_let_others_take_steps(kind: str | None, engine: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 4)
+    backbone = tiny_backbone("qwen3", layers=4, engine=engine)
+    decoder = decoder_of(backbone, kind and drafter_of(backbone, kind), SHALLOW, slots=3)
+    long, answers = [*range(5, 26)], dict[int, list[int]]()
+    # The second one ends while the prompt is run, whose slot then moves.
+    for number, count in enumerate((40, 3)):
+        answers[number] = list(decoder.admit(Request(PROMPTS[0], count, stop_ids=()), number)[1].tokens)
+    pieces = 0
+    for sequence, first in decoder.prefill(Request(long, 20, stop_ids=()), 2):
+        pieces += 1
+        if first is None:
+            assert sequence.prefilling and sequence not in decoder.sequences and decoder.free_slots <= 1
+            for other, step in decoder.step():
+                answers[other.number] += step.tokens
+        else:
+            answers[2] = list(first.tokens)
+    while decoder.sequences:
+        for other, step in decoder.step():
+            answers[other.number] += step.tokens
+    assert pieces == 6
+    for number, (prompt, count) in enumerate(((PROMPTS[0], 40), (PROMPTS[0], 3), (long, 20))):
+        assert answers[number] == alone(backbone, prompt, count)
+
+
+def test_prompt_given_up_between_its_pieces_frees_the_slot(monkeypatch: Any) -> None:
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 4)
+    backbone = tiny_backbone()
+    decoder = decoder_of(backbone, drafter_of(backbone, "eagle-draft"), SHALLOW)
+    pieces = decoder.prefill(Request([*range(5, 26)], 20, stop_ids=()))
+    next(pieces)
+    next(pieces)
+    assert not decoder.free_slots
+    pieces.close()
+    assert decoder.free_slots == 1
+    assert tokens_of(answer(decoder, [*range(5, 30)], max_new_tokens=20, stop_ids=())) == alone(
+        backbone, [*range(5, 30)], 20
+    )
+
+
 def test_closed_iterator_frees_the_slot() -> None:
     backbone = tiny_backbone()
     decoder = decoder_of(backbone, medusa_drafter(backbone), SPARSE)

@@ -1,6 +1,7 @@
 """The server answers as plain decoding does, in OpenAI's form; it limits sizes, time and access, and frees slots."""
 
 import gzip
+import itertools
 import json
 import logging
 import shutil
@@ -144,6 +145,31 @@ def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
     scheduler.run()
     second, third = order.index(("prefill", 1)), order.index(("prefill", 2))
     assert ("step", 0) in order[:second] and {("step", 0), ("step", 1)} <= {*order[second:third]}
+
+
+def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 8)
+    scheduler, order = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=3, waiting=3), list[str]()
+    tickets = []
+    for name, prompt in (("short", IDS), ("long", [*range(5, 45)]), ("abandoned", [*range(6, 46)])):
+        request = Request(prompt, 30, stop_ids=())
+        tickets.append(Ticket(request, Answer(scheduler._medusa.backbone), lambda event, name=name: order.append(name)))
+    scheduler.submit(tickets)
+    forward = scheduler._medusa.backbone.engine.forward
+
+    def record(plan: Any, cache: Any) -> Any:
+        order.append("piece" if plan.is_chain and plan.rows == 8 else "pass")
+        tickets[2].abandoned = order.count("piece") == 7  # two pieces of its prompt are through
+        return forward(plan, cache)
+
+    monkeypatch.setattr(scheduler._medusa.backbone.engine, "forward", record)
+    scheduler.drain()
+    scheduler.run()
+    pieces = [place for place, name in enumerate(order) if name == "piece"]
+    assert len(pieces) == 7
+    for before, after in itertools.pairwise(pieces):
+        assert order[before:after].count("short") == 1 or "short" not in order[after:]
+    assert not scheduler._running and scheduler._decoder.free_slots == 3 and order.count("abandoned") == 1
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Several
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -65,12 +64,12 @@ class Decoder:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Returns the running sequences."""
-        return [sequence for sequence in self._slots if sequence is not None and not sequence.done]
+        """Returns the running sequences, whose prompts are through."""
+        return [sequence for sequence in self._slots if sequence is not None and sequence.running]
 
     @property
     def free_slots(self) -> int:
-        return len(self._slots) - len(self.sequences)
+        return sum(sequence is None or sequence.done for sequence in self._slots)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Step]]:
         """Decodes requests, as many at once as there are slots; request i becomes the sequence of number i.
@@ -88,49 +87,59 @@ class Decoder:
             for sequence in self.sequences:
                 sequence.cancelled = True
 
-    @torch.inference_mode()
     def admit(self, request: Request, number: int = 0) -> tuple[Sequence, Step]:
-        """Runs the prompt of a request; returns its sequence and the step with the answer's first token.
+        """Runs the prompt of a request; returns its sequence and the step with the answer's first token."""
+        *_, (sequence, step) = self.prefill(request, number)
+        assert step is not None
+        return sequence, step
 
-        `number` selects the sequence's random stream. Raises UserError for a prompt longer than the context, UsageError
-        for limits that cannot be.
+    @torch.inference_mode()
+    def prefill(self, request: Request, number: int = 0) -> Iterator[tuple[Sequence, Step | None]]:
+        """Gives a request a slot and runs its prompt, a piece an item; the last one has the answer's first token.
+
+        Other sequences may take steps in between. `number` selects the sequence's random stream. Raises UserError for a
+        prompt longer than the context, UsageError for limits that cannot be.
         """
-        started = time.perf_counter()
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
-        slot = self._slot_with_longest_prefix(sequence)
-        tokens = upload(list(request.prompt[sequence.reused :]), self.backbone.device)
-        extra_rows = None if self.drafter is None else self.drafter.extra_rows(self.policy.max_depth)
-        plan = Plan.chain(tokens, slot=slot, taps=self.taps, extra_rows=extra_rows)
-        likely: tuple[Likelihood, ...] = ()
-        if request.scores_prompt:
-            out, likely = self._score_prompt(plan, request)
-        else:
+        self.cache.reserve(len(request.prompt))
+        self._slots[self._slot_with_longest_prefix(sequence)] = sequence
+        try:
+            step = yield from self._run_prompt(sequence)
+        except BaseException:  # an error, or nobody asks for the rest
+            sequence.cancelled = True
+            raise
+        yield sequence, step
+
+    def _run_prompt(self, sequence: Sequence) -> Generator[tuple[Sequence, None], None, Step]:
+        request, device, seconds = sequence.request, self.backbone.device, 0.0
+        prompt, hidden = list(request.prompt), list[Tensor]()
+        likely = [Likelihood(prompt[0], math.nan)] if request.scores_prompt else []
+        rows = PROMPT_ROWS if request.scores_prompt else self.engine.prefill_rows
+        for start in range(sequence.reused, len(prompt), rows):
+            started, piece = time.perf_counter(), prompt[start : start + rows]
+            last = start + rows >= len(prompt)
+            extra_rows = self.drafter.extra_rows(self.policy.max_depth) if last and self.drafter is not None else None
+            logits = "all" if request.scores_prompt else "last" if last else "none"
+            slot = self._slots.index(sequence)  # steps of others may have moved it
+            plan = Plan.chain(upload(piece, device), slot=slot, taps=self.taps, logits=logits, extra_rows=extra_rows)
             out = self.engine.forward(plan, self.cache)
+            hidden.append(out.hidden[0])
+            sequence.tokens += piece
+            if request.scores_prompt and out.logits is not None:
+                following = prompt[start + 1 : start + 1 + rows]
+                likely += likelihoods(out.logits[0], following, request.top or 0)
+            seconds += time.perf_counter() - started
+            if not last:
+                yield sequence, None
         assert out.logits is not None
         root = sequence.sampler.choose(out.logits[0, -1])
         extra = None if out.extra is None else out.extra[0, -1]
-        new = sequence.finish_prefill(NewTokens(tokens, out.hidden[0], root, sequence.reused, extra))
+        tokens = upload(prompt[sequence.reused :], device)
+        new = sequence.finish_prefill(NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra))
         if request.top is not None:
-            likely = (*likely, *likelihoods(out.logits[0, -1:], new, request.top))
-        self._slots[slot] = sequence
-        return sequence, Step(new, verify_s=time.perf_counter() - started, likelihoods=likely)
-
-    def _score_prompt(self, plan: Plan, request: Request) -> tuple[Output, tuple[Likelihood, ...]]:
-        """Runs a prompt; returns the pass's output and the likelihoods of the prompt's tokens.
-
-        Logits [n, V] of a whole prompt would not fit into every memory, so it runs in pieces.
-        """
-        tokens, likely = plan.tokens[0], [Likelihood(request.prompt[0], math.nan)]
-        hidden: list[Tensor] = []
-        for start in range(0, len(tokens), PROMPT_ROWS):
-            rows = tokens[start : start + PROMPT_ROWS]
-            out = self.engine.forward(replace(plan, tokens=rows[None], logits="all"), self.cache)
-            assert out.logits is not None
-            following = request.prompt[start + 1 : start + 1 + len(rows)]
-            likely += likelihoods(out.logits[0], following, request.top or 0)
-            hidden.append(out.hidden)
-        return replace(out, hidden=torch.cat(hidden, dim=1)), tuple(likely)
+            likely += likelihoods(out.logits[0, -1:], new, request.top)
+        return Step(new, verify_s=seconds, likelihoods=tuple(likely))
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
@@ -281,7 +290,7 @@ class Decoder:
         running = self.sequences
         for slot in range(len(running)):
             previous = self._slots[slot]
-            if previous is None or previous.done:
+            if previous is None or not previous.running:
                 last = self._slots.index(running[-1])
                 self.cache.swap(slot, last)
                 self._slots[slot], self._slots[last] = self._slots[last], previous

@@ -128,6 +128,14 @@ class Sequence:
         return self.cancelled or self.stop.reason is not None
 
     @property
+    def prefilling(self) -> bool:
+        return not self.done and len(self.tokens) < len(self.request.prompt)
+
+    @property
+    def running(self) -> bool:
+        return not self.done and not self.prefilling
+
+    @property
     def forced(self) -> list[int]:
         """Returns the tokens that the answer's grammar forces after the root."""
         return [] if self.sampler.processors is None else self.sampler.processors.forced()
@@ -151,7 +159,7 @@ class Sequence:
     def finish_prefill(self, new: NewTokens) -> list[int]:
         """Takes the rest of the prompt; returns the answer's first token."""
         self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
-        self.tokens, self.root = list(self.request.prompt), new.root
+        self.root = new.root
         return self.stop.truncate([new.root])
 
     def take_unread(self) -> NewTokens:

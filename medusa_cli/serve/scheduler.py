@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
@@ -67,6 +67,7 @@ class Scheduler:
             medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
+        self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = None  # under way
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
         self.closing = False
@@ -103,7 +104,7 @@ class Scheduler:
             while self._wait_for_work():
                 try:
                     self._evict()
-                    self._admit()
+                    self._prefill()
                     self._step()
                 except Exception as reason:  # clients must hear of it, and the next request must be served
                     log.exception("a step failed; its requests fail")
@@ -133,24 +134,31 @@ class Scheduler:
         for ticket in abandoned:
             self._finish(ticket, Event(last=True))
 
-    def _admit(self) -> None:
-        """Prefills one waiting request if a slot is free: a step of the running ones follows each."""
-        while self._waiting and self._decoder.free_slots:
-            with self._changed:
-                ticket = self._waiting.popleft()
-            self._metrics.queued.observe(ticket.seconds)
+    def _prefill(self) -> None:
+        """Runs a piece of one request's prompt: a step of the running ones follows each."""
+        while self._prompt is not None or (self._waiting and self._decoder.free_slots):
+            if self._prompt is None:
+                with self._changed:
+                    ticket = self._waiting.popleft()
+                self._metrics.queued.observe(ticket.seconds)
+                self._prompt = ticket, self._decoder.prefill(ticket.request)
+            ticket, pieces = self._prompt
             try:
-                sequence, first = self._decoder.admit(ticket.request)
+                sequence, first = next(pieces)
             except Exception as reason:
+                self._prompt = None
+                self._running = {s: other for s, other in self._running.items() if other is not ticket}
                 self._finish(ticket, Event(error=reason, last=True))
                 if isinstance(reason, UserError):
                     continue
                 raise
-            self._running[sequence], ticket.reused = ticket, sequence.reused
-            self._metrics.first_token.observe(ticket.seconds)
-            self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
-            self._metrics.reused_tokens.inc(sequence.reused)
-            self._deliver(sequence, first)
+            self._running[sequence] = ticket
+            if first is not None:
+                self._prompt, ticket.reused = None, sequence.reused
+                self._metrics.first_token.observe(ticket.seconds)
+                self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
+                self._metrics.reused_tokens.inc(sequence.reused)
+                self._deliver(sequence, first)
             return
 
     def _step(self) -> None:
@@ -186,7 +194,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot."""
         self._decoder.cancel(sequence)
-        del self._running[sequence]
+        ticket = self._running.pop(sequence)
+        if self._prompt is not None and self._prompt[0] is ticket:
+            self._prompt = None
 
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
@@ -199,4 +209,5 @@ class Scheduler:
         """Fails all running requests, and starts over with an empty cache."""
         for sequence in list(self._running):
             self._finish(self._running.pop(sequence), Event(error=reason, last=True))
+        self._prompt = None
         self._decoder = self._medusa.decoder(self._slots)
