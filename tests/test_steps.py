@@ -1,5 +1,6 @@
 """`medusa bench --steps`: every size and engine timed, bad flags refused."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -70,13 +71,15 @@ def test_the_longest_context_is_timed(model: str) -> None:
     assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0
 
 
-def test_bench_gpu_runs_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_gpu_runs_from_end_to_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A dry run on the CPU; captured steps run as they are."""
     monkeypatch.setitem(random_model.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
     monkeypatch.setattr(gpu_steps, "ROUNDS", 1)
     monkeypatch.setattr(gpu_steps, "ANSWER", 24)
     monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
-    gpu_steps.run(["random:small"], "cpu", tmp_path, graphs=True)
+    gpu_steps.run(["random:small"], "cpu", tmp_path, 400.0, graphs=True)
     document = json.loads((tmp_path / "steps.json").read_text())
     (result,) = document["results"]
     assert set(result["engines"]) == {"eager", "fast", "graph"} and len(document["aims"]) == 2
@@ -84,3 +87,19 @@ def test_bench_gpu_runs_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_pat
         synthetic = result["engines"][engine]["synthetic"]
         assert [draft["nodes"] for draft in synthetic] == [1, *[16] * 3, *[64] * 3]
         assert synthetic[-1]["tokens_per_step"] > 2
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.count("|") for line in lines if line.startswith("|")} == {19} and not document["skipped"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 70.0])
+def test_bench_gpu_keeps_its_budget_and_names_what_it_skips(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(random_model.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
+    monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
+    # A clock that runs a second at each look.
+    monkeypatch.setattr(gpu_steps.time, "perf_counter", itertools.count().__next__)
+    gpu_steps.run(["random:small"], "cpu", tmp_path, seconds, graphs=True)
+    document, text = json.loads((tmp_path / "steps.json").read_text()), capsys.readouterr().out
+    assert document["skipped"] and all(section in text for section in document["skipped"])
+    assert not any(document["results"][0]["engines"].values())

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 ROWS = (1, 8, 16, 32, 64, 128)
 CONTEXT = 1024
+# A whole cache, a bucket of it, and a short text with its tree.
+COLUMNS = (4096, 512, 364)
 BYTES = 2  # bf16
 
 
@@ -80,6 +82,6 @@ if __name__ == "__main__":
     for gpu in GPUS:
         print(
             f"{gpu.name}: drafting {1e3 * BYTES * own.drafter_weights / gpu.bandwidth:.2f} ms; "
-            f"a mask over 4,096 columns {1e3 * 4096 * own.row_bytes() / gpu.bandwidth:.2f} ms; "
+            f"{', '.join(f'{n:,} columns {1e3 * n * own.row_bytes() / gpu.bandwidth:.2f} ms' for n in COLUMNS)}; "
             f"rows until computing takes as long as reading: {gpu.flops / gpu.bandwidth * BYTES / 2:.0f}"
         )

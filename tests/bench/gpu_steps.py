@@ -9,7 +9,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ CHANCES = (0.3, 0.6, 0.8)
 TREES = {16: Tree.dense([3, 2, 1]), 64: Tree.dense([9, 2, 1, 1])}
 # The aims: a step of 64 nodes in plain steps; a plain step in readings of the weights at a copy's bandwidth.
 WIDE_AIM, PLAIN_AIM = 1.10, 1.15
+# The budget, and what loading a 7B may take of it.
+SECONDS, LOAD_S = 460.0, 60.0
+GPU_TESTS = ("tests/test_fast.py", "tests/test_cuda_attention.py")
 
 
 class Synthetic(NullDrafter):
@@ -60,8 +64,37 @@ class Synthetic(NullDrafter):
         return drafts
 
 
-def time_model(model: str, device: str, graphs: bool | None = None) -> dict[str, Any]:
-    """Returns step, draft and prefill times of a model by engine: eager, fast and, where steps are captured, "graph".
+class Spent(Exception):
+    """Says that the budget is spent."""
+
+
+class Budget:
+    """Seconds for all sections; one that does not fit is broken off or skipped, and named."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self.skipped = time.perf_counter() + seconds, list[str]()
+
+    @property
+    def left(self) -> float:
+        return self._end - time.perf_counter()
+
+    def check(self, *_: object) -> None:
+        if self.left <= 0:
+            raise Spent
+
+    def run(self, section: str, work: Callable[[], Any], least: float = 0.0) -> Any:
+        """Returns what a section returns, None if fewer than `least` seconds are left or it is broken off."""
+        try:
+            if self.left > least:
+                return work()
+        except Spent:
+            pass
+        self.skipped.append(section)
+        return None
+
+
+def time_model(model: str, device: str, budget: Budget, graphs: bool | None = None) -> dict[str, Any]:
+    """Returns step, draft and prefill times of a model by engine: fast, where steps are captured "graph", and eager.
 
     One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy. graphs:
     None where the device captures them.
@@ -69,34 +102,42 @@ def time_model(model: str, device: str, graphs: bool | None = None) -> dict[str,
     bandwidth = copy_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     result: dict[str, Any] = {"model": model, "device": name, "copy_bytes_per_s": bandwidth, "engines": {}}
-    for engine in ("eager", "fast"):
-        backbone = load_backbone(model, LoadOptions(device=device, dtype="bf16", engine=engine))
+    for engine in ("fast", "eager"):
+        load = partial(load_backbone, model, LoadOptions(device=device, dtype="bf16", engine=engine))
+        backbone = budget.run(f"{model} {engine}", load, LOAD_S)
+        if backbone is None:
+            continue
         weights = backbone.engine.weight_bytes
         result |= {"weight_bytes": weights, "ceiling_ms": 1e3 * weights / bandwidth}
         captured = engine == "fast" and (backbone.engine.captures is not False if graphs is None else graphs)
-        for cuda_graphs in (False, True) if captured else (False,):
+        result["by_length"] = backbone.engine.by_length or result.get("by_length", False)
+        for cuda_graphs in (True, False) if captured else (False,):
+            kind = "graph" if cuda_graphs else engine
             try:
-                times = time_engine(backbone, cuda_graphs)
-                if engine == "fast":
-                    times["synthetic"] = time_drafts(backbone, cuda_graphs)
+                times = budget.run(f"{model} {kind} steps", partial(time_engine, backbone, cuda_graphs, budget))
+                if times is not None and engine == "fast":
+                    drafts = budget.run(f"{model} {kind} drafts", partial(time_drafts, backbone, cuda_graphs, budget))
+                    times["synthetic"] = drafts or []
             except (RuntimeError, torch.AcceleratorError) as reason:
                 times = {"error": str(reason).splitlines()[0]}
-            result["engines"]["graph" if cuda_graphs else engine] = times
+            if times is not None:
+                result["engines"][kind] = times
         del backbone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return result
 
 
-def time_engine(backbone: Backbone, cuda_graphs: bool) -> dict[str, Any]:
+def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[str, Any]:
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    verify = measure_costs(backbone, NullDrafter(), rounds=ROUNDS, sizes=ROWS, cuda_graphs=cuda_graphs).verify
-    costs = measure_costs(backbone, heads, rounds=ROUNDS, sizes=(1, 16), cuda_graphs=cuda_graphs)
+    measure = partial(measure_costs, rounds=ROUNDS, cuda_graphs=cuda_graphs, on_progress=budget.check)
+    verify, costs = measure(backbone, NullDrafter(), sizes=ROWS).verify, measure(backbone, heads, sizes=(1, 16))
     drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):
+        budget.check()
         start = time.perf_counter()
         backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits.argmax(-1).tolist()
         laps.append(time.perf_counter() - start)
@@ -108,18 +149,18 @@ def time_engine(backbone: Backbone, cuda_graphs: bool) -> dict[str, Any]:
     }
 
 
-def time_drafts(backbone: Backbone, cuda_graphs: bool) -> list[dict[str, Any]]:
+def time_drafts(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> list[dict[str, Any]]:
     """Decodes with synthetic drafts by nodes and chance; returns tokens a step, tokens a second and the same tokens.
 
     In bf16 two tokens may be nearly alike, and the rows of a tree round otherwise than one row: then answers part.
     """
     prompt = [i * 37 % backbone.vocab_size for i in range(min(PROMPT, backbone.max_positions // 4))]
-    plain, plain_rate, _ = decode(backbone, None, None, prompt, cuda_graphs)
+    plain, plain_rate, _ = decode(backbone, None, None, prompt, cuda_graphs, budget)
     results = [{"nodes": 1, "chance": 0.0, "tokens_per_step": 1.0, "tokens_per_s": plain_rate, "same": len(plain)}]
     for nodes, tree in TREES.items():
         for chance in CHANCES:
             drafter = Synthetic(prompt, plain, chance)
-            answer, rate, length = decode(backbone, drafter, tree, prompt, cuda_graphs)
+            answer, rate, length = decode(backbone, drafter, tree, prompt, cuda_graphs, budget)
             same = next((i for i, (a, b) in enumerate(zip(answer, plain, strict=True)) if a != b), len(plain))
             results.append(
                 {"nodes": nodes, "chance": chance, "tokens_per_step": length, "tokens_per_s": rate, "same": same}
@@ -128,7 +169,12 @@ def time_drafts(backbone: Backbone, cuda_graphs: bool) -> list[dict[str, Any]]:
 
 
 def decode(
-    backbone: Backbone, drafter: Drafter | None, tree: Tree | None, prompt: list[int], cuda_graphs: bool
+    backbone: Backbone,
+    drafter: Drafter | None,
+    tree: Tree | None,
+    prompt: list[int],
+    cuda_graphs: bool,
+    budget: Budget,
 ) -> tuple[list[int], float, float]:
     """Returns an answer's tokens, tokens a second and tokens a step, both without the prompt's pass."""
     decoder = Decoder(backbone, drafter, None if tree is None else policy_of(tree), cuda_graphs=cuda_graphs)
@@ -136,6 +182,7 @@ def decode(
     sequence, first = decoder.admit(Request(prompt, count, stop_ids=()))
     tokens, steps, start = list(first.tokens), 0, time.perf_counter()
     while not sequence.done:
+        budget.check()
         tokens += decoder.step()[0][1].tokens
         steps += 1
     return tokens, (len(tokens) - 1) / (time.perf_counter() - start), (len(tokens) - 1) / steps
@@ -143,7 +190,9 @@ def decode(
 
 def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the aims for a model's fastest engine, the values measured, and if they hold."""
-    engine = "graph" if "graph" in result["engines"] else "fast"
+    engine = next((engine for engine in ("graph", "fast") if engine in result["engines"]), None)
+    if engine is None:
+        return []
     times = result["engines"][engine]
     if "error" in times:
         return [{"aim": f"{engine} steps run", "model": result["model"], "holds": False, "value": times["error"]}]
@@ -158,41 +207,47 @@ def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints the times of a model, one line an engine and a line a synthetic draft."""
-    weights = f"{result['weight_bytes'] / 1e9:.1f} GB of weights"
-    print(
-        f"{result['model']} on {result['device']}; reading {weights} takes {result['ceiling_ms']:.2f} ms; ms by rows:"
-    )
-    for engine, times in result["engines"].items():
-        if "error" in times:
-            print(f"  {engine}: failed: {times['error']}")
-            continue
-        steps = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in times["step_ms"].items())
-        prefill = f"prefill {times['prefill_ms']:.1f} for {times['prefill_tokens']:,} tokens"
-        print(f"  {engine}: {steps}; drafting {HEADS} levels {times['draft_ms']:.2f}; {prefill}")
-        for draft in times.get("synthetic", ()):
-            rates = f"{draft['tokens_per_step']:.2f} tokens a step, {draft['tokens_per_s']:.1f} tokens/s"
-            print(f"    {draft['nodes']} nodes, chance {draft['chance']}: {rates}, {draft['same']} tokens as plain")
+def table(document: dict[str, Any]) -> str:
+    """Returns all results as one table in Markdown: a line an engine of a model."""
+    drafts = [f"{nodes} at {chance}" for nodes in TREES for chance in CHANCES]
+    head = ["model", "engine", *(f"{rows} rows" for rows in ROWS), "drafting", "prefill", "plain tokens/s", *drafts]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for result in document["results"]:
+        for engine, times in result["engines"].items():
+            if "error" in times:
+                cells = [times["error"]]
+            else:
+                milliseconds = [*(times["step_ms"].get(rows) for rows in ROWS), times["draft_ms"], times["prefill_ms"]]
+                cells = ["" if ms is None else f"{ms:.2f}" for ms in milliseconds]
+                cells += [f"{draft['tokens_per_s']:.1f}" for draft in times.get("synthetic", ())]
+            cells += [""] * (len(head) - 2 - len(cells))
+            lines.append(f"| {result['model']} | {engine} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def run(models: Sequence[str], device: str, output: Path, graphs: bool | None = None) -> dict[str, Any]:
-    """Measures models, prints a table and writes one document after each; a later one may fail."""
-    document: dict[str, Any] = {"results": [], "aims": []}
-    output.mkdir(parents=True, exist_ok=True)
+def run(models: Sequence[str], device: str, output: Path, seconds: float, graphs: bool | None = None) -> None:
+    """Measures models within so many seconds, writes one document after each, and prints it as a table at the end."""
+    budget, output = Budget(seconds), output / "steps.json"
+    document: dict[str, Any] = {"seconds": seconds, "results": [], "aims": [], "skipped": budget.skipped}
+    output.parent.mkdir(parents=True, exist_ok=True)
     if device.startswith("cuda"):
-        tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_fast.py"], check=False)
-        document["aims"].append({"aim": "the GPU tests pass", "holds": tests.returncode == 0})
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
+        try:
+            passed = subprocess.run(command, check=False, timeout=budget.left / 2).returncode == 0
+            document["aims"].append({"aim": "the GPU tests pass", "holds": passed})
+        except subprocess.TimeoutExpired:
+            budget.skipped.append("the GPU tests")
     for model in models:
-        result = time_model(model, device, graphs)
+        result = time_model(model, device, budget, graphs)
         document["results"].append(result)
         document["aims"] += aims_of(result)
-        show(result)
-        (output / "steps.json").write_text(json.dumps(document, indent=1) + "\n")
+        output.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"Milliseconds; tokens/s by nodes and chance of a synthetic draft\n\n{table(document)}\n")
     for aim in document["aims"]:
         value = f"{aim['value']:.3f}" if isinstance(aim.get("value"), float) else aim.get("value", "")
         print(f"{'holds' if aim['holds'] else 'FAILS'}: {aim.get('model', '')} {aim['aim']} {value}")
-    return document
+    for section in budget.skipped:
+        print(f"skipped, {seconds:.0f} s were spent: {section}")
 
 
 def main() -> None:
@@ -200,8 +255,9 @@ def main() -> None:
     parser.add_argument("--models", default="random:1b,random:llama-2-7b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu"))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="what does not fit is skipped and named")
     asked = parser.parse_args()
-    run(asked.models.split(","), resolve_device(asked.device), asked.output)
+    run(asked.models.split(","), resolve_device(asked.device), asked.output, asked.seconds)
 
 
 if __name__ == "__main__":
