@@ -124,6 +124,11 @@ class CudaGraphs:
         if rows * self._cache.slots * engine.row_bytes < FREE_SHARE * free_memory(engine.backbone.device):
             self._cache.reserve(rows)
 
+    @property
+    def drafts(self) -> bool:
+        """Returns True if graphs draft the tokens of static trees that the host does not know."""
+        return self._drafter is not None
+
     def warm_up(self) -> None:
         """Captures the graphs of all sizes, so that no step waits for one."""
         started, batch = time.perf_counter(), 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths
-from medusa_cli.decode.policy import ROOT, DraftPlan, DraftPolicy, StaticTreePolicy
+from medusa_cli.decode.policy import ROOT, DraftPlan, DraftPolicy, DynamicTreePolicy, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
@@ -57,7 +57,9 @@ class Decoder:
         self.cache = self.engine.new_cache(slots)
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         graphs = graphs and not (drafter is not None and drafter.uses_verify_pass)
-        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, drafter) if graphs else None
+        # A dynamic tree is grown on the host.
+        captured = None if isinstance(self.policy, DynamicTreePolicy) else drafter
+        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, captured) if graphs else None
         if self.cuda_graphs is not None:
             self.cuda_graphs.warm_up()
         self._slots: list[Sequence | None] = [None] * slots  # running, or done and a prefix for others
@@ -152,8 +154,7 @@ class Decoder:
             return []
         plans = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
-        in_graph = graphs is not None and self.drafter is not None and self.drafter.fill is not None
-        in_graph = in_graph and all(isinstance(tree, Tree) for tree, _ in plans)
+        in_graph = graphs is not None and graphs.drafts and all(isinstance(tree, Tree) for tree, _ in plans)
         guesses = {} if in_graph else self._guess(sequences, plans)
         drafted = time.perf_counter()
         result = None if graphs is None else self._run_graph(graphs, sequences, plans, guesses, in_graph)
