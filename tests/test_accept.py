@@ -209,6 +209,21 @@ def test_draw_inverts_the_distribution() -> None:
     assert draw(weights.expand(6, -1), uniforms).tolist() == [1, 1, 3, 3, 4, 4]
 
 
+@pytest.mark.parametrize("size", [5000, 5120])
+def test_draw_among_many_weights_is_that_of_their_running_sum(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(3, 4, size, generator=generator) * (torch.rand(3, 4, size, generator=generator) > 0.7)
+    weights[..., :200] = weights[..., -200:] = 0
+    summed = weights[0, 0].double().cumsum(0)
+    for draws in (torch.rand(300, generator=generator, dtype=torch.double), torch.tensor([0.0, 1 - 2.0**-53]).double()):
+        expected = torch.searchsorted(summed, draws * summed[-1] * (1 - 2.0**-52), right=True)
+        drawn = draw(weights[0, 0].expand(len(draws), -1), draws)
+        assert torch.equal(drawn, expected) and (weights[0, 0][drawn] > 0).all()
+    both = draw(weights, torch.full((3, 4), 0.5, dtype=torch.double))
+    assert both.tolist() == [[int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights]
+    assert draw(torch.full((2, size), torch.nan), torch.rand(2)).max() < size  # no place beyond
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

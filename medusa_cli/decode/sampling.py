@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 MODES = ("greedy", "exact", "typical")
 # A nucleus is rarely larger, and finding so many likeliest tokens takes a tenth of sorting the vocabulary.
 NUCLEUS = 512
+# Weights whose sums are taken one by one at most, and the size of blocks of more.
+FLAT, BLOCK = 2048, 128
 # Dividing logits by less than this may overflow fp32.
 MIN_TEMPERATURE = 1e-6
 
@@ -159,11 +162,28 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the index [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
 
-    Inverting the distribution takes one random number a row; exponential races take C.
+    Inverting the distribution takes one random number a row; exponential races take C. In a vocabulary the sums of
+    blocks say first in which one it falls: running sums in fp64 of all weights of many rows are dear.
     """
-    summed = weights.cumsum(-1, dtype=torch.double)
-    target = uniforms.to(summed)[..., None] * summed[..., -1:]
-    return torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)[..., 0]
+    size = weights.shape[-1]
+    if size <= FLAT:
+        weights = weights.double()
+        return _invert(weights, uniforms.to(weights)[..., None] * weights.sum(-1, keepdim=True))[0][..., 0]
+    blocks = F.pad(weights, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.double)
+    block, rest = _invert(sums, uniforms.to(sums)[..., None] * sums.sum(-1, keepdim=True))
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :]
+    place, _ = _invert(inside.double(), rest)
+    return (block * BLOCK + place).clamp(max=size - 1)[..., 0]
+
+
+def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where the running sum of weights [.., C] first exceeds a target [.., 1], and what it exceeds before."""
+    summed = weights.cumsum(-1)
+    # Rounding must lead to no weight of zero, and not beyond the last one.
+    target = torch.minimum(target.clamp(min=0), torch.nextafter(summed[..., -1:], torch.zeros_like(target)))
+    index = torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)
+    return index, target - (summed.gather(-1, index) - weights.gather(-1, index))
 
 
 class Sampler:
