@@ -97,7 +97,7 @@ def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
     assert certain.all()
     count, last, path, on_path = longest_path(chosen, tokens, depth, parents, sees, 12)
     expected = accept_many(logits, drafts, samplers)
-    assert max(len(nodes) for nodes, _ in expected) > 3
+    assert max(len(nodes) for nodes, _ in expected) >= 3
     for i, (nodes, bonus) in enumerate(expected):
         assert path[i, : int(count[i])].tolist() == nodes == on_path[i].nonzero()[:, 0].tolist()
         assert path[i, int(count[i]) :].tolist() == [*range(int(count[i]), 12)] and chosen[i, last[i]] == bonus

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from medusa_cli.engine.cuda_attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
 from medusa_cli.model.masks import additive
-from tests.device import NAME, Device
+from tests.device import NAME, STANDS, Device, flash
 
 SIZE, CAPACITY, DIM = 3, 48, 8
 LENGTHS = [1, 17, 30]
+FLASH = torch.ops.aten._flash_attention_forward.default
 attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -70,10 +71,6 @@ def test_device_without_the_kernels_reads_under_a_mask(monkeypatch: pytest.Monke
     assert not reads_by_length.__wrapped__(torch.device("cpu"), *sizes)
     with Device():
         assert reads_by_length.__wrapped__(torch.device(NAME), *sizes)
-        for fault in (lambda *args, **named: torch.zeros(()), None):
-            monkeypatch.setattr("tests.device.STANDS", {} if fault is None else {_flash(): fault})
+        for kernels in ({}, {**STANDS, FLASH: lambda *args, **named: tuple(2 * x for x in flash(*args, **named))}):
+            monkeypatch.setattr("tests.device.STANDS", kernels)
             assert not reads_by_length.__wrapped__(torch.device(NAME), *sizes)
-
-
-def _flash() -> Any:
-    return torch.ops.aten._flash_attention_forward.default

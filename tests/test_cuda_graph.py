@@ -121,19 +121,37 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(graph
 
 
 @pytest.mark.parametrize("kind", ["hydra++", "hydra++-prompt", "amphista-prompt", "amphista", "eagle-draft"])
-def test_graphs_draft_what_drafters_with_caches_draft(kind: str, graphs: StandIn) -> None:
+def test_graphs_draft_what_drafters_with_caches_draft(
+    kind: str, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots change owners, prompts share prefixes, and sequences of other sampling run beside the graphs."""
-    backbone, shape, steps = tiny_backbone("qwen3", layers=4, engine="fast"), SPARSE.truncate(3), []
+    backbone, shape, steps, drafts = tiny_backbone("qwen3", layers=4, engine="fast"), SPARSE.truncate(3), [], []
+    drafter = drafter_of(backbone, kind)
+    draft, fill = type(drafter).draft, type(drafter).fill
+
+    def record_draft(*args: Any) -> Any:
+        drafted = draft(*args)
+        drafts[-1].update(tuple(own.ids) for own in drafted)
+        return drafted
+
+    def record_fill(*args: Any) -> Any:
+        tokens = fill(*args)
+        drafts[-1].update(tuple(row) for row in tokens[:, : shape.size].tolist())
+        return tokens
+
+    monkeypatch.setattr(type(drafter), "draft", record_draft)
+    monkeypatch.setattr(type(drafter), "fill", record_fill)
     requests = [Request([5 + i, 9, 20, 11, 7] * (1 + i), 10 + 3 * i, stop_ids=()) for i in range(5)]
     requests += [replace(requests[i], prompt=[*requests[i].prompt, 12, 9], max_new_tokens=14) for i in (4, 0)]
     requests[2:2] = [Request([9, 9, 21], 6, sampling=Sampling("typical", 0.7), stop_ids=())]
     for captured in (False, True):
-        decoder = Decoder(backbone, drafter_of(backbone, kind), StaticTreePolicy(shape), slots=3, cuda_graphs=captured)
+        drafts.append(set[tuple[int, ...]]())
+        decoder = Decoder(backbone, drafter, StaticTreePolicy(shape), slots=3, cuda_graphs=captured)
         before = graphs.captured
         steps.append([(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)])
         assert graphs.captured == before
     assert steps[0] == steps[1] and graphs.runs > 20
-    assert sum(len(path) > 1 for _, _, path in steps[0]) > 5
+    assert len(drafts[0]) > 50 and drafts[0] <= drafts[1]
 
 
 def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
