@@ -94,11 +94,11 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     assert len({step.nodes for step in steps}) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
 
 
-def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(graphs: StandIn) -> None:
-    backbone = tiny_backbone("qwen3", engine="fast")
-    decoder = Decoder(
-        backbone, medusa_drafter(backbone), StaticTreePolicy(SPARSE, ngrams=True), slots=8, cuda_graphs=True
-    )
+@pytest.mark.parametrize("kind", ["medusa", "eagle-draft"])
+def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(kind: str, graphs: StandIn) -> None:
+    backbone = tiny_backbone("qwen3", layers=4, engine="fast")
+    policy = StaticTreePolicy(SPARSE, ngrams=True)
+    decoder = Decoder(backbone, drafter_of(backbone, kind), policy, slots=8, cuda_graphs=True)
     before = graphs.captured
     assert before <= 24
     for _ in range(2):  # slots hold prefixes the second time
