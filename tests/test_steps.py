@@ -88,7 +88,7 @@ def test_bench_gpu_runs_from_end_to_end(
         assert [draft["nodes"] for draft in synthetic] == [1, *[16] * 3, *[64] * 3]
         assert synthetic[-1]["tokens_per_step"] > 2
     lines = capsys.readouterr().out.splitlines()
-    assert {line.count("|") for line in lines if line.startswith("|")} == {19} and not document["skipped"]
+    assert {line.count("|") for line in lines if line.startswith("|")} == {18} and not document["skipped"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 70.0])
