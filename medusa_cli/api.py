@@ -27,11 +27,11 @@ from medusa_cli.decode import (
     policy_of,
 )
 from medusa_cli.decode.corpus import load_corpus
-from medusa_cli.decode.costs import costs_for
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
+from medusa_cli.decode.step_times import step_times_for
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError, shown
@@ -51,7 +51,7 @@ from medusa_cli.runs.resolve import (
 from medusa_cli.runs.run import outdated, stamp_of
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
-from medusa_cli.tree.search import Costs, SizedTree, budgets, largest, search
+from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
 # Most nodes of a dynamic tree whose nodes pay by a measured chance.
 MAX_PAYING_NODES = 32
@@ -145,7 +145,7 @@ def load_drafting(
         check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
     policy: DraftPolicy
     if choice.auto:
-        costs = costs_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+        costs = step_times_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
         policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, costs), costs)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
@@ -159,7 +159,7 @@ def load_drafting(
     return drafter, policy
 
 
-def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: Costs) -> list[SizedTree]:
+def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: StepTimes) -> list[SizedTree]:
     """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
@@ -184,7 +184,7 @@ def ngrams_alone(
     choice: Choice, backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None
 ) -> DraftPolicy:
     """Returns the policy that drafts n-gram matches without a drafter."""
-    policy = AdaptivePolicy([], costs_for(backbone, None, None, on_progress=on_progress))
+    policy = AdaptivePolicy([], step_times_for(backbone, None, None, on_progress=on_progress))
     add_ngrams(replace(choice, lookup=True), backbone, policy, None)
     return policy
 

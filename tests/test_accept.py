@@ -78,7 +78,7 @@ def test_greedy_takes_the_longest_path_of_argmaxes(seed: int) -> None:
 def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
     """Random trees of many sizes, padded to one: the tensors' path is that of the walk from node to node."""
     drafts, logits, samplers = [], torch.zeros(60, 20, VOCAB), [Sampler(sampling, stream) for stream in range(60)]
-    sees = torch.eye(20, dtype=torch.bool).repeat(60, 1, 1)
+    tree_mask = torch.eye(20, dtype=torch.bool).repeat(60, 1, 1)
     tokens, depth, parents = torch.zeros(3, 60, 20, dtype=torch.long).unbind()
     parents.fill_(PADDING)
     for i in range(60):
@@ -91,11 +91,11 @@ def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
         drafts.append(Draft(torch.tensor(ids), tree))
         logits[i, : tree.size] = 2 * torch.randn(tree.size, VOCAB, generator=torch.Generator().manual_seed(i))
         tokens[i, : tree.size], depth[i, : tree.size] = drafts[-1].tokens, tree.depth
-        parents[i, : tree.size], sees[i, : tree.size, : tree.size] = torch.tensor(tree.parents), tree.mask
+        parents[i, : tree.size], tree_mask[i, : tree.size, : tree.size] = torch.tensor(tree.parents), tree.mask
     params = sampling_params(samplers, 60, 20)
     chosen, certain = choose(logits, params, depth) if sampling.exact else (logits.argmax(-1), torch.ones(()))
     assert certain.all()
-    count, last, path, on_path = longest_path(chosen, tokens, depth, parents, sees, 12)
+    count, last, path, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, 12)
     expected = accept_many(logits, drafts, samplers)
     assert max(len(nodes) for nodes, _ in expected) >= 3
     for i, (nodes, bonus) in enumerate(expected):

@@ -8,9 +8,9 @@ import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
 from medusa_cli.decode.accept import AcceptanceEstimate
-from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftPlan, DraftState, sampling_kind
+from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, Proposal, sampling_kind
 from medusa_cli.tree import Tree
-from medusa_cli.tree.search import Costs, SizedTree, budgets
+from medusa_cli.tree.search import SizedTree, StepTimes, budgets
 from tests.helpers import FAMILIES, PROMPT, Oracle, generate, plain, tiny_backbone, tokens_of
 
 ROOT, SMALL, LARGE = Tree.root_only(), Tree.chain(2), Tree.dense([3, 2, 2])
@@ -21,7 +21,7 @@ GREEDY, HOT = Sampling(), Sampling("exact", 1.5)
 def adaptive(*trees: SizedTree) -> AdaptivePolicy:
     """Returns a policy on a machine where rows cost little, by default for a fair drafter."""
     trees = trees or (SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7))
-    return AdaptivePolicy(trees, Costs(SECONDS, {1: 0.0, 3: 0.0}))
+    return AdaptivePolicy(trees, StepTimes(SECONDS, {1: 0.0, 3: 0.0}))
 
 
 def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
@@ -56,7 +56,7 @@ def steps(
 
 def test_calibration_decides_first() -> None:
     assert choose(adaptive()) is SMALL  # 1.7 tokens in 12 ms, 1.9 in 13.5, 1 in 10
-    assert choose(AdaptivePolicy([SizedTree(SMALL, 1.7)], Costs({1: 0.010, 3: 0.030}, {1: 0.0}))) == ROOT
+    assert choose(AdaptivePolicy([SizedTree(SMALL, 1.7)], StepTimes({1: 0.010, 3: 0.030}, {1: 0.0}))) == ROOT
     assert adaptive().max_depth == 3
 
 
@@ -108,7 +108,7 @@ def speedup(
 
 def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
     """Simulates texts of 400 tokens that no draft fits, then 400 that drafts fit, at fair accuracies and costs."""
-    accuracies, costs = [[0.5], [0.44], [0.41], [0.40]], Costs({1: 1.0, 2: 1.1, 5: 1.4, 64: 6.0}, {1: 0.1, 4: 0.3})
+    accuracies, costs = [[0.5], [0.44], [0.41], [0.40]], StepTimes({1: 1.0, 2: 1.1, 5: 1.4, 64: 6.0}, {1: 0.1, 4: 0.3})
     policy = AdaptivePolicy(budgets(accuracies, costs), costs)
     assert speedup(policy, [0.0, 0.7], texts=20, length=400) >= 1.12
     assert speedup(policy, [0.0] * 10, texts=3, length=400) >= 0.995
@@ -218,9 +218,9 @@ class Alternating(AdaptivePolicy):
     turn = 0
 
     def __init__(self) -> None:
-        super().__init__([SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], Costs(SECONDS, {1: 0.0, 3: 0.0}))
+        super().__init__([SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], StepTimes(SECONDS, {1: 0.0, 3: 0.0}))
 
-    def plan(self, sequences, matches) -> list[DraftPlan]:
+    def propose(self, sequences, matches) -> list[Proposal]:
         self.turn += 1
         return [(self.sizes[self.turn % len(self.sizes)], []) for _ in sequences]
 

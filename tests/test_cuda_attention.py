@@ -21,12 +21,12 @@ def case(rows: int, heads: int, kv: int) -> tuple[Tensor, ...]:
     torch.manual_seed(rows)
     query = torch.randn(SIZE * rows, heads, DIM)
     keys, values = torch.randn(2, SIZE * kv, CAPACITY, DIM).unbind()
-    sees = torch.rand(SIZE, rows, rows).tril() > 0.5
-    sees |= torch.eye(rows, dtype=torch.bool)
+    tree_mask = torch.rand(SIZE, rows, rows).tril() > 0.5
+    tree_mask |= torch.eye(rows, dtype=torch.bool)
     columns = torch.tensor(LENGTHS)[:, None] + torch.arange(rows)
     slots = torch.arange(SIZE)[:, None]
     new = [x.view(SIZE, kv, CAPACITY, DIM).transpose(1, 2)[slots, columns].flatten(0, 1) for x in (keys, values)]
-    return query, keys, values, *new, sees
+    return query, keys, values, *new, tree_mask
 
 
 def test_merge_of_prefix_and_tree_is_attention_to_both() -> None:
@@ -44,14 +44,14 @@ def test_merge_of_prefix_and_tree_is_attention_to_both() -> None:
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_columns_behind_the_lengths_are_not_read(rows: int, heads: int, kv: int) -> None:
-    query, keys, values, new_keys, new_values, sees = case(rows, heads, kv)
+    query, keys, values, new_keys, new_values, tree_mask = case(rows, heads, kv)
     lengths = torch.tensor(LENGTHS)
-    whole = additive(visible_behind(lengths, sees, CAPACITY), torch.float32).repeat(1, heads // kv, 1)[:, None]
+    whole = additive(visible_behind(lengths, tree_mask, CAPACITY), torch.float32).repeat(1, heads // kv, 1)[:, None]
     expected = fused(query, keys, values, whole, kv, DIM**-0.5)
     for slot, length in enumerate(LENGTHS):
         for cached in (keys, values):
             cached.view(SIZE, kv, CAPACITY, DIM)[slot, :, length + (rows == 1) :] = torch.nan
-    among = additive(sees, torch.float32).repeat(1, heads // kv, 1)[:, None]
+    among = additive(tree_mask, torch.float32).repeat(1, heads // kv, 1)[:, None]
     with Device():
         remote = [x.to(NAME) for x in (query, keys, values, new_keys, new_values, among)]
         reads = columns_read(lengths.to(NAME), rows, kv, CAPACITY)

@@ -11,7 +11,7 @@ from medusa_cli.decode import Decoder, LogitsOptions, Request, Sampling, cuda_gr
 from medusa_cli.decode.policy import AdaptivePolicy, DynamicTreePolicy, SizedTree, StaticTreePolicy
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import Costs
+from medusa_cli.tree.search import StepTimes
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -84,7 +84,7 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     trees = [SizedTree(SPARSE.truncate(2), 1.5), SizedTree(SPARSE, 2.0)]
     policies = {
         "dynamic": DynamicTreePolicy(DynamicTree(12, 4)),
-        "adaptive": AdaptivePolicy(trees, Costs({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
+        "adaptive": AdaptivePolicy(trees, StepTimes({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
         "n-grams": StaticTreePolicy(SPARSE, ngrams=True),
     }
     decoder = Decoder(backbone, medusa_drafter(backbone), policies[policy], cuda_graphs=True)

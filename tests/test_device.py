@@ -17,7 +17,7 @@ from medusa_cli.engine import attach, fast
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import Costs
+from medusa_cli.tree.search import StepTimes
 from tests.device import NAME, Device, Stray
 from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer
 from tests.test_drafters import drafter_of
@@ -32,7 +32,9 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTreePolicy(TREE),
     "n-grams": lambda: StaticTreePolicy(TREE, ngrams=True),
     "dynamic": lambda: DynamicTreePolicy(DynamicTree(8, 3), ngrams=True),
-    "adaptive": lambda: AdaptivePolicy([SizedTree(TREE, 2.0)], Costs({1: 1.0, 8: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
+    "adaptive": lambda: AdaptivePolicy(
+        [SizedTree(TREE, 2.0)], StepTimes({1: 1.0, 8: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True
+    ),
 }
 # Launches beside the graph in a step of two sequences.
 LAUNCHES = 20

@@ -351,8 +351,8 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
         count, embedded = len(rows), backbone.embedding(tokens[rows])
         # Every step's rows below one another, [steps * count, H], each seeing what the paper's figure shows.
         at, step = torch.arange(count).repeat(steps), torch.arange(steps).repeat_interleave(count)
-        sees = (step[None] == 0) & (at[None] <= at[:, None])
-        sees |= (step[None] > 0) & (step[None] <= step[:, None]) & (at[None] == at[:, None])
+        tree_mask = (step[None] == 0) & (at[None] <= at[:, None])
+        tree_mask |= (step[None] > 0) & (step[None] <= step[:, None]) & (at[None] == at[:, None])
         states, layer = drafter.fc(hidden[rows, : 3 * size]), drafter.midlayer
         every = layer.reads(states, embedded)
         for level in range(steps):
@@ -363,7 +363,7 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
             positions = at[:end] + step[:end]
             keys, values = layer.keys_values(every, positions)
             q = layer.queries(every[-count:], positions[-count:])
-            mask = sees[end - count : end, :end]
+            mask = tree_mask[end - count : end, :end]
             states = layer.leave(states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
             own = sequence[learnt[level]] == number
             wanted = drafter.norm(states)[learnt[level][own] - int(rows[0])]

@@ -26,7 +26,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Draft, DynamicTree, Tree
-from medusa_cli.tree.search import Costs, SizedTree, node_values, search
+from medusa_cli.tree.search import SizedTree, StepTimes, node_values, search
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -51,9 +51,9 @@ from tests.test_prefix_cache import MAKE
 ROUND = [5, 9, 20, 11, 7, 33, 40, 12] * 4
 ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3, 0.1]]
 TREE = search(ACCURACIES, 8)
-CHEAP = Costs({1: 0.010, 2: 0.0101, 32: 0.0105}, {1: 0.001, 4: 0.002})
-DEAR = Costs({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
-FIFTH = Costs({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})  # a row costs a fifth of a pass
+CHEAP = StepTimes({1: 0.010, 2: 0.0101, 32: 0.0105}, {1: 0.001, 4: 0.002})
+DEAR = StepTimes({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
+FIFTH = StepTimes({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})  # a row costs a fifth of a pass
 
 
 def index() -> NgramIndex:
@@ -183,14 +183,14 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
         assert fewest <= count <= limit
         assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
     # A nearly sure match saves the drafter's own time.
-    slow = Costs({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
+    slow = StepTimes({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
     assert AdaptivePolicy([sized], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()
 
 
 @pytest.mark.parametrize("chances", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str)
 @pytest.mark.parametrize("costs", [CHEAP, FIFTH, DEAR], ids=["cheap", "fifth", "dear"])
 @pytest.mark.parametrize("trees", [[], [SizedTree(TREE, 2.2)]], ids=["alone", "tree"])
-def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: Costs, chances: list[float]) -> None:
+def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: StepTimes, chances: list[float]) -> None:
     """Compares with every width of the pass, in which each sequence drafts what gives it most."""
     policy = AdaptivePolicy(trees, costs)
     now = policy.next([begin(policy, [], 0) for _ in chances])[0][0]
@@ -301,7 +301,7 @@ def test_drafter_hears_of_steps_of_matched_tokens_alone() -> None:
     backbone = tiny_backbone()
     expected = plain(backbone, 120)
     oracle = Oracle(expected, 0.5)
-    costs = Costs({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})
+    costs = StepTimes({1: 0.010, 32: 0.0104}, {1: 0.004, 4: 0.008})
     policy = AdaptivePolicy([SizedTree(Tree.chain(2), 1.6)], costs, ngrams=True)
     steps = list(generate(backbone, oracle, policy, PROMPT, max_new_tokens=120, stop_ids=()))
     assert tokens_of(steps) == expected

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.decode.costs import costs_for, measure_costs
+from medusa_cli.decode.step_times import measure_step_times, step_times_for
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
 from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import (
-    Costs,
+    StepTimes,
     TimedTree,
     break_even,
     budgets,
@@ -196,13 +196,13 @@ def test_drawings_show_every_node(tmp_path: Path, suffix: str) -> None:
 ACCURACIES = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.1, 0.05, 0.01]]
 
 
-def costs_of(slope: float, each_level: float = 0.0) -> Costs:
+def costs_of(slope: float, each_level: float = 0.0) -> StepTimes:
     """A machine on which a row costs `slope` seconds more than 10 ms, and a level of drafting so many."""
     verify = {n: 0.01 + slope * (n - 1) for n in (1, 8, 20, 30)}
-    return Costs(verify, {level: each_level * level for level in (1, 2, 3)})
+    return StepTimes(verify, {level: each_level * level for level in (1, 2, 3)})
 
 
-def best(costs: Costs) -> TimedTree:
+def best(costs: StepTimes) -> TimedTree:
     """The budget, of any size, that gives most tokens a second."""
     return max(budgets(ACCURACIES, costs), key=lambda budget: budget.tokens_per_s)
 
@@ -212,7 +212,7 @@ def test_costs_are_interpolated_between_measured_sizes() -> None:
     expected = [0.010, 0.014, 0.018, 0.034, 0.05, 0.082]  # beyond the last, on its slope
     assert [interpolate(points, n) for n in (1, 5, 9, 13, 17, 25)] == pytest.approx(expected)
     assert interpolate({1: 0.02, 4: 0.01}, 9) == 0.01  # noise makes no step cheaper and cheaper
-    costs = Costs(points, {1: 0.001, 3: 0.005})
+    costs = StepTimes(points, {1: 0.001, 3: 0.005})
     assert costs.step(9, 2) == pytest.approx(0.021) and costs.step(1, 0) == 0.010
     assert costs.step(3, 3, batch=3) == pytest.approx(0.018 + 0.005)  # nine rows in one pass
 
@@ -256,7 +256,7 @@ def test_costs_are_measured_for_every_size_and_depth(make) -> None:
     steps: list[int] = []
     drafter = make(backbone)
     sizes = (1, 2, 5)
-    costs = measure_costs(backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append)
+    costs = measure_step_times(backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append)
     assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
     assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
     assert len(steps) == 3 * (len(sizes) + drafter.num_heads)
@@ -282,11 +282,11 @@ def test_costs_of_a_busy_machine_are_measured_again_an_hour_later(
 ) -> None:
     backbone, now, measured = tiny_backbone(), [1e9], []
     costs, times = costs_of(0.001, each_level=0.001), "medusa_cli.engine.autotune.time"
-    monkeypatch.setattr("medusa_cli.decode.costs.measure_costs", lambda *_, **__: measured.append(0) or costs)
+    monkeypatch.setattr("medusa_cli.decode.step_times.measure_step_times", lambda *_, **__: measured.append(0) or costs)
     monkeypatch.setattr(f"{times}.time", lambda: now[0])
     monkeypatch.setattr(f"{times}.thread_time", lambda: 0.0 if busy else 2 * time.perf_counter())
     for _ in range(6):
-        assert costs_for(backbone, None, None) == costs
+        assert step_times_for(backbone, None, None) == costs
         now[0] += 1500
     assert len(measured) == (2 if busy else 1)
 

@@ -13,7 +13,7 @@ from medusa_cli.runs.resolve import as_trained, find_calibration
 from medusa_cli.runs.run import STAMP, Run, provenance, sole_writer, stamp_of
 
 if TYPE_CHECKING:
-    from medusa_cli.tree.search import Costs
+    from medusa_cli.tree.search import StepTimes
 
 CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
 BUDGET = "Nodes, the root included; auto: the size with most expected tokens a second on this machine. [default: 64]"
@@ -125,9 +125,9 @@ def tree(
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
 
 
-def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":
+def time_run(run: Run, place: LoadFlags, again: bool) -> "StepTimes":
     """Returns the costs of a run's steps on this machine; they are timed unless they are kept, or `again`."""
-    from medusa_cli.decode.costs import costs_for
+    from medusa_cli.decode.step_times import step_times_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engine import load_backbone
     from medusa_cli.runs.run import describe_drafter
@@ -136,4 +136,4 @@ def time_run(run: Run, place: LoadFlags, again: bool) -> "Costs":
     with console.progress("timing", unit="steps") as advance:
         backbone = load_backbone(model, place, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
-        return costs_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)
+        return step_times_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)

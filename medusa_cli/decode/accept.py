@@ -61,21 +61,21 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 
 
 def longest_path(
-    chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, sees: Tensor, length: int
+    chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Follows the tokens chosen [B, N] after all nodes of B trees, as a CUDA graph must: it reads no value.
 
     `accept` stays beside it: on the host it draws at the few nodes alone that it visits, through processors of logits,
-    too. tokens, depth, parents [B, N] and sees [B, N, N] are the trees; paths have at most `length` nodes. Returns the
-    accepted nodes' number and the last one [B, 1], all of them in order [B, P], and which they are [B, N].
+    too. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees; paths have at most `length` nodes. Returns
+    the accepted nodes' number and the last one [B, 1], all of them in order [B, P], and which they are [B, N].
     """
     nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == NO_PARENT)
     # A node and all its ancestors match. The deepest wins, of equals the first.
-    accepted = (matches[:, None] | ~sees).all(-1) & (parents != PADDING)
+    accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)
     worth = depth * len(nodes) + (len(nodes) - 1 - nodes)
     last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
-    on_path = sees.gather(1, last[..., None].expand(-1, -1, len(nodes)))[:, 0]  # [B, N]
+    on_path = tree_mask.gather(1, last[..., None].expand(-1, -1, len(nodes)))[:, 0]  # [B, N]
     number = on_path.cumsum(1) - 1
     here = on_path[:, None] & (number[:, None] == steps[:, None])  # [B, P, N]
     count = depth.gather(1, last) + 1

@@ -355,16 +355,16 @@ class _GraphStep:
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step; it reads no value of a tensor."""
         engine, depth, parents = self._engine, self.depth, self.parents
-        sees = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
+        tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         tokens = self.tokens
         if self._fill is not None and self._slots is not None:
             start, held, count, *_ = self._new.unbind(1)
             places, following = self._new[:, 3:].chunk(2, dim=1)
             new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
-            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0], sees)
+            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0], tree_mask)
             tokens = torch.where(tokens == UNREAD, self._fill(engine.backbone, new, trees), tokens)
         context, wide = engine.backbone.max_positions, self._cache.capacity
-        layout = lay_out_at(self.lengths, sees, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
+        layout = lay_out_at(self.lengths, tree_mask, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
         states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.lm_head(final).float()
         if self._sampled:
@@ -372,7 +372,7 @@ class _GraphStep:
         else:
             chosen = logits.argmax(-1)  # [B, N]
             certain = torch.ones_like(chosen, dtype=torch.bool)
-        count, last, path, on_path = longest_path(chosen, tokens, depth, parents, sees, self._count)
+        count, last, path, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, self._count)
         self._cache.compact(self.lengths, path)
         count = count * (certain | ~on_path).all(1, keepdim=True)
         results = torch.cat([count, chosen.gather(1, last), path, tokens.gather(1, path)], dim=1)

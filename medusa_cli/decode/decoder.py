@@ -13,7 +13,7 @@ from torch import Tensor
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths
-from medusa_cli.decode.policy import ROOT, DraftPlan, DraftPolicy, DynamicTreePolicy, StaticTreePolicy
+from medusa_cli.decode.policy import ROOT, DraftPolicy, DynamicTreePolicy, Proposal, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
@@ -152,13 +152,13 @@ class Decoder:
         sequences, started = self._running_first(), time.perf_counter()
         if not sequences:
             return []
-        plans = self._fit(sequences, self.policy.next(sequences))
+        proposals = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
-        in_graph = graphs is not None and graphs.drafts and all(isinstance(tree, Tree) for tree, _ in plans)
-        guesses = {} if in_graph else self._guess(sequences, plans)
+        in_graph = graphs is not None and graphs.drafts and all(isinstance(tree, Tree) for tree, _ in proposals)
+        guesses = {} if in_graph else self._guess(sequences, proposals)
         drafted = time.perf_counter()
-        result = None if graphs is None else self._run_graph(graphs, sequences, plans, guesses, in_graph)
-        drafts, accepted = result or self._run_pass(sequences, plans, guesses or self._guess(sequences, plans))
+        result = None if graphs is None else self._run_graph(graphs, sequences, proposals, guesses, in_graph)
+        drafts, accepted = result or self._run_pass(sequences, proposals, guesses or self._guess(sequences, proposals))
         tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
         count, kept_at = len(sequences), time.perf_counter()
         seconds = (drafted - started) / count, (kept_at - drafted) / count
@@ -173,31 +173,31 @@ class Decoder:
         self,
         graphs: CudaGraphs,
         sequences: Several[Sequence],
-        plans: Several[DraftPlan],
+        proposals: Several[Proposal],
         guesses: dict[int, Draft],
         in_graph: bool,
     ) -> tuple[list[Draft], list[Accepted]] | None:
         """Returns drafts and what a CUDA graph accepts of them; None if it cannot run them.
 
-        The host does not read what a drafter drafts. in_graph: the graph drafts the plans' trees, not `guesses`.
+        The host does not read what a drafter drafts. in_graph: the graph drafts the proposals' trees, not `guesses`.
         """
         trees = [
             guesses[i].tree if i in guesses else tree if in_graph and isinstance(tree, Tree) else ROOT
-            for i, (tree, _) in enumerate(plans)
+            for i, (tree, _) in enumerate(proposals)
         ]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
-        drafts = self._complete(plans, unread, sequences)
+        drafts = self._complete(proposals, unread, sequences)
         accepted = graphs.verify(sequences, drafts, guesses)
         return None if accepted is None else (drafts, accepted)
 
     def _run_pass(
-        self, sequences: Several[Sequence], plans: Several[DraftPlan], guesses: dict[int, Draft]
+        self, sequences: Several[Sequence], proposals: Several[Proposal], guesses: dict[int, Draft]
     ) -> tuple[list[Draft], list[Accepted]]:
         """Returns drafts and what a pass without a graph accepts of them."""
         roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
         known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
-        drafts = self._complete(plans, known, sequences)
-        depth = max(tree.max_depth for tree, _ in plans)
+        drafts = self._complete(proposals, known, sequences)
+        depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
         return drafts, self._accept(sequences, drafts, out)
@@ -215,18 +215,18 @@ class Decoder:
                 "use a smaller @max_new_tokens, a shorter prompt or fewer sequences at once",
             )
 
-    def _fit(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> list[DraftPlan]:
-        """Returns the plans as far as they fit into the context."""
+    def _fit(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> list[Proposal]:
+        """Returns the proposals as far as they fit into the context."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
         return [
             (tree.truncate(depth), [path[:depth] for path in paths])
-            for (tree, paths), depth in zip(plans, levels, strict=True)
+            for (tree, paths), depth in zip(proposals, levels, strict=True)
         ]
 
-    def _guess(self, sequences: Several[Sequence], plans: Several[DraftPlan]) -> dict[int, Draft]:
+    def _guess(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> dict[int, Draft]:
         """Returns the drafter's drafts by the sequence's index; a root alone needs none."""
         drafts: dict[int, Draft] = {}
-        trees = [tree if self.drafter is not None and tree.max_depth else ROOT for tree, _ in plans]
+        trees = [tree if self.drafter is not None and tree.max_depth else ROOT for tree, _ in proposals]
         for tree in dict.fromkeys(tree for tree in trees if tree is not ROOT):  # one call for all sequences of a tree
             alike = [i for i, other in enumerate(trees) if other == tree]
             forks = [drafter for i in alike if (drafter := sequences[i].drafter) is not None]
@@ -234,11 +234,13 @@ class Decoder:
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 
-    def _complete(self, plans: Several[DraftPlan], drafts: Several[Draft], sequences: Several[Sequence]) -> list[Draft]:
+    def _complete(
+        self, proposals: Several[Proposal], drafts: Several[Draft], sequences: Several[Sequence]
+    ) -> list[Draft]:
         """Adds n-gram matches to drafts, and cuts these to what a pass of the engine takes."""
         return [
             add_paths(draft, paths).first(self.engine.tree_rows(len(sequence.tokens)))
-            for draft, (_, paths), sequence in zip(drafts, plans, sequences, strict=True)
+            for draft, (_, paths), sequence in zip(drafts, proposals, sequences, strict=True)
         ]
 
     def _accept(self, sequences: Several[Sequence], drafts: Several[Draft], out: Output) -> list[Accepted]:

@@ -26,7 +26,7 @@ from medusa_cli.decode.ngram import (
 )
 from medusa_cli.decode.sampling import Sampling, cuts
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import Accuracies, Costs, SizedTree, node_values
+from medusa_cli.tree.search import Accuracies, SizedTree, StepTimes, node_values
 
 if TYPE_CHECKING:
     from medusa_cli.decode.sequence import Sequence
@@ -50,7 +50,7 @@ class DraftState:
 
 
 # What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from the root.
-DraftPlan = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
+Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 
 
 class DraftPolicy(ABC):
@@ -90,9 +90,9 @@ class DraftPolicy(ABC):
             earlier.append(CorpusMatches(corpus, shared, MIN_CORPUS_CHANCE if self.max_depth else 0.0))
         return DraftState(ngrams=(text, *earlier))
 
-    def next(self, sequences: Several[Sequence]) -> list[DraftPlan]:
+    def next(self, sequences: Several[Sequence]) -> list[Proposal]:
         """Returns what each sequence drafts next."""
-        plans = self.plan(
+        proposals = self.propose(
             sequences,
             [
                 likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
@@ -100,12 +100,12 @@ class DraftPolicy(ABC):
             ],
         )
         if not self.max_depth and not self.ngrams:  # plain decoding
-            return plans
+            return proposals
         forced = [sequence.forced for sequence in sequences]
-        return [(ROOT, [tuple(path)]) if path else plan for path, plan in zip(forced, plans, strict=True)]
+        return [(ROOT, [tuple(path)]) if path else proposal for path, proposal in zip(forced, proposals, strict=True)]
 
     @abstractmethod
-    def plan(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[DraftPlan]:
+    def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         """Returns each sequence's next draft, to which its matches may add."""
 
     def record(self, sequences: Several[Sequence], steps: Several[Step]) -> None:
@@ -130,10 +130,10 @@ class StaticTreePolicy(DraftPolicy):
         self._chances = node_values(tree, accuracies or assumed)
         self._likeliest: dict[int, Tree] = {}  # by size
 
-    def plan(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[DraftPlan]:
+    def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         return [self._replace_nodes(of_sequence) if of_sequence else (self.tree, []) for of_sequence in matches]
 
-    def _replace_nodes(self, matches: Several[NgramMatch]) -> DraftPlan:
+    def _replace_nodes(self, matches: Several[NgramMatch]) -> Proposal:
         """Gives nodes of the tree to matched tokens that are likelier."""
         ascending, counts, taken = sorted(self._chances[1:]), [0] * len(matches), 0
         while taken < len(ascending):
@@ -157,10 +157,10 @@ class DynamicTreePolicy(DraftPolicy):
         self.tree, self.size, self.max_depth = tree, tree.budget, tree.max_depth
         self.trees = f"dynamic trees of at most {tree.budget} nodes"
 
-    def plan(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[DraftPlan]:
+    def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         return [self._share_budget(of_sequence) if of_sequence else (self.tree, []) for of_sequence in matches]
 
-    def _share_budget(self, matches: Several[NgramMatch]) -> DraftPlan:
+    def _share_budget(self, matches: Several[NgramMatch]) -> Proposal:
         threshold, left, counts = max(2 * MIN_CHANCE, self.tree.min_chance), self.tree.budget // 2, []
         for match in matches:
             likely = sum(match.chance**level >= threshold for level in range(1, MAX_TOKENS + 1))
@@ -203,7 +203,7 @@ class AdaptivePolicy(DraftPolicy):
     draft the same tree. A new sequence starts from the estimate of its kind of sampling.
     """
 
-    def __init__(self, trees: Several[SizedTree], costs: Costs, ngrams: bool = False) -> None:
+    def __init__(self, trees: Several[SizedTree], costs: StepTimes, ngrams: bool = False) -> None:
         super().__init__(ngrams)
         self._trees = {1: SizedTree(ROOT, 1.0)} | {sized.tree.size: sized for sized in trees}  # by nodes
         self._measured = cache(costs.step)  # seconds by nodes, depth and batch
@@ -245,7 +245,7 @@ class AdaptivePolicy(DraftPolicy):
         state.acceptance = AcceptanceEstimate(PRIOR, PRIOR * shared.ratio, SEQUENCE_DECAY, shared)
         return state
 
-    def plan(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[DraftPlan]:
+    def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         acceptances = [sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance]
         if acceptances and acceptances != self._sequences:
             self._sequences, self._trial_left = acceptances, 0

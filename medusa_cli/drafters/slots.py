@@ -51,14 +51,14 @@ class NewTensors:
     def rows(self) -> SlotRows:
         """Returns the tokens as rows of decoder layers: each sees those before it."""
         every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
-        sees = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
-        return SlotRows(self.held, self.start[:, None] + every, sees)
+        tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
+        return SlotRows(self.held, self.start[:, None] + every, tree_mask)
 
     def nodes(self, trees: TreeTensors) -> SlotRows:
         """Returns the trees' nodes as rows behind the new ones: a layer that reads next tokens has read the root."""
-        sees = trees.mask.clone()
-        sees[:, 1:, 0] = False
-        return SlotRows(self.held + self.count, (self.start + self.count)[:, None] + trees.depth - 1, sees)
+        tree_mask = trees.mask.clone()
+        tree_mask[:, 1:, 0] = False
+        return SlotRows(self.held + self.count, (self.start + self.count)[:, None] + trees.depth - 1, tree_mask)
 
     def last(self, x: Tensor) -> Tensor:
         """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""
@@ -72,11 +72,11 @@ Fill = Callable[[Backbone, NewTensors, TreeTensors], Tensor]
 class SlotRows:
     """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
 
-    sees bool [B, R, R]: the rows among themselves.
+    tree_mask bool [B, R, R]: the rows among themselves.
     """
 
-    def __init__(self, lengths: Tensor, positions: Tensor, sees: Tensor) -> None:
-        self.lengths, self.positions, self._sees = lengths, positions, sees
+    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
+        self.lengths, self.positions, self._tree_mask = lengths, positions, tree_mask
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
         """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
@@ -88,11 +88,11 @@ class SlotRows:
         for known, new in zip(cached, (keys, values), strict=True):
             known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):
-            mask = additive(visible_behind(self.lengths, self._sees, cached.shape[3])[:, None], query.dtype)
+            mask = additive(visible_behind(self.lengths, self._tree_mask, cached.shape[3])[:, None], query.dtype)
             return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
-        mask = additive(self._sees[:, None], query.dtype)
+        mask = additive(self._tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
         seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
         return seen.view(size, rows, heads, dim).transpose(1, 2)

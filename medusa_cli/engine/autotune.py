@@ -263,8 +263,8 @@ def time_step(engine: FastEngine, cache: Cache, rows: int) -> tuple[float, float
     The fastest of the layers counts: each takes so short that some run between two turns of another program. They run
     one after the other, so that none finds its weights in a processor's cache.
     """
-    depth, sees = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
-    plan, device = Plan(_ids(engine, rows)[None], depth, sees), engine.backbone.device
+    depth, tree_mask = torch.ones(rows, dtype=torch.long), torch.eye(rows, dtype=torch.bool)
+    plan, device = Plan(_ids(engine, rows)[None], depth, tree_mask), engine.backbone.device
     layout = lay_out(plan, cache, engine.masks, engine.backbone.max_positions, device, engine.round_to)
     states = torch.randn(1, rows, engine.backbone.hidden_size, dtype=engine.dtype)
     inputs = engine.inputs(rows, layout)

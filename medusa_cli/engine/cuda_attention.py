@@ -88,14 +88,14 @@ def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Ten
     return [slots * rows, slots * (kv * capacity), used.int()]
 
 
-def visible_behind(lengths: Tensor, sees: Tensor, wide: int) -> Tensor:
-    """Returns which of a slot's first columns R rows see [B, R, L]: the first lengths[b], and then those of `sees`.
+def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
+    """Returns which of a slot's first columns R rows see [B, R, L]: the first lengths[b], and one another by a mask.
 
-    sees [B or 1, R, R]: the rows among themselves.
+    tree_mask bool [B or 1, R, R].
     """
-    rows = sees.shape[1]
+    rows = tree_mask.shape[1]
     row = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
-    among = sees.expand(len(lengths), -1, -1).gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
+    among = tree_mask.expand(len(lengths), -1, -1).gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
     return (row < 0)[:, None] | (among & (row < rows)[:, None])
 
 
@@ -113,10 +113,10 @@ def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: in
     new_keys, new_values = (
         cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
     )
-    sees = (every <= every[:, None]).expand(size, -1, -1)
+    tree_mask = (every <= every[:, None]).expand(size, -1, -1)
     masks = [
         torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-        for seen in (sees, visible_behind(lengths, sees, capacity))
+        for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))
     ]
     among, whole = (mask.repeat(1, heads // kv, 1)[:, None] for mask in masks)
     try:

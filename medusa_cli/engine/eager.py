@@ -45,15 +45,15 @@ class EagerEngine(Engine):
         chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
         tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
         depth, right = torch.tensor([0, 1, *range(1, PROBE - 2)]), torch.tensor([0, *range(2, PROBE - 1)])
-        sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        sees[2:, 1] = False
+        mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        mask[2:, 1] = False
         cache = self.new_cache()
         try:
             network.set_attn_implementation("sdpa")
             own = network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None]).logits[0, 2:].float()
             network.set_attn_implementation(NAME)
             self.forward(Plan.chain(chain[:2], logits="none"), cache)
-            logits = self.forward(Plan(tokens[None], depth, sees), cache).logits
+            logits = self.forward(Plan(tokens[None], depth, mask), cache).logits
         except torch.OutOfMemoryError:
             raise
         except FAULTS as reason:

@@ -32,7 +32,7 @@ class ExtraRows:
         """Returns the maps whose rows enter before a layer."""
         return [apply for at, apply in zip(self.layers, self.maps, strict=True) if at == layer]
 
-    def sees(self, device: torch.device) -> Tensor:
+    def step_mask(self, device: torch.device) -> Tensor:
         """Returns which extra rows of a row see each other, bool [K, K]."""
         return torch.ones(len(self.layers), len(self.layers), dtype=torch.bool, device=device).tril()
 
@@ -43,14 +43,18 @@ class ExtraRowStates:
     def __init__(self, rows: ExtraRows, sources: Tensor) -> None:
         self.rows, self.sources = rows, sources
 
-    def extend(self, sees: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, tree_mask: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
         """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
         m, steps = len(self.sources), len(self.rows.layers)
-        own = torch.eye(m, dtype=torch.bool, device=sees.device)
-        among = (self.rows.sees(sees.device)[:, None, :, None] & own[None, :, None]).view(steps * m, steps * m)
-        below = torch.cat([sees[:, self.sources].repeat(1, steps, 1), among.expand(len(sees), -1, -1)], dim=2)
+        own = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
+        among = (self.rows.step_mask(tree_mask.device)[:, None, :, None] & own[None, :, None]).view(
+            steps * m, steps * m
+        )
+        below = torch.cat([tree_mask[:, self.sources].repeat(1, steps, 1), among.expand(len(tree_mask), -1, -1)], dim=2)
         depths = [depth[:, self.sources] + k for k in range(1, steps + 1)]
-        return torch.cat([F.pad(sees, (0, steps * m), value=False), below], dim=1), torch.cat([depth, *depths], dim=1)
+        return torch.cat([F.pad(tree_mask, (0, steps * m), value=False), below], dim=1), torch.cat(
+            [depth, *depths], dim=1
+        )
 
     def enter(self, layer: int, x: Tensor) -> Tensor:
         """Returns the states [B, rows, H] before a layer with those that enter there appended."""
@@ -106,8 +110,8 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
             continue
         kind = backbone.masks.layer_type(index)
         if kind not in chunks:
-            sees = extra_rows.sees(positions.device)[:steps, :steps]
-            chunks[kind] = [_chunk(backbone, kind, part, sees, length) for part in positions.split(CHUNK, dim=1)]
+            step_mask = extra_rows.step_mask(positions.device)[:steps, :steps]
+            chunks[kind] = [_chunk(backbone, kind, part, step_mask, length) for part in positions.split(CHUNK, dim=1)]
         ahead_of = positions[..., None] + torch.arange(1, steps + 1, device=positions.device)
         ahead_of = ahead_of.clamp(max=backbone.max_positions - 1).flatten(1)  # [B, W * steps]
         out = layer(
@@ -132,20 +136,20 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
     return index, rows.new_zeros(size * wide).index_copy(0, index, rows % length).view(size, wide)
 
 
-def _chunk(backbone: Backbone, kind: str, positions: Tensor, sees: Tensor, length: int) -> tuple[int, Tensor]:
+def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int) -> tuple[int, Tensor]:
     """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
 
-    Each sees the real columns up to its own position, and those of its extra rows that `sees` [steps, steps] says. A
-    dense mask over all positions' extra rows would be mostly empty.
+    Each sees the real columns up to its own position, and of its extra rows those of step_mask [steps, steps]. A dense
+    mask over all positions' extra rows would be mostly empty.
     """
-    steps, (size, wide), device = len(sees), positions.shape, positions.device
+    steps, (size, wide), device = len(step_mask), positions.shape, positions.device
     far = torch.arange(1, steps + 1, device=device)
     end = min(int(positions.max()) + 1, length)
     columns = torch.arange(end, device=device)
     real = (columns <= positions[..., None])[:, :, None].expand(-1, -1, steps, -1).flatten(1, 2)
     real = backbone.masks.visible(kind, real, (positions[..., None] + far).flatten(1), columns)
     own = torch.eye(wide, dtype=torch.bool, device=device)
-    near = backbone.masks.visible(kind, sees, far, far)
+    near = backbone.masks.visible(kind, step_mask, far, far)
     own = (own[:, None, :, None] & near[None, :, None]).view(wide * steps, -1)
     return end, torch.cat([real, own.expand(size, -1, -1)], dim=2)[:, None]
 

@@ -135,12 +135,12 @@ class FastEngine(Engine):
             return self.run(tokens, layout, cache, (0,), end=1)[0]
 
         # A path of three tokens among siblings.
-        nodes, sees = torch.zeros(size, dtype=torch.long), torch.eye(size, dtype=torch.bool)
-        nodes[::2][:3], sees[:, 0], sees[4, 2] = ids[start : start + 3], True, True
-        depth = sees.sum(1) - 1
+        nodes, mask = torch.zeros(size, dtype=torch.long), torch.eye(size, dtype=torch.bool)
+        nodes[::2][:3], mask[:, 0], mask[4, 2] = ids[start : start + 3], True, True
+        depth = mask.sum(1) - 1
         prompt = states(torch.stack([ids, ids]))[0, start:]
         cache.lengths = [start, 5]
-        tree, batch = states(nodes[None], (depth, sees))[0], states(ids[[start, 5]][:, None])
+        tree, batch = states(nodes[None], (depth, mask))[0], states(ids[[start, 5]][:, None])
         alone = states(ids[None, start : start + 1])[0]
         scores = self.lm_head(tree)
         return (

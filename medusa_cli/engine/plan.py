@@ -19,15 +19,16 @@ from medusa_cli.model.masks import FULL, Masks, additive
 class Plan:
     """One pass over tokens [B, n] in the B slots of a cache from `first` on, each after its slot's own rows.
 
-    Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass, sees[.., i, :].
-    depth is [n] or [B, n], sees bool [n, n] or [B, n, n]; both None for a chain. taps: the layers whose outputs are
-    wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one, or "none". extra_rows:
-    FIRP's rows beside every row, or a chain's last, which leave nothing in the cache; the tap is -1 then.
+    Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass,
+    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a chain. taps: the
+    layers whose outputs are wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one,
+    or "none". extra_rows: FIRP's rows beside every row, or a chain's last, which leave nothing in the cache; the tap is
+    -1 then.
     """
 
     tokens: Tensor
     depth: Tensor | None = None
-    sees: Tensor | None = None
+    tree_mask: Tensor | None = None
     first: int = 0
     taps: tuple[int, ...] = (-1,)
     logits: str = "all"
@@ -53,20 +54,23 @@ class Plan:
 
     @property
     def is_chain(self) -> bool:
-        return self.sees is None
+        return self.tree_mask is None
 
     def visibility(self, device: torch.device) -> tuple[Tensor, Tensor, ExtraRowStates | None]:
         """Returns who sees whom [B or 1, R, R], depths [B or 1, R], and extra rows, which are last of the R rows."""
         every = torch.arange(self.rows, device=device)
-        if self.depth is None or self.sees is None:
-            depth, sees = every[None], (every[:, None] >= every)[None]
+        if self.depth is None or self.tree_mask is None:
+            depth, tree_mask = every[None], (every[:, None] >= every)[None]
         else:
-            depth, sees = self.depth.to(device), self.sees.to(device)
-            depth, sees = (depth if depth.dim() == 2 else depth[None]), (sees if sees.dim() == 3 else sees[None])
+            depth, tree_mask = self.depth.to(device), self.tree_mask.to(device)
+            depth, tree_mask = (
+                (depth if depth.dim() == 2 else depth[None]),
+                (tree_mask if tree_mask.dim() == 3 else tree_mask[None]),
+            )
         if self.extra_rows is None:
-            return sees, depth, None
+            return tree_mask, depth, None
         extra_rows = ExtraRowStates(self.extra_rows, every[-1:] if self.is_chain else every)
-        return *extra_rows.extend(sees, depth), extra_rows
+        return *extra_rows.extend(tree_mask, depth), extra_rows
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     context: the model's; extra rows may stand beyond it, where rotary tables may change. round_to: attention reads a
     multiple of so many columns.
     """
-    sees, depth, extra_rows = plan.visibility(device)
+    tree_mask, depth, extra_rows = plan.visibility(device)
     size, rows = len(plan.tokens), depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
@@ -116,13 +120,13 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     wide = padded(end, round_to)
     if size > 1:
         used = upload(lengths, device)
-        return lay_out_at(used, sees, depth, masks, context, plan.first, wide, extra_rows)
+        return lay_out_at(used, tree_mask, depth, masks, context, plan.first, wide, extra_rows)
     start = lengths[0]
     if plan.is_chain and not start and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         every = torch.arange(rows, device=device)
         return Layout(plan.first, 1, depth, masks.causal(rows, device), start, every[None], rows)
-    visible = F.pad(sees, (start, wide - end), value=False)
+    visible = F.pad(tree_mask, (start, wide - end), value=False)
     visible[..., :start] = True
     columns = start + torch.arange(rows, device=device)
     positions = start + depth
@@ -134,7 +138,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
 
 def lay_out_at(
     lengths: Tensor,
-    sees: Tensor,
+    tree_mask: Tensor,
     depth: Tensor,
     masks: Masks,
     context: int,
@@ -143,7 +147,7 @@ def lay_out_at(
     extra_rows: ExtraRowStates | None = None,
     by_length: bool = False,
 ) -> Layout:
-    """Returns the layout of rows with sees [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
+    """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
 
     by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it can be captured in a
     CUDA graph.
@@ -154,9 +158,9 @@ def lay_out_at(
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         inside = (column - lengths[:, None]).clamp(0, rows - 1)
         by_column = torch.where(column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside))
-        by_kind = masks.additive(visible_behind(lengths, sees, wide), positions, by_column[:, None])
+        by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, by_column[:, None])
     if by_length:
-        by_kind[FULL] = additive(sees.expand(size, -1, -1), masks.dtype)
+        by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
     positions = positions.clamp(max=context - 1)
     read = lengths if by_length else None

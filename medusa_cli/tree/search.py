@@ -85,7 +85,7 @@ STRIDE = 4
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepTimes:
     """Seconds of a step's parts: verifying by rows of a pass, and drafting by levels.
 
     Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once costs the same for each
@@ -120,7 +120,7 @@ class TimedTree(SizedTree):
         return self.expected / self.seconds
 
 
-def budgets(accuracies: Accuracies, costs: Costs) -> list[TimedTree]:
+def budgets(accuracies: Accuracies, costs: StepTimes) -> list[TimedTree]:
     """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
     limit, best = min(max(costs.verify), largest(accuracies)), []
     for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
@@ -131,7 +131,7 @@ def budgets(accuracies: Accuracies, costs: Costs) -> list[TimedTree]:
     return best
 
 
-def break_even(chosen: TimedTree, costs: Costs) -> float:
+def break_even(chosen: TimedTree, costs: StepTimes) -> float:
     """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
 
     The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.

@@ -18,7 +18,7 @@ import torch
 
 from medusa_cli.bench.steps import copy_bandwidth
 from medusa_cli.decode import Decoder, Request, policy_of
-from medusa_cli.decode.costs import NullDrafter, measure_costs
+from medusa_cli.decode.step_times import NullDrafter, measure_step_times
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.device import upload
@@ -131,7 +131,7 @@ def time_model(model: str, device: str, budget: Budget, graphs: bool | None = No
 def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[str, Any]:
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    measure = partial(measure_costs, rounds=ROUNDS, cuda_graphs=cuda_graphs, on_progress=budget.check)
+    measure = partial(measure_step_times, rounds=ROUNDS, cuda_graphs=cuda_graphs, on_progress=budget.check)
     verify, costs = measure(backbone, NullDrafter(), sizes=ROWS).verify, measure(backbone, heads, sizes=(1, 16))
     drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size

@@ -1,4 +1,4 @@
-"""The cost of whole steps on this machine, timed once for a drafter on a backbone by the loop that decodes."""
+"""The time of whole steps on this machine, measured once for a drafter on a backbone by the loop that decodes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from medusa_cli.engine.autotune import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
-from medusa_cli.tree.search import Costs
+from medusa_cli.tree.search import StepTimes
 
 CONTEXT = 256
 ROUNDS = 4
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KeptCosts:
-    """Costs as they are kept; `busy` as of KernelTimings."""
+class KeptTimes:
+    """Times as they are kept; `busy` as of KernelTimings."""
 
     verify: Curve
     draft: Curve
@@ -56,7 +56,7 @@ class NullDrafter(Drafter):
         return [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree) for _ in new]
 
 
-def measure_costs(
+def measure_step_times(
     backbone: Backbone,
     drafter: Drafter,
     *,
@@ -65,7 +65,7 @@ def measure_costs(
     sizes: Sequence[int] = SIZES,
     cuda_graphs: bool | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
-) -> Costs:
+) -> StepTimes:
     """Times steps by nodes of the tree, and drafts by levels, after `context` tokens; returns the least of the rounds.
 
     Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
@@ -103,20 +103,20 @@ def measure_costs(
                     bushy = {size: known for size, known in bushy.items() if size <= nodes}
                     break
         decoder.cancel(sequence)
-    return Costs(verify, draft)
+    return StepTimes(verify, draft)
 
 
-def costs_for(
+def step_times_for(
     backbone: Backbone,
     drafter: Drafter | None,
     stamp: str | None,
     *,
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
-) -> Costs:
+) -> StepTimes:
     """Returns the kept costs of a drafter (by its stamp) on a backbone on this machine, or measures and keeps them.
 
-    Without a drafter, those of the backbone's passes alone. Costs of a busy machine are measured again an hour later.
+    Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured again an hour later.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(
@@ -130,13 +130,13 @@ def costs_for(
             stamp or "",
         )
     )
-    kept = None if again or stamp is None else read_timings(key, KeptCosts)
+    kept = None if again or stamp is None else read_timings(key, KeptTimes)
     if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
-        return Costs(kept.verify, kept.draft)
+        return StepTimes(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
-    costs, busy = watched(lambda: measure_costs(backbone, drafter or NullDrafter(), on_progress=on_progress))
+    costs, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
-        keep_timings(key, KeptCosts(costs.verify, costs.draft, busy))
+        keep_timings(key, KeptTimes(costs.verify, costs.draft, busy))
     return costs
 
 
