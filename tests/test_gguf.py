@@ -17,7 +17,7 @@ from medusa_cli import Medusa, assets
 from medusa_cli.bench.methods import LLAMA, llama_method
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
-from medusa_cli.engine.kernels import RoundedProduct
+from medusa_cli.engine.kernels import QuantizedLinear
 from medusa_cli.errors import UserError
 from medusa_cli.gguf import read_header
 from medusa_cli.model.identity import weights_of
@@ -171,7 +171,7 @@ def test_four_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) 
     assert (backbone.engine.kernel.name == "gguf") == (kind != Kind.Q8_0) and whole.engine.kernel.name == "bf16"
     layers = backbone.engine.layers
     if kind != Kind.Q8_0:
-        assert {type(layer.qkv) for layer in layers} == {RoundedProduct}
+        assert {type(layer.qkv) for layer in layers} == {QuantizedLinear}
         assert backbone.engine.weight_bytes < whole.engine.weight_bytes
     attention = network.model.layers[1].self_attn
     x = torch.randn(3, attention.q_proj.in_features).to(backbone.engine.dtype)

@@ -12,7 +12,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.cuda_attention import columns_read, reads_by_length
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
-from medusa_cli.engine.kernels import Kernel, PackedProduct
+from medusa_cli.engine.kernels import Kernel, OneDnnLinear
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
 from medusa_cli.engine.plan import Layout, Plan, lay_out
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
@@ -118,7 +118,7 @@ class FastEngine(Engine):
     def _feed(self, more: int, chunk: int | None) -> None:
         self._more, self._chunk, self._segments = more, chunk, {}
         for module in itertools.chain(self.head.modules(), *(layer.modules() for layer in self.layers)):
-            if isinstance(module, PackedProduct):
+            if isinstance(module, OneDnnLinear):
                 module.chunk = chunk
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.kernels import Fp16Product, PackedProduct
+from medusa_cli.engine.kernels import Fp16Linear, OneDnnLinear
 
 Computation = Callable[..., Tensor]
 # The call from which on a computation is traced: a trace takes as long as some fifty calls gain by it, and a short
@@ -40,7 +40,7 @@ def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Modul
     those of the modules `within` are passed to it with every call.
     """
     modules = [inner for module in within for inner in module.modules()]
-    products = [module for module in modules if isinstance(module, PackedProduct)]
+    products = [module for module in modules if isinstance(module, OneDnnLinear)]
 
     class Graph(nn.Module):
         def __init__(self) -> None:
@@ -48,7 +48,7 @@ def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Modul
             # A graph can hold fbgemm's weights, which are no tensors, only as attributes of its own module. It has no
             # other parts: torch examines each at length.
             for number, module in enumerate(modules):
-                if isinstance(module, Fp16Product):
+                if isinstance(module, Fp16Linear):
                     setattr(self, f"packed_{number}", module.packed)
 
         def forward(self, bank: list[Tensor], *rest: Any) -> Tensor:

@@ -23,15 +23,15 @@ KERNELS = {
 BITS = {"int8": 8, "int4": 4}
 
 
-class Product(nn.Module):
-    """Computes W x + b [.., N] of rows x [.., K] over frozen weights; nbytes is what a product reads of them."""
+class FrozenLinear(nn.Module):
+    """A linear layer with frozen, packed weights; nbytes is what a product reads of them."""
 
     def __init__(self, shape: Sequence[int], nbytes: int) -> None:
         super().__init__()
         self.out_features, self.in_features = shape
         self.nbytes = nbytes
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Product":
+    def __deepcopy__(self, memo: dict[int, object]) -> "FrozenLinear":
         return self  # frozen, and packed weights cannot be copied
 
 
@@ -51,7 +51,7 @@ class Kernel:
         """Returns up to how many rows it multiplies with rounded weights; None if it has one product for all."""
         return FEW_ROWS.get(self.name)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
         """Returns the product with a weight [N, K] and a bias [N]; Unsupported if the kernel cannot hold it."""
         if self.name in BITS:
             return _pack_rounded(weight, bias, BITS[self.name])
@@ -59,10 +59,10 @@ class Kernel:
         if self.name == "gguf":
             return _pack_whole(weight, bias)
         if self.name == "plain":
-            return PlainProduct(weight.to(self.rows), bias)
+            return PlainLinear(weight.to(self.rows), bias)
         return _pack_fp16(weight, bias) if self.name == "fp16-weights" else _pack(weight.to(self.rows), bias)
 
-    def pack_head(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def pack_head(self, weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
         """Returns the lm_head's product.
 
         It keeps bf16 beside 4 bits: 4 in it alone changed the default model ten times as much as in all other matrices,
@@ -70,7 +70,7 @@ class Kernel:
         """
         return _pack_whole(weight, bias) if self.name == "int4" else self.pack(weight, bias)
 
-    def join(self, linears: Sequence[Any]) -> Product:
+    def join(self, linears: Sequence[Any]) -> FrozenLinear:
         """Returns one product of layers that read the same rows; Unsupported unless all are plain linear layers."""
         for linear in linears:
             if type(linear) is not nn.Linear:
@@ -108,7 +108,7 @@ def pack_linears(module: nn.Module, kernel: Kernel) -> None:
                 setattr(parent, name, kernel.join([child]))
 
 
-class PlainProduct(Product):
+class PlainLinear(FrozenLinear):
     """torch's own product."""
 
     weight: Tensor
@@ -134,14 +134,14 @@ def can_pack(rows: torch.dtype, device: torch.device) -> bool:
     return rows == torch.float32 or (rows == torch.bfloat16 and has_bf16())
 
 
-def _pack(weight: Tensor, bias: Tensor | None) -> "PackedProduct":
+def _pack(weight: Tensor, bias: Tensor | None) -> "OneDnnLinear":
     if not can_pack(weight.dtype, weight.device):
         kind = str(weight.dtype).removeprefix("torch.")
         raise Unsupported(f"there is no packed kernel for {kind} on {weight.device.type} here")
-    return PackedProduct(weight, bias)
+    return OneDnnLinear(weight, bias)
 
 
-class PackedProduct(Product):
+class OneDnnLinear(FrozenLinear):
     """oneDNN's product over an opaque weight, which no graph can hold: a graph gets it as an input with every call.
 
     chunk: multiplies at most so many rows at once.
@@ -190,23 +190,23 @@ def has_fp16_weights() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def _pack_fp16(weight: Tensor, bias: Tensor | None) -> Product:
+def _pack_fp16(weight: Tensor, bias: Tensor | None) -> FrozenLinear:
     """Returns a product over fp16 weights; a matrix that fp16 cannot hold exactly stays in fp32."""
     # A bf16 weight need not be widened to be compared.
     half = weight.half()
     if torch.equal(half.to(weight.dtype), weight):
-        return Fp16Product(half.float(), bias, 1.0)
+        return Fp16Linear(half.float(), bias, 1.0)
     # Small weights lose bits in fp16; a power of two before, and its inverse after the product, keeps them.
     wide = weight.float()
     largest = float(wide.abs().max())
     power = math.floor(math.log2(LARGEST / largest)) if 0 < largest < math.inf else 0
     scaled = wide * 2.0**power
     if torch.equal(scaled.half().float(), scaled):
-        return Fp16Product(scaled, bias, 2.0**-power)
+        return Fp16Linear(scaled, bias, 2.0**-power)
     return _pack(wide, bias)
 
 
-class Fp16Product(Product):
+class Fp16Linear(FrozenLinear):
     """fbgemm's product over fp16 weights; `shrink` undoes the weight's scale."""
 
     bias: Tensor | None
@@ -234,12 +234,12 @@ GROUP = 32
 BLOCK = 16
 
 
-def _pack_whole(weight: Tensor, bias: Tensor | None = None) -> Product:
+def _pack_whole(weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
     """Returns a product over bf16 weights."""
     return (Kernel("bf16") if has_bf16() else Kernel("plain", torch.bfloat16)).pack(weight, bias)
 
 
-def _pack_rounded(weight: Tensor, bias: Tensor | None, bits: int) -> Product:
+def _pack_rounded(weight: Tensor, bias: Tensor | None, bits: int) -> FrozenLinear:
     """Returns a product over rounded weights; shapes without such a kernel keep bf16 weights."""
     weight = weight.to(torch.bfloat16)
     if bits == 4:
@@ -249,17 +249,17 @@ def _pack_rounded(weight: Tensor, bias: Tensor | None, bits: int) -> Product:
         return _pack_int4(levels, scale, middle, dequantize_int4(levels, scale, middle), bias)
     values, scale = round_to_int8(weight)
     restored = (values * scale[:, None].float()).to(torch.bfloat16)
-    return RoundedProduct("int8", values, scale, _pack_whole(restored), bias)
+    return QuantizedLinear("int8", values, scale, _pack_whole(restored), bias)
 
 
-def _pack_int4(levels: Tensor, scale: Tensor, middle: Tensor, restored: Tensor, bias: Tensor | None) -> Product:
+def _pack_int4(levels: Tensor, scale: Tensor, middle: Tensor, restored: Tensor, bias: Tensor | None) -> FrozenLinear:
     """Returns the 4-bit product of levels, scales and middles, as of round_to_int4; `restored` are its weights."""
     values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).to(torch.int32), 1)
     scales = torch.stack([scale, middle], dim=-1).transpose(0, 1).contiguous()
-    return RoundedProduct("int4", values, scales, _pack_whole(restored), bias)
+    return QuantizedLinear("int4", values, scales, _pack_whole(restored), bias)
 
 
-class RoundedProduct(Product):
+class QuantizedLinear(FrozenLinear):
     """Multiplies few rows with the rounded weights, more rows with their values in bf16.
 
     values, scales: int8 [N, K] and [N], or torch's layout of 4 bits, with scales and middles [K / 32, N, 2].
@@ -269,7 +269,7 @@ class RoundedProduct(Product):
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(self, name: str, values: Tensor, scales: Tensor, restored: Product, bias: Tensor | None) -> None:
+    def __init__(self, name: str, values: Tensor, scales: Tensor, restored: FrozenLinear, bias: Tensor | None) -> None:
         super().__init__((restored.out_features, restored.in_features), restored.nbytes * BITS[name] // 16)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
