@@ -291,11 +291,11 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def load(choice: Choice, place: LoadFlags, *, chat: bool = False) -> "LoadedModel":
+def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedModel":
     """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
     from medusa_cli.api import load_model
 
     with console.progress("timing steps", unit="steps") as advance:
-        loaded = load_model(choice, place, chat=chat, on_progress=advance)
-    console.info(place.of(loaded.description))
+        loaded = load_model(choice, loading, chat=chat, on_progress=advance)
+    console.info(loading.of(loaded.description))
     return loaded

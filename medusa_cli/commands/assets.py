@@ -24,13 +24,13 @@ def assets(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
     ] = None,
-    printed: OutputFlags,
+    printing: OutputFlags,
 ) -> None:
     """Fetch the named model and data into the cache, so that later commands need no network.
 
     The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it.
     """
-    printed.configure()
+    printing.configure()
     wanted = names or list(_FETCH)
     for name in wanted:
         if name not in _FETCH:
@@ -40,5 +40,5 @@ def assets(
     for name in wanted:
         paths[name] = str(_FETCH[name]())
         console.result(f"{name}: {paths[name]}")
-    if printed.json:
+    if printing.json:
         console.emit_json(paths)

@@ -40,7 +40,7 @@ other = partial(flag, panel="Methods of other programs")
 
 
 def bench(
-    asked: typer.Context,
+    ctx: typer.Context,
     *,
     which: QuestionFlags,
     methods: Annotated[str | None, flag("--methods LIST", METHODS)] = None,
@@ -53,21 +53,21 @@ def bench(
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judging: JudgeFlags,
     drafting: DraftFlags,
-    rules: SamplingFlags,
-    place: LoadFlags,
-    shown: OutputFlags,
+    sampling: SamplingFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Measure speedup, acceptance length and overhead, and check that the output is that of plain decoding.
 
     Every method answers every question in turn, both turns, on the same prompts. Figures and answers go into the run's
     bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
-    shown.configure()
-    given = {name for name in asked.params if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    printing.configure()
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     if steps is not None:
         for name in given - WITH_STEPS:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --steps", "leave one of them out")
-        time_steps(drafting.choose(need_drafter=False).model, place, steps, shown.json)
+        time_steps(drafting.choose(need_drafter=False).model, loading, steps, printing.json)
         return
     if values is not None and sweep is None:
         raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
@@ -85,21 +85,21 @@ def bench(
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, *files, drafting.lookup, drafting.corpus)
     questions, count = which.chosen()
-    place = as_trained(place, choice.trained)
-    tokens = rules.max_new_tokens or MAX_NEW_TOKENS
+    loading = as_trained(loading, choice.trained)
+    tokens = sampling.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
         choice,
         drafts,
         names,
         questions,
         tokens,
-        rules.sampled,
+        sampling.sampled,
         which.title,
-        place,
+        loading,
         batch_size,
         gguf,
         draft_model,
-        rules.logits_options,
+        sampling.logits_options,
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
@@ -110,7 +110,7 @@ def bench(
         document = sweeps.sweep(what, sweep, points, folder, answer_bar)
         show_sweep(document)
         console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
-        if shown.json:
+        if printing.json:
             console.emit_json(document)
         return
     document = what.run(answer_bar)
@@ -122,7 +122,7 @@ def bench(
         console.result("\n".join(f"saved: {file}" for file in written))
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
-        if shown.json:
+        if printing.json:
             console.emit_json(document)
 
 
@@ -158,14 +158,14 @@ def show_sweep(document: Document) -> None:
     console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)))
 
 
-def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> None:
+def time_steps(model: str, loading: LoadFlags, contexts: str, as_json: bool) -> None:
     """Times passes and prints them, context by context."""
     words = [word.strip() for word in contexts.split(",")]
     if not all(word.isdigit() and int(word) for word in words):
         raise UsageError(f"--steps {contexts!r} is not a list of numbers >= 1", "use for example 512,2048")
     from medusa_cli.bench.steps import time_engines
 
-    document = time_engines(model, place, sorted({int(word) for word in words}))
+    document = time_engines(model, loading, sorted({int(word) for word in words}))
     if as_json:
         console.emit_json(document)
     for size, engines in document["contexts"].items():
@@ -173,6 +173,6 @@ def time_steps(model: str, place: LoadFlags, contexts: str, as_json: bool) -> No
         rows = [[count, *(f"{ms[count]:.1f} ({ms[count] / ms['1']:.2f})" for ms in times)] for count in times[0]]
         rows.append(["prefill, s", *(f"{engine['prefill_s']:.2f}" for engine in engines.values())])
         rows.append(["cache, MB", *(f"{engine['cache_bytes'] / 1e6:.1f}" for engine in engines.values())])
-        title = f"Milliseconds a pass of {place.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
+        title = f"Milliseconds a pass of {loading.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
         console.result(console.grid(title, ["rows", *engines], rows))
     console.result(f"reading the weights takes {document['ceiling_ms']:.1f} ms")

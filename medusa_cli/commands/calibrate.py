@@ -18,7 +18,7 @@ _OUTPUT = (
 
 
 def calibrate(
-    context: typer.Context,
+    ctx: typer.Context,
     *,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
@@ -27,8 +27,8 @@ def calibrate(
     top: Annotated[int, flag("--top N", "Guesses of each head to measure.", min=1, show_default=True)] = 10,
     file: Annotated[Path | None, flag("--output FILE", _OUTPUT, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
-    place: LoadFlags,
-    output: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
@@ -40,7 +40,7 @@ def calibrate(
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, sole_writer
 
-    output.configure()
+    printing.configure()
     target = Run.open(run)
     folder = drafter or target.drafter_dir
     if not (folder / "config.json").is_file():
@@ -49,18 +49,18 @@ def calibrate(
     aside = folder.resolve() != target.drafter_dir.resolve() or (data is not None and target.data_path.is_file())
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
-        context.with_resource(sole_writer(target.path, "medusa calibrate"))
+        ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
     name = model or target.model or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
-    console.info(f"loading {place.of(name)}")
+    console.info(f"loading {loading.of(name)}")
 
     from medusa_cli.runs.resolve import as_trained
     from medusa_cli.train.calibration import calibrate as measure
     from medusa_cli.train.log import draw_heat_map
 
-    loading = as_trained(place, folder)
+    loading = as_trained(loading, folder)
     with console.bars() as show:
         document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, show=show)
-    if output.json:
+    if printing.json:
         console.emit_json(document)
     accuracies, heat = document["accuracies"], ", ".join(f"{value:.2f}" for value in document["temperatures"])
     rows = (

@@ -41,16 +41,16 @@ def chat(
     ] = None,
     sampling: SamplingFlags,
     constraint: GrammarFlags,
-    place: LoadFlags,
-    output: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Chat with a model; answers stream as they are verified.
 
     Typed bare it takes the default model with the drafter that ships. Lines piped in are answered one after
     another.
     """
-    output.configure()
-    if output.json and prompt is None:
+    printing.configure()
+    if printing.json and prompt is None:
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
@@ -63,11 +63,11 @@ def chat(
 
     options = replace(sampling.logits_options, grammar=constraint.grammar)
     rules = (sampling.sampled, options, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()))
-    session = Chat(Medusa(load(choice, place, chat=not raw)), *rules, system, raw=raw)
+    session = Chat(Medusa(load(choice, loading, chat=not raw)), *rules, system, raw=raw)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)
-    stopped = answer(session, prompt, show_accepted, silent=output.json)
-    if output.json:
+    stopped = answer(session, prompt, show_accepted, silent=printing.json)
+    if printing.json:
         stats = session.last.stats
         figures = {
             "tokens": stats.tokens,

@@ -21,8 +21,8 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder.")],
     data: Annotated[Path | None, flag("--data FILE", DATA, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
-    place: LoadFlags,
-    shown: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
@@ -31,10 +31,10 @@ def compare(
     no original beside it (-). The figures are those of the last validation in RUN/train.jsonl or, with --data, of a
     pass over those conversations now: the way to compare runs that held out different ones.
     """
-    shown.configure()
+    printing.configure()
     if max_samples is not None and data is None:
         raise UsageError(f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it")
-    if place.dtype == "fp16":
+    if loading.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
     targets = [Run.open(name, named="RUN") for name in runs]
     rows = [last_validation(run) for run in targets]
@@ -43,16 +43,16 @@ def compare(
 
         if not data.is_file():
             raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
-        console.info(f"Comparing {place.of(f'{len(rows)} runs')} on the conversations of {data}")
+        console.info(f"Comparing {loading.of(f'{len(rows)} runs')} on the conversations of {data}")
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
-                result = evaluate(run, data, place, max_samples)
+                result = evaluate(run, data, loading, max_samples)
                 cost = model_cost(result.parts) if result.parts else {}  # no parts: the model is frozen
                 row |= {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
                 advance(1)
     elif len({row["data"] for row in rows}) > 1:
         console.warn("these runs were not trained on the same data: their held-out conversations differ")
-    if shown.json:
+    if printing.json:
         console.emit_json(rows)
         return
     cells = []

@@ -28,14 +28,14 @@ def demo(
     limit: Annotated[int, flag("--limit N", "MT-Bench questions over the categories.", show_default=True)] = QUESTIONS,
     max_new_tokens: options.MaxNewTokens = None,
     drafting: DraftFlags,
-    place: LoadFlags,
-    shown: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Watch MT-Bench questions being answered plain and with drafts, and see what it gains.
 
     Greedy decoding; the closing table is that of `medusa bench`. Under five minutes on two cores.
     """
-    shown.configure()
+    printing.configure()
     choice = drafting.choose()
 
     from medusa_cli.assets import mt_bench_path
@@ -49,13 +49,13 @@ def demo(
     console.info(
         f"{len(questions)} MT-Bench questions, up to {tokens} new tokens a turn (--limit N, --max-new-tokens N)"
     )
-    place = as_trained(place, choice.trained)
+    loading = as_trained(loading, choice.trained)
     title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
     drafts = {"medusa": choice} if choice.drafter else {}
-    bench = Bench(choice, drafts, methods, questions, tokens, Sampling(), title, place)
+    bench = Bench(choice, drafts, methods, questions, tokens, Sampling(), title, loading)
     with console.terminated():
-        document = bench.run(unwatched if shown.json or shown.quiet else panes)
-    if shown.json:
+        document = bench.run(unwatched if printing.json or printing.quiet else panes)
+    if printing.json:
         console.emit_json(document)
         return
     show(document)

@@ -31,7 +31,7 @@ _TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps 
 
 
 def distill(
-    asked: typer.Context,
+    ctx: typer.Context,
     *,
     seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
@@ -52,8 +52,8 @@ def distill(
     min_answer_tokens: Annotated[Size, flag("--min-answer-tokens N", _SHORTEST, min=0)] = None,
     chat_template: Annotated[Path | None, flag("--chat-template FILE", _TEMPLATE)] = None,
     resume: Annotated[bool, flag("--resume", "Fail unless there is a distillation to resume.")] = False,
-    place: LoadFlags,
-    output: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Make training data: the model answers seed prompts in its own words.
 
@@ -62,7 +62,7 @@ def distill(
     Under torchrun (with --run-dir for --run) the processes share the work, each on its own GPU.
     """
     first = os.environ.get("RANK", "0") == "0"
-    output.configure(first=first)
+    printing.configure(first=first)
     assets.need_extra("train", "`medusa distill`")
     if endpoint is not None and taps is not None:
         raise UsageError("--taps has no effect with --endpoint: servers send no states", "leave one of them out")
@@ -75,12 +75,12 @@ def distill(
     from medusa_cli.runs.recipe import DistillRecipe, recipe_of
     from medusa_cli.runs.run import Run, sole_writer
 
-    flags = {f"distill.{field.name}": asked.params[field.name] for field in fields(DistillRecipe)}
+    flags = {f"distill.{field.name}": ctx.params[field.name] for field in fields(DistillRecipe)}
     flags["distill.taps"] = None if taps is None else f"[{taps}]"
     if recipe is None and max_samples is None:
         flags["distill.max_samples"] = BARE_SAMPLES
     # Each process ends when its share is done, and the shares may differ by hours.
-    processes = Distributed.join(place.device, backend="gloo")
+    processes = Distributed.join(loading.device, backend="gloo")
     with processes.main_process_first():  # it fetches what all read
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
@@ -91,19 +91,19 @@ def distill(
         check_settings(settings)
         seeds, report = read_seeds(settings.seed)
         if first:  # the others write parts of their own
-            asked.with_resource(sole_writer(target.path, "medusa distill"))
+            ctx.with_resource(sole_writer(target.path, "medusa distill"))
     count = min(len(seeds), settings.max_samples or len(seeds))
     console.info(
-        f"{place.of(plan.model)} answers {count:,} of {len(seeds):,} conversations of {settings.seed} into "
+        f"{loading.of(plan.model)} answers {count:,} of {len(seeds):,} conversations of {settings.seed} into "
         f"{target.path}; --max-samples N takes more ({report})"
     )
-    loading = replace(place, device=processes.device(place.device))
+    loading = replace(loading, device=processes.device(loading.device))
     with console.bars() as on_progress:
         summary = answer_seeds(target, seeds, plan, loading, processes, on_progress)
     processes.destroy()
     if summary is None:  # the first process prints for all
         return
-    if output.json:
+    if printing.json:
         console.emit_json(summary)
     if not summary["conversations"]:
         raise UserError(

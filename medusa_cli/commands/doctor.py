@@ -24,15 +24,15 @@ def doctor(
     run: options.RunOrShipped = None,
     model: options.Model = None,
     quick: Annotated[bool, flag("--quick", "Decode nothing: files and data alone.")] = False,
-    place: LoadFlags,
-    shown: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Examine why a run's acceptance is low, and name the commands that help.
 
     Looks at the model, the data, the training, the calibration and the tree, decodes some held-out prompts, and changes
     nothing in the run. Typed bare it examines the drafter that ships.
     """
-    shown.configure()
+    printing.configure()
     target = Run.open(run) if run is not None else Run.pretrained(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
@@ -41,18 +41,18 @@ def doctor(
         name = name or target.model
     name = name or DEFAULT_MODEL
     whose = target.path if run is not None else f"the drafter that ships for {name}"
-    console.info(f"Examining {whose} on {place.of(name)}; --quick leaves decoding out")
+    console.info(f"Examining {whose} on {loading.of(name)}; --quick leaves decoding out")
 
     from medusa_cli.doctor import CHECKS, STATUSES, Case, examine
 
-    place = as_trained(place, target.drafter_dir)
-    case, findings = Case(target, run, name, place), []
+    loading = as_trained(loading, target.drafter_dir)
+    case, findings = Case(target, run, name, loading), []
     checks = [check for check in CHECKS if not (quick and check == "acceptance")]
     with console.bars() as show:
         for number, check in enumerate(checks):
             show("examining", number, len(checks), "checks", check)
             findings.append(examine(case, check))
-    if shown.json:
+    if printing.json:
         status = max((finding.status for finding in findings), key=STATUSES.index)
         findings_json = [asdict(finding) for finding in findings]
         console.emit_json({"run": str(target.path), "model": name, "status": status, "findings": findings_json})

@@ -38,14 +38,14 @@ def export(
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    printed: OutputFlags,
+    printing: OutputFlags,
 ) -> None:
     """Write a drafter so that another program decodes with it, and print how that program is started.
 
     Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
     that --to hf writes, in the number type it is stored in. Every folder has the checksums of its files.
     """
-    printed.configure()
+    printing.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
@@ -66,7 +66,7 @@ def export(
     launch, notes = writers[to](source, output, overwrite=overwrite)
     for note in notes:
         console.warn(note)
-    if printed.json:
+    if printing.json:
         console.emit_json({"output": str(output), "format": to, "launch": launch, "notes": notes})
         return
     console.result(f"{output} is written. To use it:")

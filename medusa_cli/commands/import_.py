@@ -21,20 +21,20 @@ def import_(
     run: options.RunOrNew = None,
     model: options.ModelOfDrafter = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    printed: OutputFlags,
+    printing: OutputFlags,
 ) -> None:
     """Take in a drafter that was trained elsewhere, or exported by `medusa export --to medusa` or `eagle3`.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     Then calibrate the run; tree, chat and bench take it by --run like any other.
     """
-    printed.configure()
+    printing.configure()
     from medusa_cli.export.incoming import import_drafter
 
     target, facts, notes = import_drafter(place, run, model, trust_remote_code)
     for note in notes:
         console.warn(note)
-    if printed.json:
+    if printing.json:
         console.emit_json({"run": str(target.path), **facts, "notes": notes})
         return
     name = str(target.path) if run is None or "/" in run else run

@@ -12,13 +12,13 @@ def machine(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     measure: Annotated[bool, flag("--measure", "Time everything again though it is known.")] = False,
-    shown: OutputFlags,
+    printing: OutputFlags,
 ) -> None:
     """Show the time of a decoding step by kernel and rows on this machine, and what auto takes.
 
     Timed once for each shape of model and kept in the cache folder; the first use of a model times what it needs.
     """
-    shown.configure()
+    printing.configure()
     import torch
 
     from medusa_cli.bench.steps import copy_bandwidth
@@ -52,7 +52,7 @@ def machine(
         "step_ms": {kernel: {str(rows): 1e3 * s for rows, s in curve.items()} for kernel, curve in timings.items()},
         "drafts": drafts,
     }
-    if shown.json:
+    if printing.json:
         console.emit_json(facts)
         return
     console.result(

@@ -51,14 +51,14 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help=RUNS)],
     output: Annotated[Path | None, flag("--output FILE.html", OUTPUT, dir_okay=False)] = None,
     judging: JudgeFlags,
-    shown: OutputFlags,
+    printing: OutputFlags,
 ) -> None:
     """Write what benches measured as one HTML page, which needs no network, and as Markdown.
 
     Speedup by method and category with 95 % intervals, acceptance by position, sweeps, identity, a judge's grades, and
     the environment.
     """
-    shown.configure()
+    printing.configure()
     from medusa_cli.bench.report import read_bench, write_report
 
     assets.need_extra("plot", "medusa report")
@@ -72,7 +72,7 @@ def report(
     names = [name if names.count(name) == 1 else f"{name} {path.stem}" for name, path in zip(names, paths, strict=True)]
     default = paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
     written = write_report(dict(zip(names, paths, strict=True)), output or default)
-    if shown.json:
+    if printing.json:
         console.emit_json({"written": [str(path) for path in written]})
     for path in written:
         console.result(f"report: {path}")

@@ -45,8 +45,8 @@ def train(
     shard: Annotated[bool | None, typer.Option("--shard/--no-shard", help=_SHARD, show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
-    place: LoadFlags,
-    output: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Train a drafter on the model's own answers; the model stays frozen, or learns too with --stage 2.
 
@@ -54,7 +54,7 @@ def train(
     options it takes about ten minutes on two cores. Ctrl-C leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
-    output.configure(first=first)  # of several processes one prints
+    printing.configure(first=first)  # of several processes one prints
     assets.need_extra("train", "`medusa train`")
     from medusa_cli.runs.recipe import recipe_of
     from medusa_cli.runs.run import Run
@@ -65,8 +65,8 @@ def train(
     flags: dict[str, Any] = {"train.seed": random_seed, "model": model, "train.stage": stage, "train.shard": shard}
     flags |= {"train.schedule": schedule, "train.tuning": tuning}
     # A run resumed by its own recipe computes as that says: --dtype is then the model's alone.
-    if place.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
-        flags["train.dtype"] = place.dtype
+    if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
+        flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin or target)
     for flag, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:
@@ -74,7 +74,7 @@ def train(
     source = data or (origin.data_path if origin and not target.data_path.is_file() else target.data_path)
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     console.info(
-        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {place.of(plan.model)} on {source}: "
+        f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {loading.of(plan.model)} on {source}: "
         f"{plan.train.epochs} epochs{bound}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
     )
 
@@ -83,7 +83,7 @@ def train(
 
     with stopping() as should_stop, console.bars() as show:
         trained = run_training(
-            target, plan, options=place, data=source, start=origin, resume=resume, should_stop=should_stop, show=show
+            target, plan, options=loading, data=source, start=origin, resume=resume, should_stop=should_stop, show=show
         )
     if trained is None:  # the first process prints for all
         return
@@ -91,7 +91,7 @@ def train(
         console.warn("stopped; the same command with --resume goes on")
         raise typer.Exit(INTERRUPTED)
     owner = trained["run"]
-    if output.json:
+    if printing.json:
         console.emit_json({**trained, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
         return
     text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**trained)

@@ -25,7 +25,7 @@ USUAL_SIZES = (1, 4, 8, 16, 32, 64)
 
 
 def tree(
-    asked: typer.Context,
+    ctx: typer.Context,
     *,
     run: options.RunOrDefault = None,
     calibration: Annotated[Path | None, flag("--calibration FILE", CALIBRATION, dir_okay=False)] = None,
@@ -35,8 +35,8 @@ def tree(
     heads: Annotated[int | None, flag("--heads K", "Use the first K heads only. [default: all]")] = None,
     output: Annotated[Path | None, flag("--output FILE", OUTPUT, dir_okay=False)] = None,
     measure: Annotated[bool, flag("--measure", "With --budget auto: time the steps again.")] = False,
-    place: LoadFlags,
-    shown: OutputFlags,
+    loading: LoadFlags,
+    printing: OutputFlags,
 ) -> None:
     """Find the tree of guesses that is expected to accept most, draw it and save it.
 
@@ -44,7 +44,7 @@ def tree(
     auto the size, too, is found, from the time that steps take on this machine. Typed bare it takes the accuracies
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
-    shown.configure()
+    printing.configure()
     from medusa_cli.tree import search
     from medusa_cli.tree.draw import draw_picture, draw_terminal
     from medusa_cli.tree.io import save_tree
@@ -56,7 +56,7 @@ def tree(
     widths = search.parse_shape(shape) if shape is not None else None
     target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:
-        asked.with_resource(sole_writer(target.path, "medusa tree"))
+        ctx.with_resource(sole_writer(target.path, "medusa tree"))
     used, sizes = known.first(heads), list[dict[str, Any]]()
     if budget == "auto":
         timed = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
@@ -65,7 +65,7 @@ def tree(
         if not used.accuracies:
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
         used.check_current()
-        costs = time_run(timed, as_trained(place, timed.drafter_dir), measure)
+        costs = time_run(timed, as_trained(loading, timed.drafter_dir), measure)
         budgets = search.budgets(used.accuracies, costs)
         best = max(budgets, key=lambda size: size.tokens_per_s)
         chosen, chance = best.tree, round(search.break_even(best, costs), 4)
@@ -93,7 +93,7 @@ def tree(
     if picture is not None:
         draw_picture(chosen, picture, used.accuracies or None)
     per_depth = [chosen.depths.count(depth) for depth in range(chosen.max_depth + 1)]
-    if shown.json:
+    if printing.json:
         report = {
             "nodes": chosen.size,
             "nodes_per_depth": per_depth,
@@ -125,7 +125,7 @@ def tree(
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
 
 
-def time_run(run: Run, place: LoadFlags, again: bool) -> "StepTimes":
+def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
     """Returns the costs of a run's steps on this machine; they are timed unless they are kept, or `again`."""
     from medusa_cli.decode.step_times import step_times_for
     from medusa_cli.drafters import load_drafter
@@ -134,6 +134,6 @@ def time_run(run: Run, place: LoadFlags, again: bool) -> "StepTimes":
 
     model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
     with console.progress("timing", unit="steps") as advance:
-        backbone = load_backbone(model, place, adapter=run.adapter)
+        backbone = load_backbone(model, loading, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
         return step_times_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)
