@@ -57,7 +57,6 @@ class Settings:
 class Provenance:
     """The part of a file's provenance that is read again."""
 
-    created: str | None = None
     backbone: Identity | str | None = None
     data: Data | None = None
     recipe: Settings = Settings()
@@ -74,7 +73,7 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class Described:
+class DrafterConfig:
     """A drafter's config.json, of whatever kind; that of another tool names no kind."""
 
     drafter: str | None = None
@@ -87,9 +86,9 @@ class Described:
         return self.medusa_num_heads if self.num_heads is None else self.num_heads
 
 
-def describe_drafter(folder: Path) -> Described:
+def describe_drafter(folder: Path) -> DrafterConfig:
     """Returns a drafter's config; raises UserError if it is missing or invalid."""
-    return read_as(Path(folder) / "config.json", Described, WHAT)
+    return read_as(Path(folder) / "config.json", DrafterConfig, WHAT)
 
 
 def rounding_in(folder: Path) -> str | None:
