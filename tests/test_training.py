@@ -224,15 +224,21 @@ def test_resume_refuses_what_changed(run: Run) -> None:
         trainer(run, resume=True)
 
 
-def test_resume_refuses_ids_beyond_the_vocabulary(run: Run) -> None:
+@pytest.mark.parametrize("number", [-5, 10**6, 2**63])
+@pytest.mark.parametrize("key", ["draft_ids", "step"])
+def test_resume_refuses_ids_beyond_the_vocabulary_and_steps_beyond_the_training(
+    run: Run, key: str, number: int
+) -> None:
     run_until(trainer(run), 5)
     path = run.path / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
-    for id in (-5, 10**6):
-        checkpoint["tensors"]["draft_ids"][:] = id
-        torch.save(checkpoint, path)
-        with pytest.raises(UserError, match="checkpoint.pt is damaged"):
-            trainer(run, resume=True)
+    if key == "step":
+        checkpoint["step"] = number
+    else:
+        checkpoint["tensors"]["draft_ids"][:] = min(number, 2**63 - 1)
+    torch.save(checkpoint, path)
+    with pytest.raises(UserError, match="checkpoint.pt is damaged"):
+        trainer(run, resume=True)
 
 
 def test_resume_refuses_states_of_other_numbers(run: Run) -> None:

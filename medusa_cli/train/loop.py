@@ -203,6 +203,8 @@ class Trainer:
                     tensor.copy_(checkpoint.tensors[name])
             if not 0 <= self.drafter.draft_ids.min() <= self.drafter.draft_ids.max() < self.backbone.vocab_size:
                 raise ValueError("an id beyond the vocabulary")
+            if not 0 <= checkpoint.step <= self.steps:
+                raise ValueError("a step beyond the training")
             self.optimizer.load_state_dict(checkpoint.optimizer)
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
             raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
