@@ -132,6 +132,8 @@ MISTAKES = [
     (1, f"{TRAIN} --resume", "checkpoint.pt"),
     (1, f"{TRAIN} --run nowhere/at/all", "--run"),
     (1, f"{TRAIN} --from nowhere/at/all", "--from"),
+    (1, f"{TRAIN} --from {{place}}/model", "--from"),
+    (2, f"{TRAIN} distill.seed=\udcff", "distill.seed"),
     (2, f"{TRAIN} --shard", "--shard"),
     (2, f"{TRAIN} --tuning qlora", "--tuning qlora"),
     (2, f"{TRAIN} --schedule sine", "--schedule sine"),

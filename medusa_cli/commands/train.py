@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_cli import assets, console, options
-from medusa_cli.errors import INTERRUPTED, UsageError
+from medusa_cli.errors import INTERRUPTED, UsageError, UserError
 from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -61,6 +61,8 @@ def train(
 
     words = recipe or []
     origin = Run.open(start, named="@from") if start is not None else None
+    if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
+        raise UserError(f"--from {start}: it holds neither heads nor conversations", "give a run that was trained")
     target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
     flags: dict[str, Any] = {"train.seed": random_seed, "model": model, "train.stage": stage, "train.shard": shard}
     flags |= {"train.schedule": schedule, "train.tuning": tuning}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from medusa_cli.assets import no_chat_template
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.runs.io import Malformed
+from medusa_cli.runs.io import HALF, Malformed, is_whole
 
 Message = dict[str, str]
 
@@ -31,8 +31,6 @@ class ChatTokenizer(Protocol):
 
 # What a chat template may take: seconds, bytes, and characters beyond a few times those of the messages.
 MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
-# The fault of a text with half of a surrogate pair.
-HALF = "half a character"
 
 
 def render(model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool, **template: Any) -> str:
@@ -116,15 +114,6 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
             "put the tokenizer that belongs to it into its folder",
         )
     return ids
-
-
-def is_whole(text: str) -> bool:
-    """Returns False for a text with half of a surrogate pair, which can be neither tokenised nor written."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool) -> str | None:

@@ -206,6 +206,19 @@ def _parse(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+# The fault of a text with half of a surrogate pair.
+HALF = "half a character"
+
+
+def is_whole(text: str) -> bool:
+    """Returns False for a text with half of a surrogate pair, which can be neither tokenised nor written."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Malformed(ValueError):
     """A record that cannot be used; its text is the reason under which it is counted."""
 

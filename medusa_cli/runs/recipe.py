@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.runs.io import parse_yaml, read_text, read_yaml
+from medusa_cli.runs.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
 
 # Nobody has more of anything that is counted here: a larger number is a typing error.
@@ -200,9 +200,12 @@ def _valid(key: str, value: Any) -> Any:
     try:
         # Not strict: YAML reads 1e-3, which has no point, as text.
         number = msgspec.convert(value, kind, strict=False)
-        if not isinstance(number, float) or math.isfinite(number):
+        if isinstance(number, float) and not math.isfinite(number):
+            expected = "a finite number"
+        elif isinstance(number, str) and not is_whole(number):
+            expected = "text in UTF-8"
+        else:
             return number
-        expected = "a finite number"
     except msgspec.ValidationError as reason:
         text = "Expected `array`" if "$[" in str(reason) else str(reason)
         words = re.findall(r"Expected (.*?)(?:, got .*)?$", text) or ["a smaller number"]
