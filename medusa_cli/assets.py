@@ -18,11 +18,11 @@ from typing import Any
 
 from medusa_cli import gguf
 from medusa_cli.errors import UsageError, UserError, first_line
-from medusa_cli.runs.io import read_object
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SEED = "sharegpt"
+RANDOM = "random:"  # with the name of a shape: a model of random weights
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,6 @@ def _no_model(name: str, path: Path) -> UserError:
     if files := sorted(path.glob("*.gguf")):
         return UserError(f"@model {name!r} holds GGUF files and no config.json", f"give a file, such as {files[0]}")
     return UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
-
-
-def check_chat_template(name: str) -> None:
-    """Raises UserError for a model in a folder whose files hold no chat template."""
-    folder = Path(model_dir(name))
-    if not folder.is_dir() or any(folder.glob("chat_template.*")) or any(folder.glob("additional_chat_templates/*")):
-        return
-    config = folder / "tokenizer_config.json"
-    if config.is_file() and "chat_template" not in read_object(config, "the tokenizer's config"):
-        raise no_chat_template(name)
-
-
-def no_chat_template(model: str) -> UserError:
-    return UserError(
-        f"the model {model!r} has no chat template",
-        "use an instruction-tuned model, or give @chat_template FILE; `medusa chat --raw` continues texts as they are",
-    )
 
 
 def untrusted(model: str) -> UserError:

@@ -13,6 +13,7 @@ import typer
 from medusa_cli import console
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.errors import UsageError
+from medusa_cli.model_files import check_model_files
 from medusa_cli.runs.recipe import COLDEST, template_text
 from medusa_cli.runs.resolve import Choice, LoadOptions, choose
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -150,8 +151,8 @@ class DraftFlags:
     corpus: Annotated[Text, _drafting("--corpus FILE|FOLDER|RUN", _CORPUS)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
-        """Returns the files that belong together; raises UserError for missing ones."""
-        return choose(
+        """Returns the files that belong together; raises UserError for missing ones, and a model that is refused."""
+        choice = choose(
             self.model,
             self.run,
             self.drafter,
@@ -160,6 +161,8 @@ class DraftFlags:
             lookup=self.lookup,
             corpus=self.corpus,
         )
+        check_model_files(choice.model)
+        return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
         """Returns the files, or with --baseline those of plain decoding, and a template's text."""

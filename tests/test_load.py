@@ -129,7 +129,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         (hf.T5Config(), "encoder"),
         (hf.MambaConfig(), "softmax"),
         (hf.FalconConfig(alibi=True), "ALiBi"),
-        (hf.GPTJConfig(), "scaled_dot_product_attention"),
+        (hf.XGLMConfig(), "scaled_dot_product_attention"),
         (hf.Gemma4TextConfig(), "differ in head_dim"),
         (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
         (hf.CohereConfig(), "'cohere' .*logit_scale=0.0625"),
@@ -141,9 +141,13 @@ def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: An
     assert_refused(tmp_path, match)
 
 
-def test_sinks_are_found_in_the_files(model: Path) -> None:
+def add_sinks(model: Path) -> None:
     tensors = load((model / WEIGHTS).read_bytes()) | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
     save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_sinks_are_found_in_the_files(model: Path) -> None:
+    add_sinks(model)
     assert_refused(model, "sinks")
 
 
@@ -181,15 +185,27 @@ def test_a_model_that_does_not_exist_is_no_model_without_a_drafter(tmp_path: Pat
         assert raised.value.setting == "model"
 
 
-def test_refusals_come_before_torch_is_imported(model: Path) -> None:
-    (model / "chat_template.jinja").unlink()
+def set_config(**fields: Any) -> Callable[[Path], None]:
+    return lambda model: change_json(model / "config.json", **fields)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "damage"),
+    [
+        ("template", lambda model: (model / "chat_template.jinja").unlink()),
+        ("sinks", add_sinks),
+        ("soft-capped", set_config(attn_logit_softcapping=50.0)),
+        ("logits_scaling=8", set_config(logits_scaling=8)),
+        ("linear_attention", set_config(layer_types=["full_attention", "linear_attention"])),
+        ("scaled_dot_product_attention", set_config(model_type="xglm")),
+    ],
+)
+def test_refusals_come_before_torch_is_imported(model: Path, flaw: str, damage: Callable[[Path], None]) -> None:
+    damage(model)
+    code = "import sys; sys.modules['torch'] = None; from medusa_cli.cli import main; main()"
     words = ["chat", "--model", str(model), "--baseline", "--prompt", "w1"]
-    code = f"""import atexit, sys
-atexit.register(lambda: print("torch" in sys.modules))
-sys.argv[1:] = {words!r}
-from medusa_cli.cli import main; main()"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "False\n") and "template" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 1 and flaw in done.stderr
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_cli import console
-from medusa_cli.assets import check_chat_template
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
+from medusa_cli.model_files import check_chat_template
 from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, load
 from medusa_cli.runs.io import write_json
 

@@ -12,6 +12,7 @@ import typer
 
 from medusa_cli import assets, console, options
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError
+from medusa_cli.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -70,6 +71,7 @@ def train(
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin or target)
+    check_model_files(plan.model)
     for flag, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:
             raise UsageError(f"{flag} {value} has no effect with train.stage=1", "leave it out, or give --stage 2")

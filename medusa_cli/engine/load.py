@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from medusa_cli.assets import DEFAULT_MODEL, model_dir
+from medusa_cli.assets import DEFAULT_MODEL, RANDOM, model_dir
 from medusa_cli.engine.autotune import fastest
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
@@ -33,7 +33,6 @@ from medusa_cli.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from medusa_cli.model.random_model import PREFIX
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -169,7 +168,7 @@ def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]
 
 def _blocks_file(model: str) -> Path | None:
     """Returns the file of the 4-bit blocks that an unpacked GGUF file's matrices have, or None."""
-    if model.startswith(PREFIX):
+    if model.startswith(RANDOM):
         return None
     path = Path(model_dir(model)) / BLOCKS_FILE
     return path if path.is_file() else None

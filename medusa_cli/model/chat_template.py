@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa_cli.assets import no_chat_template
 from medusa_cli.errors import UserError, first_line
+from medusa_cli.model_files import no_chat_template
 from medusa_cli.runs.io import HALF, Malformed, is_whole
 
 Message = dict[str, str]

@@ -1,93 +1,41 @@
-"""Refuses models that cannot be loaded or verified over a tree: by config and file headers, then by one pass."""
+"""Refuses models that cannot be loaded or verified over a tree, by transformers' classes and by one pass."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from medusa_cli import assets
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.model.backbone import eos_ids_of
-from medusa_cli.model.identity import tensors_of
-from medusa_cli.runs.io import read_as
+from medusa_cli.model_files import (
+    AGAIN,
+    foreign_logits,
+    no_sdpa,
+    refuse_by_config,
+    refuse_sinks,
+    tensors_of,
+    unverifiable,
+)
 
-# Factors and caps that some architectures apply to the lm_head's scores.
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
 PROBE = 6  # tokens of the passes that check a network
-# What the names of all tokenizers' files have in common.
-TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
-AGAIN = "get the model again"
 # A pass through a model that does not fit its config, or through code not known here, raises any of these.
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The bounds of the sizes in a model's config.json, far above those of any model."""
-
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    hidden_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | list[int] | None = None
-    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    num_key_value_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    head_dim: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    vocab_size: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
-    max_position_embeddings: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
-    text_config: "Sizes | None" = None
-
-
-def check_sizes(folder: str) -> None:
-    """Raises UserError for impossible sizes in a model's config, before layers are made of them."""
-    path = Path(folder) / "config.json"
-    if path.exists():
-        read_as(path, Sizes, "the model's config", AGAIN)
-
-
 def refuse_unsupported(config: Any) -> None:
-    """Raises UserError for attention that a tree mask cannot express, and for logits that are not the lm_head's own."""
+    """Raises UserError for a model whose attention or logits, by its config, a tree cannot verify."""
     text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise unverifiable(text, "it is an encoder-decoder, not a causal LM")
-    if getattr(text, "attn_logit_softcapping", None):
-        raise unverifiable(text, "its attention logits are soft-capped")
-    if getattr(text, "alibi", False):
-        raise unverifiable(text, "its attention has ALiBi position biases")
+    refuse_by_config(config, text)
     if not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
         raise unverifiable(text, "it has no softmax attention over numbered positions")
-    if kinds := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-        raise unverifiable(text, f"it has layers of kind {', '.join(sorted(kinds))}")
     for name in ("head_dim", "num_key_value_heads"):
         try:
             getattr(text, name, None)
         except RuntimeError as reason:  # transformers' answer where it is set layer by layer
             raise unverifiable(text, f"its layers differ in {name}") from reason
-    values = {key: getattr(text, key, None) for key in (*SCALES, *CAPS)}
-    changed = [f"{key}={x}" for key, x in values.items() if x is not None and not (key in SCALES and x == 1)]
-    if changed:
-        raise foreign_logits(text, ", ".join(changed))
-
-
-def unverifiable(text: Any, why: str) -> UserError:
-    """Returns the refusal of a model, by its text config, that tree verification cannot run."""
-    return UserError(
-        f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
-        "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
-    )
-
-
-def foreign_logits(text: Any, why: str) -> UserError:
-    """Returns the refusal of a model, by its text config, whose logits are not the lm_head's product."""
-    return UserError(
-        f"the model type {text.model_type!r} has logits that are not its lm_head's own ({why}); "
-        "sampling and training would not be the model's",
-        "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
-    )
 
 
 def unloadable(model: str, why: str | Exception) -> UserError:
@@ -108,9 +56,8 @@ def check_architecture(config: Any, model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     refuse_unsupported(config)
-    files = tensors_of(model)
-    if any(name.endswith(".sinks") for name in files):
-        raise unverifiable(config.get_text_config(), "its attention has sinks")
+    files, text = tensors_of(model), config.get_text_config()
+    refuse_sinks(text, files)
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -118,7 +65,7 @@ def check_architecture(config: Any, model: str) -> None:
         raise unloadable(model, reason) from reason
     weights = dict(network.named_parameters())
     if not network._supports_sdpa:
-        raise unverifiable(config.get_text_config(), "transformers has no scaled_dot_product_attention for it")
+        raise no_sdpa(text)
     if not files or getattr(config, "quantization_config", None) is not None:  # packed weights have their own shapes
         return
     prefix = f"{network.base_model_prefix}."
@@ -131,13 +78,6 @@ def check_architecture(config: Any, model: str) -> None:
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
         raise unloadable(model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}")
-
-
-def check_tokenizer(source: str, model: str) -> None:
-    """Raises UserError for a folder without any file of a tokenizer's."""
-    folder = Path(source)
-    if folder.is_dir() and not any(word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES):
-        raise UserError(f"@model {model!r} has no tokenizer", "put the model's tokenizer.json into its folder")
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:

@@ -2,23 +2,18 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta
 
-from medusa_cli import assets
-from medusa_cli.model.random_model import PREFIX
-from medusa_cli.runs.io import read_as
+from medusa_cli.assets import RANDOM, model_dir
+from medusa_cli.model_files import checkpoint_files, opened
 
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
 WINDOWS, WIDTH = 4, 64
 # Tensors sampled of a checkpoint: experts may be many thousands.
 MAX_TENSORS = 2000
-FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | None) -> dict[str, Any]:
@@ -42,9 +37,9 @@ def weights_of(model: str) -> str | None:
 
     A random model's digest is that of its name: its weights differ at every load.
     """
-    if model.startswith(PREFIX):
+    if model.startswith(RANDOM):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
-    files = checkpoint_files(assets.model_dir(model))
+    files = checkpoint_files(model_dir(model))
     return _digest(_samples(files)) if files else None
 
 
@@ -56,62 +51,9 @@ def quantization_of(network: Any) -> str | None:
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The index of a checkpoint in several files."""
-
-    weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
-
-
-def checkpoint_files(source: str) -> list[Path]:
-    """Returns the safetensors files of a checkpoint in a folder or the hub's cache; none if some are missing."""
-    for name in FILES:
-        path = _file(source, name)
-        if path is None:
-            continue
-        if path.suffix != ".json":
-            return [path]
-        names = read_as(path, Shards, "the model's index", "get the model again").weight_map.values()
-        parts = [_file(source, name) for name in sorted(set(names))]
-        return [] if None in parts else [part for part in parts if part is not None]
-    return []
-
-
-def _file(source: str, name: str) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(source, name)
-    return Path(path) if isinstance(path, str) else None
-
-
-def tensors_of(model: str) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Returns shape and type of each tensor in a model's files, from their headers; none if they cannot be read."""
-    from safetensors import SafetensorError
-
-    files = checkpoint_files(assets.model_dir(model))
-    try:
-        with _slices(files) as slices:
-            return {name: (shape, part[:0].dtype) for name, part in slices.items() if (shape := part.get_shape())}
-    except SafetensorError:  # loading will name the damage
-        return {}
-
-
-@contextmanager
-def _slices(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint's files; yields their tensors by name, of which only what is sliced is read."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-        yield {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  (no mapping)
-
-
 def _samples(files: Sequence[Path]) -> Iterator[bytes]:
     """Yields samples of the tensors in a checkpoint's files, reading nothing else."""
-    with _slices(files) as slices:
+    with opened(files, "pt") as slices:
         names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
         for name in names[:: -(-len(names) // MAX_TENSORS)]:
             if shape := slices[name].get_shape():

@@ -1,4 +1,4 @@
-"""Loads networks and tokenizers, checks them, splits them over processes; reads what CPU and memory allow."""
+"""Loads networks and tokenizers, and checks them; reads what CPU and memory allow."""
 
 import logging
 import os
@@ -12,20 +12,21 @@ import torch
 from torch import nn
 
 from medusa_cli import assets
+from medusa_cli.assets import RANDOM
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
     check_network,
-    check_sizes,
-    check_tokenizer,
     refuse_unsupported,
     unloadable,
 )
-from medusa_cli.model.identity import tensors_of
-from medusa_cli.model.random_model import PREFIX, random_config
+from medusa_cli.model.random_model import random_config
+from medusa_cli.model_files import check_tokenizer, config_fields, tensors_of
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
+# As safetensors names them.
+FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -59,7 +60,7 @@ def load_network(
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if options.quantised:
         assets.need_extra("quant", f"@quantize {options.quantize}")
-    if model.startswith(PREFIX):
+    if model.startswith(RANDOM):
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
         with torch.device("cpu" if shard else device):
@@ -183,17 +184,17 @@ def has_own_code(model: str) -> bool:
     """Returns True if a model's config names Python files beside it."""
     from transformers import PretrainedConfig
 
-    return not model.startswith(PREFIX) and ("auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0])
+    return not model.startswith(RANDOM) and "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
 
 
 def read_config(model: str, trust_remote_code: bool = False, whole: bool = False) -> Any:
     """Returns a model's text config, or its `whole` one, without its weights; UserError if there is none."""
     from transformers import AutoConfig
 
-    if model.startswith(PREFIX):
+    if model.startswith(RANDOM):
         return random_config(model)
     source = assets.model_dir(model)
-    check_sizes(source)
+    config_fields(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         return config if whole else config.get_text_config()
@@ -210,8 +211,8 @@ def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype
 def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
     """Returns the type that a model's config names, else that of its safetensors files, else None."""
     dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
-    if dtype is None and not model.startswith(PREFIX):
-        return next((kind for _, kind in tensors_of(model).values() if kind.is_floating_point), None)
+    if dtype is None and not model.startswith(RANDOM):
+        return next((FLOATS[kind] for _, kind in tensors_of(model).values() if kind in FLOATS), None)
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from medusa_cli.assets import RANDOM
 from medusa_cli.errors import UsageError
 
-PREFIX = "random:"
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -28,7 +28,7 @@ def random_config(name: str) -> Any:
     """Returns the Llama config of "random:SHAPE"; UsageError for an unknown shape."""
     from transformers import LlamaConfig
 
-    shape = name.removeprefix(PREFIX)
+    shape = name.removeprefix(RANDOM)
     if shape not in SHAPES:
         raise UsageError(f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}")
     return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from medusa_cli.assets import DEFAULT_MODEL, check_hub, gguf_path, model_dir
+from medusa_cli.assets import DEFAULT_MODEL, check_hub, gguf_path
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model_files import check_model_files
 from medusa_cli.runs.io import read_as
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated, rounding_in
 
@@ -141,7 +142,7 @@ def choose(
         return plain
     if folder is None:
         if gguf_path(name) is None:  # unpacking one takes its time
-            model_dir(name)
+            check_model_files(name)
         raise UserError(
             f"no drafter ships for the model {name!r}",
             f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run; @lookup drafts "
