@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
 
 # Processes wait for one another where they share work, and their shares may differ by hours.
 TIMEOUT = timedelta(days=7)
@@ -122,3 +123,33 @@ class Distributed:
         """Leaves the process group at the end."""
         if self.size > 1:
             torch.distributed.destroy_process_group()
+
+
+def split_layers(network: Any, device: str) -> None:
+    """Freezes a network and splits the matrices of its decoder layers over all processes.
+
+    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside the layers, stay
+    whole. All processes must then make the same passes. Raises UserError for a network without a list of layers.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    base, depth = network.base_model, network.config.get_text_config().num_hidden_layers
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    layers = next((modules for modules in lists if len(modules) == depth), None)
+    if layers is None:
+        raise UserError(f"@shard: the model type {network.config.model_type!r} has no list of layers", "leave it out")
+    mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
+    network.requires_grad_(False)
+    for layer in layers:
+        layer.to(device)
+        # Vectors are small, and a backbone's identity reads its norms.
+        fully_shard(layer, mesh=mesh, ignored_params={weight for weight in layer.parameters() if weight.dim() < 2})
+    # This splits nothing more, but lets a layer be gathered while the one before it runs.
+    kind = type(base)
+    fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
+    base.__class__ = kind  # transformers knows by its name which states a model can return
+    for tensor in chain(network.parameters(), network.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)

@@ -4,7 +4,6 @@ import logging
 import os
 import resource
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from medusa_cli.model.checks import (
     refuse_unsupported,
     unloadable,
 )
+from medusa_cli.model.distributed import split_layers
 from medusa_cli.model.random_model import random_config
 from medusa_cli.model_files import check_tokenizer, config_fields, tensors_of
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
@@ -124,36 +124,6 @@ def _keep_gradients(network: nn.Module) -> None:
     for module in network.modules():
         if type(module).__name__ == "Linear4bit":
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-
-def split_layers(network: Any, device: str) -> None:
-    """Freezes a network and splits the matrices of its decoder layers over all processes.
-
-    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside the layers, stay
-    whole. All processes must then make the same passes. Raises UserError for a network without a list of layers.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    base, depth = network.base_model, network.config.get_text_config().num_hidden_layers
-    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-    layers = next((modules for modules in lists if len(modules) == depth), None)
-    if layers is None:
-        raise UserError(f"@shard: the model type {network.config.model_type!r} has no list of layers", "leave it out")
-    mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
-    network.requires_grad_(False)
-    for layer in layers:
-        layer.to(device)
-        # Vectors are small, and a backbone's identity reads its norms.
-        fully_shard(layer, mesh=mesh, ignored_params={weight for weight in layer.parameters() if weight.dim() < 2})
-    # This splits nothing more, but lets a layer be gathered while the one before it runs.
-    kind = type(base)
-    fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
-    base.__class__ = kind  # transformers knows by its name which states a model can return
-    for tensor in chain(network.parameters(), network.buffers()):
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
 
 
 def resolve_device(device: str) -> str:
