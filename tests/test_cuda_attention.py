@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine.cuda_attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
-from medusa_cli.model.masks import additive
+from medusa_cli.model.attention import additive
 from tests.device import NAME, STANDS, Device, flash
 
 SIZE, CAPACITY, DIM = 3, 48, 8

@@ -4,11 +4,13 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from medusa_cli.decode import Request
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import Cache, Plan
 from medusa_cli.engine.eager import EagerEngine
+from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree
 from medusa_cli.tree.tree import batch_drafts
@@ -25,6 +27,7 @@ from tests.helpers import (
     prefilled,
     rows_of,
     tiny_backbone,
+    tiny_model,
     tokens_of,
 )
 
@@ -210,6 +213,17 @@ def test_answers_that_take_turns_do_not_disturb_each_other(engine: str) -> None:
         for text, step in zip(tokens, steps, strict=True):
             text += step.tokens if step is not None else []
     assert tokens == [plain(backbone, 20), tokens_of(generate_plain(backbone, PROMPT[::-1], **rules))]
+
+
+def test_layers_with_other_key_heads_are_refused() -> None:
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        linear = getattr(attention, name)
+        setattr(attention, name, nn.Linear(linear.in_features, linear.out_features // 2, bias=False))
+    attention.num_key_value_groups *= 2
+    with pytest.raises(UserError, match="differ in key heads"):
+        EagerEngine(Backbone(model)).check()
 
 
 def test_packing_replaces_every_plain_linear_and_keeps_the_logits() -> None:

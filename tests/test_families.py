@@ -36,7 +36,7 @@ DECODING = (
     "ministral3", "mistral", "mixtral", "moshi", "nemotron", "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-REFUSED = ("bart", "bert", "bloom", "cohere", "doge", "gemma2", "gpt_oss", "gptj", "mamba", "qwen3_next")
+REFUSED = ("bart", "bert", "bloom", "cohere", "doge", "gemma2", "gpt_oss", "mamba", "qwen3_next", "xglm")
 
 
 def small_config(kind: str) -> Any:

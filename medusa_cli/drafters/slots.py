@@ -16,7 +16,7 @@ from medusa_cli.drafters.layers import DecoderLayer, LayerCache
 from medusa_cli.drafters.levels import Frontier, Guess
 from medusa_cli.engine.cuda_attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model import Backbone
-from medusa_cli.model.masks import additive
+from medusa_cli.model.attention import additive
 
 
 @dataclass(frozen=True)

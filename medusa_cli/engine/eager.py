@@ -10,10 +10,10 @@ from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import UserError, first_line
+from medusa_cli.model.attention import NAME, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, tapped
 from medusa_cli.model.checks import FAULTS, PROBE, difference
 from medusa_cli.model.identity import quantization_of
-from medusa_cli.model.masks import NAME
 from medusa_cli.model_files import unverifiable
 
 
@@ -68,11 +68,12 @@ class EagerEngine(Engine):
         if layout.extra_rows is not None:
             final = self._layer_by_layer(tokens, layout, cache)
             return final, final
-        out = self.backbone.model.base_model(
+        model = self.backbone.model
+        out = model.base_model(
             input_ids=tokens,
             attention_mask=for_transformers(layout.masks),
             position_ids=layout.positions,
-            past_key_values=_view(cache, layout),
+            **{cache_name(type(model).forward): _view(cache, layout)},
             use_cache=True,
             output_hidden_states=taps != (-1,),
         )
@@ -100,7 +101,7 @@ class EagerEngine(Engine):
                 attention_mask=layout.masks[backbone.masks.layer_type(index)][:, None, :rows],
                 position_embeddings=(cos[:, :rows], sin[:, :rows]),
                 position_ids=layout.positions[:, :rows],
-                past_key_values=view,
+                **{cache_name(type(layer).forward): view},
                 use_cache=True,
             )
         final: Tensor = parts.base.norm(x)

@@ -11,7 +11,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
-from medusa_cli.model.masks import Masks
+from medusa_cli.model.attention import Masks
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
 PREFILL_ROWS = 512

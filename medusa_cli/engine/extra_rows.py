@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicCache
 
 from medusa_cli.engine.kernels import FrozenLinear
 from medusa_cli.errors import UserError
+from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, padded_pass
-from medusa_cli.model.masks import Attend
 
 # Positions whose extra rows attend together: few, so that few of their columns are masked.
 CHUNK = 32
@@ -81,8 +81,8 @@ class Trace:
 @torch.no_grad()
 def trace(backbone: Backbone, tokens: Tensor) -> Trace:
     """Runs a pass over tokens [B, L] and keeps everything that extra rows need, for training."""
-    cache = DynamicCache()
-    out = padded_pass(backbone, tokens, use_cache=True, past_key_values=cache, output_hidden_states=True)
+    cache, name = DynamicCache(), cache_name(type(backbone.model).forward)
+    out = padded_pass(backbone, tokens, use_cache=True, output_hidden_states=True, **{name: cache})
     states = (*out.hidden_states[: backbone.num_layers], out.last_hidden_state)
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
 
@@ -119,7 +119,6 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
             attention_mask=_attend_to(chunks[kind], CHUNK * steps, traced.keys[index], traced.values[index]),
             position_embeddings=parts.rotary(x, ahead_of, parts.kinds[index]),
             position_ids=ahead_of,
-            past_key_values=None,
             use_cache=False,
         )
         x = out.view(x.shape)

@@ -15,8 +15,8 @@ from medusa_cli.engine.jit import TracedModule
 from medusa_cli.engine.kernels import Kernel, OneDnnLinear
 from medusa_cli.engine.layers import FastLayer, Segment, norm_of
 from medusa_cli.engine.plan import Layout, Plan, lay_out
+from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
-from medusa_cli.model.masks import Masks
 
 # Tokens of the passes that compare the layers with the network, at the first positions and at the last.
 PROBE = 12

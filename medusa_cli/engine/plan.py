@@ -12,7 +12,7 @@ from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.cuda_attention import visible_behind
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
-from medusa_cli.model.masks import FULL, Masks, additive
+from medusa_cli.model.attention import FULL, Masks, additive
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
-from medusa_cli.model.masks import Masks
+from medusa_cli.model.attention import Masks, cache_name
 from medusa_cli.tree.tree import Draft, Tree
 
 # FIRP is not among them: its extra rows go through the model's layers.
@@ -88,7 +88,8 @@ def generate(
             streamer.end()
         if not as_dict:
             return answer.ids
-        return GenerateDecoderOnlyOutput(sequences=answer.ids, past_key_values=cache, **answer.kept)
+        name = cache_name(GenerateDecoderOnlyOutput)
+        return GenerateDecoderOnlyOutput(sequences=answer.ids, **{name: cache}, **answer.kept)
 
     # The class's own `generate` prepares prompt, processors and criteria as always, without gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
@@ -168,7 +169,8 @@ def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, switch: Dr
     """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
     backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
-    out = model(prompt, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
+    options = {cache_name(type(model).forward): cache, "use_cache": True, "output_hidden_states": True}
+    out = model(prompt, logits_to_keep=1, **options)
     states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))
     while not answer.done:
@@ -183,9 +185,7 @@ def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, switch: Dr
             draft.tokens[None],
             attention_mask=tree_masks(model, draft.tree, start, positions),
             position_ids=positions[None],
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=True,
+            **options,
         )
         path, root = answer.accept(out.logits[0], draft)
         rows, states = torch.tensor(path, device=prompt.device), tapped(out.hidden_states, drafter.taps, model.device)

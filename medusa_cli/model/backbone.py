@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.model import masks as attention
+from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import render, token_ids
 from medusa_cli.model.identity import identity_of
 from medusa_cli.runs.io import Malformed
@@ -37,8 +37,8 @@ class Backbone:
         adapter: str | None = None,
         weights: str | None = None,
     ) -> None:
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
+        register()
+        model.set_attn_implementation(NAME)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.id = id
@@ -63,9 +63,9 @@ class Backbone:
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
     @cached_property
-    def masks(self) -> attention.Masks:
+    def masks(self) -> Masks:
         """Returns additive masks of the weights' type, for passes through the network itself."""
-        return attention.Masks(self.config, self.embedding.weight.dtype)
+        return Masks(self.config, self.embedding.weight.dtype)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

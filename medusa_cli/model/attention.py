@@ -1,7 +1,9 @@
-"""Attention of few query rows over a long cache with grouped heads, and the masks by kind of layer."""
+"""What transformers' layers are given: attention with grouped heads, masks by kind of layer, and the cache."""
 
 import math
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -64,6 +66,15 @@ def register() -> None:
 
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
+
+
+@cache
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Returns the name of the cache among the arguments of a network's or a layer's `forward`.
+
+    transformers 5.24 renamed it, which the files that come with a model may not know.
+    """
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
