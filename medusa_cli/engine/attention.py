@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Columns that one product sums.
-BLOCK = 256
+# Columns that one product sums, and the multiple of columns that is read of the last block, if the CPU adds alike then.
+BLOCK, COLUMNS = 256, 64
 # Query positions that attend together: the columns after them are left out.
 PIECE = 128
 # Paddings to try: (multiple of rows, multiple of the values' width).
@@ -33,15 +33,17 @@ def padded(size: int, multiple: int) -> int:
 
 
 @cache
-def padding_of(dim: int) -> tuple[int, int]:
-    """Returns the multiple of query rows, and the width of values and a one, that this CPU wants for heads of width D.
+def padding_of(dim: int) -> tuple[int, int, int]:
+    """Returns the multiples of query rows and of columns, and the width of values and a one, for heads of width D.
 
-    They are the first for which a row gives the same bits alone and among others.
+    They are the first for which a row gives the same bits on this CPU alone and among others. The order is rows, width,
+    columns.
     """
     options = [(rows, padded(dim + 1, multiple)) for rows, multiple in PADDINGS]
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(0)
-        return next((option for option in options if _is_row_invariant(dim, *option)), options[-1])
+        rows, width = next((option for option in options if _is_row_invariant(dim, *option)), options[-1])
+        return rows, width, COLUMNS if _adds_alike(dim, rows, width) else BLOCK
 
 
 def _is_row_invariant(dim: int, rows: int, width: int) -> bool:
@@ -65,13 +67,28 @@ def _is_row_invariant(dim: int, rows: int, width: int) -> bool:
     return True
 
 
+def _adds_alike(dim: int, rows: int, width: int) -> bool:
+    """Returns True if products over a part of a block give the bits of the block whose other weights are zero."""
+    query, keys = torch.randn(2, padded(256, rows), dim), torch.randn(2, dim, 2 * BLOCK)
+    weights, values = torch.rand(2, len(query[0]), 2 * BLOCK), torch.randn(2, 2 * BLOCK, width)
+    for wide in (COLUMNS, 2 * COLUMNS, 3 * COLUMNS, BLOCK + COLUMNS):
+        for count in (rows, len(query[0])):
+            part = weights[:, :count].clone()
+            part[..., wide:] = 0
+            if not torch.equal(sum_by_blocks(part[..., :wide], values), sum_by_blocks(part, values)):
+                return False
+            if not torch.equal(query[:, :count] @ keys[..., :wide], (query[:, :count] @ keys)[..., :wide]):
+                return False
+    return True
+
+
 def shares(numbers: int) -> int:
     """Returns the number of threads that compute on a tensor of so many numbers."""
     return max(1, min(torch.get_num_threads(), -(-numbers // SHARE)))
 
 
 def sum_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
-    """Returns weights [B, M, L] times values [B, C, W], block by block; L is a multiple of BLOCK."""
+    """Returns weights [B, M, L] times values [B, C, W], block by block."""
     summed: Tensor = _scripts()[0](weights, values)
     return summed
 
@@ -95,10 +112,11 @@ def _scripts() -> tuple[Any, Any]:
 
 def _sum_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
     wide = weights.size(2)
-    first = weights if wide == 256 else weights.narrow(2, 0, 256)
-    total = torch.bmm(first, values.narrow(1, 0, 256))
+    first = min(wide, 256)
+    total = torch.bmm(weights.narrow(2, 0, first), values.narrow(1, 0, first))
     for start in range(256, wide, 256):
-        total.baddbmm_(weights.narrow(2, start, 256), values.narrow(1, start, 256))
+        count = min(256, wide - start)
+        total.baddbmm_(weights.narrow(2, start, count), values.narrow(1, start, count))
     return total
 
 

@@ -37,8 +37,8 @@ class Engine(ABC):
     # True if a row of a pass has the same bits alone, in a tree, in a batch and in a prompt: then greedy output over
     # drafts is that of plain decoding in every number type.
     row_invariant = False
-    # Attention reads a multiple of so many columns, and a row-invariant engine's trees lie within one multiple.
-    round_to = 1
+    # Attention reads a multiple of so many columns, and a row-invariant engine's trees lie within one block of columns.
+    round_to = block = 1
     # The width of a row of values in the cache, if attention wants one of its own.
     width: int | None = None
     # True if attention in CUDA graphs reads no column behind the slots' lengths, which are data.
@@ -74,7 +74,7 @@ class Engine(ABC):
 
     def tree_rows(self, length: int) -> int:
         """Returns how many nodes a tree behind `length` tokens may have."""
-        return self.round_to - length % self.round_to if self.row_invariant else self.backbone.max_positions
+        return self.block - length % self.block if self.row_invariant else self.backbone.max_positions
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:

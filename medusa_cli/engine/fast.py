@@ -67,7 +67,8 @@ class FastEngine(Engine):
         self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
         self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
         if on_cpu:
-            self.round_to, self.width = BLOCK, padding_of(self.dim)[1]
+            _, self.width, self.round_to = padding_of(self.dim)
+            self.block = BLOCK
         self.inner = self.layers[0].down.in_features
         self.weight_bytes = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
         lm_head = model.get_output_embeddings()
@@ -185,10 +186,10 @@ class FastEngine(Engine):
     ) -> Tensor:
         """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm."""
         assert cache.keys is not None and cache.rows is not None
-        slots, rows, pieces = slice(layout.first, layout.first + layout.size), x.shape[0] * x.shape[1], len(inputs[2])
+        slots, pieces = slice(layout.first, layout.first + layout.size), len(inputs[2])
         keys, values = (cached[first:end, slots].flatten(1, 2) for cached in (cache.keys, cache.rows))
         # A trace holds the number of chunks, and the choice that rounded products make by the number of rows.
-        chunks = -(-rows // self._chunk) if self._chunk else 0
+        chunks = -(-len(inputs[0]) // self._chunk) if self._chunk else 0
         few = self.kernel.few_rows
         kind = chunks, few is not None and len(inputs[0]) > few
         key = (first, end, path, kind, pieces)
