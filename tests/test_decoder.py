@@ -300,7 +300,7 @@ def test_pieces_of_a_prompt_let_others_take_steps(kind: str | None, engine: str,
     for sequence, first in decoder.prefill(Request(long, 20, stop_ids=()), 2):
         pieces += 1
         if first is None:
-            assert sequence.prefilling and sequence not in decoder.sequences and decoder.free_slots <= 1
+            assert not sequence.done and sequence not in decoder.sequences and decoder.free_slots <= 1
             for other, step in decoder.step():
                 answers[other.number] += step.tokens
         else:

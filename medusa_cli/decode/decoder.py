@@ -290,12 +290,9 @@ class Decoder:
 
     def _running_first(self) -> list[Sequence]:
         """Moves running sequences from the last slots into idle ones before them: a pass runs over the first slots."""
-        running = self.sequences
-        for slot in range(len(running)):
-            previous = self._slots[slot]
-            if previous is None or not previous.running:
-                last = self._slots.index(running[-1])
-                self.cache.swap(slot, last)
-                self._slots[slot], self._slots[last] = self._slots[last], previous
-                running = self.sequences
+        while (running := self.sequences) != self._slots[: len(running)]:
+            slot = next(i for i, sequence in enumerate(self._slots) if sequence is not running[i])
+            last = self._slots.index(running[-1])
+            self.cache.swap(slot, last)
+            self._slots[slot], self._slots[last] = self._slots[last], self._slots[slot]
         return running

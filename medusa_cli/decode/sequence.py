@@ -128,12 +128,9 @@ class Sequence:
         return self.cancelled or self.stop.reason is not None
 
     @property
-    def prefilling(self) -> bool:
-        return not self.done and len(self.tokens) < len(self.request.prompt)
-
-    @property
     def running(self) -> bool:
-        return not self.done and not self.prefilling
+        """Returns True from the end of its prompt to the end of its answer."""
+        return len(self.tokens) >= len(self.request.prompt) and not self.done
 
     @property
     def forced(self) -> list[int]:

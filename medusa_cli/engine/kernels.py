@@ -40,16 +40,13 @@ class Kernel:
 
     plain: torch's own product, on any device. fp32, bf16: oneDNN's packed weights. fp16-weights: fp32 rows over fp16
     weights. int8, int4: bf16 rows over rounded weights, which are not `exact`. gguf: bf16 rows over the 4 bits that a
-    GGUF file holds, and bf16 for its other matrices. `rows` is the type of rows.
+    GGUF file holds, and bf16 for its other matrices. `rows` is the type of rows. few_rows: up to how many rows it
+    multiplies with rounded weights; None if it has one product for all.
     """
 
     def __init__(self, name: str, rows: torch.dtype | None = None) -> None:
         self.name, self.rows, self.exact = name, rows or KERNELS[name], name not in BITS
-
-    @property
-    def few_rows(self) -> int | None:
-        """Returns up to how many rows it multiplies with rounded weights; None if it has one product for all."""
-        return FEW_ROWS.get(self.name)
+        self.few_rows = FEW_ROWS.get(name)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
         """Returns the product with a weight [N, K] and a bias [N]; Unsupported if the kernel cannot hold it."""
