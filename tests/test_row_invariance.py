@@ -92,7 +92,7 @@ def test_rows_have_the_same_bits_whatever_stands_beside_them(kernel: str, family
     torch.manual_seed(1)
     text = torch.randint(0, 512, (600,))
     whole = forward(backbone, text)  # in two pieces
-    for start in (3, 77, 246, BLOCK, 512):
+    for start in (3, 77, 130, 246, BLOCK, 512):
         # The prompt alone, a prompt in other pieces, and tokens one by one.
         cache = engine.new_cache(3)
         forward(backbone, text[: start - 2], cache, slot=0, logits="none")

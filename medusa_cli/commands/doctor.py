@@ -52,6 +52,7 @@ def doctor(
         for number, check in enumerate(checks):
             show("examining", number, len(checks), "checks", check)
             findings.append(examine(case, check))
+        show("examining", len(checks), len(checks), "checks")
     if printing.json:
         status = max((finding.status for finding in findings), key=STATUSES.index)
         findings_json = [asdict(finding) for finding in findings]
