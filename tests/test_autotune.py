@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,21 @@ def test_kernels_whose_rows_depend_on_each_other_come_last(monkeypatch: pytest.M
     variant.append("fp32")  # where no kernel is row-invariant, the fastest one is taken
     kernel_timings(["fp32", "fp16-weights"], CONFIG, again=True)
     assert fastest(KERNELS, CONFIG).name == "fp16-weights"
+
+
+def test_name_of_a_gpu_holds_its_memory_and_its_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = SimpleNamespace(name="GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(autotune, "DRIVER", tmp_path / "version")
+    names = {autotune.device_name(torch.device("cuda"))}
+    for driver in ("NVRM version: 550.54", "NVRM version: 560.35"):
+        (tmp_path / "version").write_text(f"{driver}\nGCC version: 12\n")
+        names.add(autotune.device_name(torch.device("cuda")))
+    facts.total_memory //= 2
+    names.add(autotune.device_name(torch.device("cuda")))
+    assert (
+        len(names) == 4 and all("GPU" in name for name in names) and autotune.device_name(torch.device("cpu")) == "cpu"
+    )
 
 
 def test_cost_is_that_of_the_best_tree_or_of_the_rows_asked_for() -> None:
