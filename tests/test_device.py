@@ -38,7 +38,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
 }
 # Launches beside the graph in a step of two sequences.
 LAUNCHES = 20
-CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++", "hydra++-prompt", "amphista-prompt", "eagle-draft")
+CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++-prompt", "amphista-prompt", "eagle-draft")
 
 
 class InThisThread:
