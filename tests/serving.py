@@ -76,16 +76,16 @@ class Served:
 
 
 @contextmanager
-def serving(medusa: Medusa, **settings: Any) -> Iterator[Served]:
-    """Runs a server for the time of a test."""
-    listener = listen("127.0.0.1", 0)
+def serving(medusa: Medusa, uds: Path | None = None, **settings: Any) -> Iterator[Served]:
+    """Runs a server for the time of a test, on a free port or at a Unix socket."""
+    listener = listen("127.0.0.1", 0, uds)
     server = Server(medusa, Limits(**{"names": (MODEL,), "max_new_tokens": 400, **settings}))
     thread = threading.Thread(target=server.run, args=(listener,), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Served(listener.getsockname()[1], server)
+        yield Served(0 if uds else listener.getsockname()[1], server)
     finally:
         if thread.is_alive():
             with suppress(KeyboardInterrupt):  # the test may have stopped it

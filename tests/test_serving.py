@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -24,11 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Request, decoder
+from medusa_cli.errors import UsageError
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
-from medusa_cli.serve.server import OnceAMinute, check_certificate
+from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
 from tests.helpers import forward, save_model, save_run, tiny_backbone
 from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
 
@@ -552,6 +554,27 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         numbers = {
             "generated_tokens_total": sum(usage["completion_tokens"] for usage in usages),
             "drafted_tokens_total": sum(usage["medusa"]["drafted_tokens"] for usage in usages),
+def test_requests_have_ids_in_the_answer_and_in_the_log(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "medusa_cli.serve")
+    with serving(medusa, access_log=True) as server:
+        for path, given in (("/v1/completions", "own-7"), ("/x", "own-8"), ("/v1/completions", "a b"), ("/x", "")):
+            _, headers, _ = server.request("POST", path, SHORT, {"X-Request-Id": given})
+            id = headers["x-request-id"]
+            assert (id == given) == given.startswith("own") and id and caplog.records[-1].getMessage().endswith(id)
+
+
+def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with serving(medusa, path, host="") as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        client = server.openai(base_url="http://some.where/v1", http_client=httpx.Client(transport=transport))
+        assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
+        with pytest.raises(UsageError, match="uds"):
+            listen("", 0, path)
+
+
             "accepted_tokens_total": sum(usage["medusa"]["accepted_tokens"] for usage in usages),
             "prompt_tokens_total": 3 * len(IDS),
             "prompt_tokens_reused_total": 2 * (len(IDS) - 1),

@@ -44,6 +44,7 @@ def serve(
     port: Annotated[
         int, _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True)
     ] = 8000,
+    uds: Annotated[Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")] = None,
     api_key: Annotated[
         list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
     ] = None,
@@ -73,11 +74,11 @@ def serve(
     if remember and not choice.lookup:
         raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
     check_certificate(ssl_certfile, ssl_keyfile)
-    listener = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
+    listener = listen(host, port, uds)  # before the model is loaded, so that a port in use is reported at once
     loaded = load(choice, place)
     limits = Limits(
         names=tuple(name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]),
-        host=host,
+        host="" if uds else host,
         api_keys=tuple(filter(None, api_key or ())),
         slots=batch_size,
         waiting=queue,
@@ -91,12 +92,16 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    if host not in LOOPBACK and not limits.api_keys:
+    if not uds and host not in LOOPBACK and not limits.api_keys:
         console.warn("anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
     server = Server(Medusa(loaded), limits)
     listener.listen()  # before the address is printed
-    address = f"[{host}]" if ":" in host else host
-    console.info(
-        f"serving {limits.names[0]!r} at http://{address}:{listener.getsockname()[1]}/v1, a page to try it at /"
-    )
+    if uds:
+        console.info(f"serving {limits.names[0]!r} at the socket {uds}")
+    else:
+        address = f"[{host}]" if ":" in host else host
+        port = listener.getsockname()[1]
+        console.info(f"serving {limits.names[0]!r} at http://{address}:{port}/v1, a page to try it at /")
     server.run(listener)
+    if uds:
+        uds.unlink(missing_ok=True)

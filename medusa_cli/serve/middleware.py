@@ -5,13 +5,14 @@ import hmac
 import logging
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 
 from medusa_cli.errors import shown
 from medusa_cli.serve.errors import Refusal
@@ -22,6 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # without a key
 PATHS = (*OPEN, "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+# A client's own id of a request, which the answer repeats.
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
 log = logging.getLogger(__name__)
 
 
@@ -29,10 +32,11 @@ log = logging.getLogger(__name__)
 class Limits:
     """Names, keys and limits of a server.
 
-    host: the address or name that the server listens at. slots: requests that decode side by side. waiting: requests in
-    the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head, body_s for its body, read_s
-    without reading its answer, idle_s between two requests. temperature: of requests that name none.
-    remember: answers that are looked up for later ones. cors: origins whose web pages may use the server.
+    host: the address or name that the server listens at, "" for a Unix socket. slots: requests that decode side by
+    side. waiting: requests in the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head,
+    body_s for its body, read_s without reading its answer, idle_s between two requests; template_s that the chat
+    template may take. temperature: of requests that name none. remember: answers that are looked up for later ones.
+    cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -71,19 +75,22 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
-        started = time.monotonic()
+        headers, started = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._metrics.responses.labels(path, str(status)).inc()
+                MutableHeaders(scope=message)["x-request-id"] = request_id
                 if self._limits.access_log:
                     client = scope["client"][0] if scope["client"] else "-"
                     seconds = f"{time.monotonic() - started:.3f} s"
-                    log.info(" ".join((client, scope["method"], shown(scope["path"]), str(status), seconds)))
+                    line = (client, scope["method"], shown(scope["path"]), str(status), seconds, request_id)
+                    log.info(" ".join(line))
             await send(message)
 
-        headers = Headers(scope=scope)
         try:
             if not self._limits.api_keys:
                 self._check_host(headers)
@@ -109,7 +116,8 @@ class Middleware:
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
-        if host in ("", "localhost", self._limits.host.lower()):  # browsers always send it
+        # Browsers always send it, and reach no Unix socket.
+        if not self._limits.host or host in ("", "localhost", self._limits.host.lower()):
             return
         try:
             ip_address(host.strip("[]"))  # points at no other machine

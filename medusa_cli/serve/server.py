@@ -143,18 +143,30 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         raise UsageError(f"{files} cannot be used: {fault}", remedy) from reason
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a bound socket; port 0 is any free one. Raises UsageError for an address that cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
+    """Returns a socket bound to an address, or to the file `uds`; port 0 is any free one.
+
+    Raises UsageError for what cannot be bound.
+    """
+    family = socket.AF_UNIX if uds else socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
-        listener.bind((host, port))
+        if uds and uds.is_socket() and not _is_served(uds):
+            uds.unlink()
+        listener.bind(str(uds) if uds else (host, port))
     except (OSError, OverflowError, ValueError, TypeError) as reason:  # a host name that no address can have
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
-        raise UsageError(
-            f"@host {host} @port {port} cannot be bound: {fault}", "give another @port or @host"
-        ) from reason
+        place, remedy = f"@host {host} @port {port}", "give another @port or @host"
+        if uds:
+            place, remedy = f"@uds {uds}", "give another file"
+        raise UsageError(f"{place} cannot be bound: {fault}", remedy) from reason
     return listener
+
+
+def _is_served(path: Path) -> bool:
+    """Returns False for a Unix socket that a server which was killed left behind."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
