@@ -13,7 +13,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve import server
 from medusa_cli.serve.middleware import Limits
 from tests.helpers import medusa, save_model, save_run
-from tests.serving import start
+from tests.serving import serving, start
 
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
@@ -44,6 +44,27 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
         assert (
             f"--port {port}" in medusa("serve", "--port", port, "--model", tmp_path, "--baseline", exit_code=2).stderr
         )
+
+
+def test_a_model_is_served_with_a_chat_template_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = list[Medusa]()
+
+    def record(medusa: Medusa, limits: Limits) -> None:
+        loaded.append(medusa)
+        raise UserError("enough", "no more")
+
+    model, template = save_model(tmp_path / "model"), tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ 'w5 ' + message.content + ' w6 ' }}{% endfor %}")
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "Server", record)
+        words = ["--model", model, "--baseline", "--port", "0", "--dtype", "fp32"]
+        medusa("serve", *words, "--chat-template", template, exit_code=1)
+        assert medusa("serve", *words, "--chat-template", tmp_path / "none", exit_code=2).exit_code == 2
+    with serving(loaded[0]) as served:
+        body = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}
+        _, _, tokens = served.post(body, "/tokenize")
+        _, _, text = served.post({"tokens": tokens["tokens"]}, "/detokenize")
+    assert text["prompt"] == "w5 w1 w6 w5 w2 w6"
 
 
 @pytest.mark.parametrize(("model", "name"), [(".", "x1"), ("../mine", "mine")])

@@ -464,6 +464,33 @@ def test_template_variables_reach_the_chat_template(
         assert server.post({"tokens": answer["tokens"]}, "/detokenize")[2] == {"prompt": text}
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** 10 ** 9 }}",  # which no signal would interrupt
+        "{{ 'a' * 99999999999 }}",
+        "{{ 'a' * 20000000 }}",
+    ],
+)
+def test_a_hostile_template_ends_its_request_alone(medusa: Medusa, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    template = f"{{% if messages[0].content == 'w9' %}}{fault}{{% else %}}w1 w2{{% endif %}}"
+    monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
+    bad = {**CHAT, "messages": [{"role": "user", "content": "w9"}]}
+    with serving(medusa, template_s=1) as server, ThreadPoolExecutor() as pool:
+        refused = pool.submit(server.post, bad, "/v1/chat/completions")
+        assert server.post(SHORT)[0] == 200  # meanwhile
+        status, _, answer = refused.result(30)
+        assert (status, answer["error"]["param"]) == (400, "messages") and "template" in answer["error"]["message"]
+        assert server.post({**CHAT, "max_tokens": 1}, "/v1/chat/completions")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt", "model", "self"])
+def test_template_variables_may_have_any_name(server: Served, name: str) -> None:
+    status, _, answer = server.post({**CHAT, "chat_template_kwargs": {name: 1}}, "/v1/chat/completions")
+    assert status in (200, 400), answer
+
+
 def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
     status, _, answer = server.post({"model": MODEL, "prompt": "w1 w2", "return_token_strs": True}, "/tokenize")
     ids = medusa.backbone.tokenizer.encode("w1 w2")
@@ -527,6 +554,27 @@ def test_requests_are_logged_if_asked_for(medusa: Medusa, caplog: pytest.LogCapt
     assert "/v1/completions" in lines[0] and "200" in lines[0] and lines[1].isprintable() and "404" in lines[1]
 
 
+def test_requests_have_ids_in_the_answer_and_in_the_log(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "medusa_cli.serve")
+    with serving(medusa, access_log=True) as server:
+        for path, given in (("/v1/completions", "own-7"), ("/x", "own-8"), ("/v1/completions", "a b"), ("/x", "")):
+            _, headers, _ = server.request("POST", path, SHORT, {"X-Request-Id": given})
+            id = headers["x-request-id"]
+            assert (id == given) == given.startswith("own") and id and caplog.records[-1].getMessage().endswith(id)
+
+
+def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with serving(medusa, path, host="") as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        client = server.openai(base_url="http://some.where/v1", http_client=httpx.Client(transport=transport))
+        assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
+        with pytest.raises(UsageError, match="uds"):
+            listen("", 0, path)
+
+
 def test_top_p_0_takes_the_likeliest_token(server: Served) -> None:
     greedy, narrow = ({**SHORT, "max_tokens": 12, **more} for more in ({}, {"temperature": 2, "top_p": 0}))
     assert server.post(narrow)[2]["choices"][0]["text"] == server.post(greedy)[2]["choices"][0]["text"]
@@ -554,27 +602,6 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         numbers = {
             "generated_tokens_total": sum(usage["completion_tokens"] for usage in usages),
             "drafted_tokens_total": sum(usage["medusa"]["drafted_tokens"] for usage in usages),
-def test_requests_have_ids_in_the_answer_and_in_the_log(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "medusa_cli.serve")
-    with serving(medusa, access_log=True) as server:
-        for path, given in (("/v1/completions", "own-7"), ("/x", "own-8"), ("/v1/completions", "a b"), ("/x", "")):
-            _, headers, _ = server.request("POST", path, SHORT, {"X-Request-Id": given})
-            id = headers["x-request-id"]
-            assert (id == given) == given.startswith("own") and id and caplog.records[-1].getMessage().endswith(id)
-
-
-def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(path))
-    with serving(medusa, path, host="") as server:
-        transport = httpx.HTTPTransport(uds=str(path))
-        client = server.openai(base_url="http://some.where/v1", http_client=httpx.Client(transport=transport))
-        assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
-        with pytest.raises(UsageError, match="uds"):
-            listen("", 0, path)
-
-
             "accepted_tokens_total": sum(usage["medusa"]["accepted_tokens"] for usage in usages),
             "prompt_tokens_total": 3 * len(IDS),
             "prompt_tokens_reused_total": 2 * (len(IDS) - 1),

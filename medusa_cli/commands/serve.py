@@ -67,6 +67,7 @@ def serve(
     from medusa_cli.api import Medusa
     from medusa_cli.options import load
     from medusa_cli.runs.run import called
+    from medusa_cli.serve import templates
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.server import Server, check_certificate, listen
 
@@ -74,6 +75,7 @@ def serve(
     if remember and not choice.lookup:
         raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
     check_certificate(ssl_certfile, ssl_keyfile)
+    templates.prepare()
     listener = listen(host, port, uds)  # before the model is loaded, so that a port in use is reported at once
     loaded = load(choice, place)
     limits = Limits(

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.errors import UserError
 from medusa_cli.model.attention import NAME, Masks, register
-from medusa_cli.model.chat_template import render, token_ids
+from medusa_cli.model.chat_template import chat_prompt, token_ids
 from medusa_cli.model.identity import identity_of
-from medusa_cli.runs.io import Malformed
 
 # Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
@@ -79,21 +77,12 @@ class Backbone:
         """
         return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **template: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
         """Returns the token ids of a conversation, `template`: more arguments of transformers' chat templates.
 
         Raises UserError where the model's chat template fails or is missing.
         """
-        try:
-            text = render(self, messages, prompt=add_generation_prompt, **template)
-        except Malformed as reason:
-            raise UserError(
-                f"the model {self.id!r} cannot take this conversation: {reason}",
-                "leave the system prompt out, or what the template names",
-            ) from reason
-        return token_ids(self, text)
+        return token_ids(self, chat_prompt(self, messages, template))
 
     def decode(self, ids: Sequence[int], keep: Collection[int] = ()) -> str:
         """Returns the text of token ids without special tokens, but for those to keep."""

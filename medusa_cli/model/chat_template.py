@@ -6,7 +6,7 @@ The template is rendered up to each answer and through it: the difference is the
 import resource
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,9 @@ class ChatTokenizer(Protocol):
 MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
 
 
-def render(model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool, **template: Any) -> str:
+def render(
+    model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool, template: Mapping[str, Any] | None = None
+) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
 
     template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to the template.
@@ -42,25 +44,37 @@ def render(model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool
     """
     check_template(model)
     try:
-        arguments = {"tokenize": False, "add_generation_prompt": prompt, **template}
+        arguments = {"tokenize": False, "add_generation_prompt": prompt, **(template or {})}
         with _bounded():
             text = str(model.tokenizer.apply_chat_template(messages, **arguments))
     except (MemoryError, TimeoutError) as reason:
-        raise _too_much(model) from reason
+        raise too_much(model) from reason
     except Exception as reason:  # a template is a program, and may fail as any
         raise Malformed(f"the chat template refuses it ({first_line(reason)})") from reason
     if len(text) > MAX_GROWTH + 4 * len(str((messages, template))):
-        raise _too_much(model)
+        raise too_much(model)
     if not is_whole(text):
         raise Malformed(HALF)
     return text
+
+
+def chat_prompt(model: ChatTokenizer, messages: list[dict[str, Any]], template: Mapping[str, Any] | None = None) -> str:
+    """Returns the text of a prompt; raises UserError where the model's chat template fails or is missing."""
+    try:
+        return render(model, messages, prompt=True, template=template)
+    except Malformed as reason:
+        raise UserError(
+            f"the model {model.id!r} cannot take this conversation: {reason}",
+            "leave the system prompt out, or what the template names",
+        ) from reason
 
 
 @contextmanager
 def _bounded() -> Iterator[None]:
     """Ends what takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
 
-    In the main thread alone: no other can be interrupted, and others need memory meanwhile.
+    In the main thread alone: no other can be interrupted, and others need memory meanwhile. A server has a process for
+    it (`serve.templates`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -83,7 +97,7 @@ def _bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _too_much(model: ChatTokenizer) -> UserError:
+def too_much(model: ChatTokenizer) -> UserError:
     return UserError(f"the chat template of {model.id!r} takes too much time or memory", "give another @chat_template")
 
 

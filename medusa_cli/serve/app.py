@@ -25,7 +25,7 @@ from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
-from medusa_cli.serve.errors import ErrorBody, Refusal, refusal_for, refusal_for_body, refusal_for_http
+from medusa_cli.serve.errors import ErrorBody, Refusal, failure, refusal_for, refusal_for_body, refusal_for_http
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
@@ -40,6 +40,7 @@ from medusa_cli.serve.schema import (
     TokenizeRequest,
     TokenizeText,
 )
+from medusa_cli.serve.templates import TemplateProcess
 from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
@@ -145,6 +146,7 @@ class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits) -> None:
+        self._templates = TemplateProcess(medusa.backbone, limits.template_s)
         self._medusa, self._scheduler, self._limits = medusa, scheduler, limits
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
@@ -270,7 +272,7 @@ class Handler:
                     param = f"chat_template_kwargs.{name}"
                     raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
             messages, more = describe_tools(backbone, [message.plain for message in body.messages], body.offered)
-            return [backbone.encode_chat(messages, **body.template, **more)]
+            return [token_ids(backbone, self._templates.render(messages, {**body.template, **more}))]
         if isinstance(body, TokenizeText):
             return [token_ids(backbone, body.prompt, begin=body.add_special_tokens)]
         return [self._medusa.encode(prompt, raw=True) for prompt in body.prompts]

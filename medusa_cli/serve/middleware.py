@@ -52,6 +52,7 @@ class Limits:
     body_s: float = 20
     read_s: float = 30
     idle_s: int = 30
+    template_s: float = 10
     temperature: float = 0.0
     remember: int = 0
     cors: tuple[str, ...] = ()
@@ -82,8 +83,8 @@ class Middleware:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._metrics.responses.labels(path, str(status)).inc()
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                self._metrics.responses.labels(path, str(status)).inc()
                 if self._limits.access_log:
                     client = scope["client"][0] if scope["client"] else "-"
                     seconds = f"{time.monotonic() - started:.3f} s"

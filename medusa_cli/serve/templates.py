@@ -1,0 +1,74 @@
+"""Renders chat templates in a process of its own: a thread could be neither interrupted nor bounded in memory."""
+
+import multiprocessing
+import signal
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import chat_prompt, too_much
+
+
+def prepare() -> None:
+    """Starts the process from which the renderers are forked, which imports what they need meanwhile."""
+    multiprocessing.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+
+
+class TemplateProcess:
+    """Renders one model's chat template, for one caller at a time; ends a rendering after `seconds`."""
+
+    def __init__(self, backbone: Backbone, seconds: float) -> None:
+        self._model = SimpleNamespace(id=backbone.id, tokenizer=backbone.tokenizer)
+        self._seconds = seconds
+        prepare()
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_render_all, args=(other, self._model), daemon=True)
+        self._process.start()
+        other.close()
+        self._ready = False
+
+    def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
+        """Returns the text of a prompt as `chat_prompt` does; raises UserError also for what takes too much."""
+        try:
+            if not self._ready:
+                self._ready = self._connection.recv()
+            self._connection.send((messages, template))
+            if not self._connection.poll(self._seconds):
+                raise TimeoutError
+            text, fault = self._connection.recv()
+        except (OSError, EOFError) as reason:
+            self.close()
+            self._start()
+            raise too_much(self._model) from reason
+        if fault:
+            raise UserError(*fault)
+        return str(text)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+def _render_all(connection: Connection, model: Any) -> None:
+    """Renders what comes, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it, after the last answer
+    try:
+        connection.send(True)
+        while True:
+            messages, template = connection.recv()
+            try:
+                connection.send((chat_prompt(model, messages, template), None))
+            except UserError as reason:
+                connection.send((None, (reason.message, reason.remedy)))
+    except (EOFError, OSError):
+        pass
