@@ -1,9 +1,8 @@
 """The ASGI application: OpenAI's routes, and the handler that turns bodies into requests and steps into answers."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from inspect import signature
@@ -22,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Request
-from medusa_cli.decode.grammar import matcher_of
+from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve.errors import ErrorBody, Refusal, failure, refusal_for, refusal_for_body, refusal_for_http
@@ -146,8 +145,8 @@ class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits) -> None:
-        self._templates = TemplateProcess(medusa.backbone, limits.template_s)
         self._medusa, self._scheduler, self._limits = medusa, scheduler, limits
+        self._templates = TemplateProcess(medusa.backbone, limits.template_s)
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     def check_model(self, name: str) -> None:
@@ -181,18 +180,14 @@ class Handler:
         answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
             answer = ResponsesFormat(original, body, tickets[0])
+        received = _until_gone(tickets, events, receive)
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            received = _until_gone(tickets, events, receive)
-            if isinstance(answer, ResponsesFormat):
-                lines = _stream_response(answer, received)
-            else:
-                lines = _stream(answer, received, usage)
+            lines = answer.stream(received)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async with aclosing(_until_gone(tickets, events, receive)) as whole:
-            async for _, event in whole:
+        async with aclosing(received):
+            async for _, event in received:
                 if event.error is not None:
-                    raise _failure(event.error)
+                    raise failure(event.error)
         return JSONResponse(answer.whole())
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
@@ -215,16 +210,7 @@ class Handler:
             if len(prompt) > longest:
                 text = f"the prompt has {len(prompt):,} tokens, this server takes {longest:,}"
                 raise Refusal(400, text, code="context_length_exceeded")
-        try:
-            grammar = body.grammar
-            if isinstance(body, ChatRequest) and body.required:
-                grammar = calls_grammar(self._medusa.backbone, body.required, body.parallel_tool_calls)
-            elif isinstance(body, ChatRequest) and body.offered and grammar and grammar.kind == "json_schema":
-                grammar = calls_grammar(self._medusa.backbone, body.offered, body.parallel_tool_calls, grammar)
-            if grammar is not None:  # compiled here, and not between the steps of others
-                await run_in_threadpool(matcher_of, self._medusa.backbone, grammar)
-        except UserError as reason:
-            raise self._refusal(reason, body.constraint) from reason
+        grammar = await self._grammar(body)
         try:
             return [
                 self._medusa.request(
@@ -251,6 +237,21 @@ class Handler:
             ]
         except UserError as reason:
             raise self._refusal(reason, "prompt") from reason
+
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
+        """Returns what the answer must follow, compiled here and not between the steps of others; raises Refusal."""
+        backbone = self._medusa.backbone
+        try:
+            grammar = body.grammar
+            if isinstance(body, ChatRequest) and body.required:
+                grammar = calls_grammar(backbone, body.required, body.parallel_tool_calls)
+            elif isinstance(body, ChatRequest) and body.offered and grammar and grammar.kind == "json_schema":
+                grammar = calls_grammar(backbone, body.offered, body.parallel_tool_calls, grammar)
+            if grammar is not None:
+                await run_in_threadpool(matcher_of, backbone, grammar)
+            return grammar
+        except UserError as reason:
+            raise self._refusal(reason, body.constraint) from reason
 
     async def _encode(self, body: Body) -> list[list[int]]:
         """Returns the token ids of a request's prompts."""
@@ -309,42 +310,3 @@ async def _until_gone(
     finally:
         watcher.cancel()
         abandon()
-
-
-async def _stream(answer: OpenAIFormat, events: AsyncGenerator[tuple[int, Event]], usage: bool) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events, one a step of a choice."""
-    no_usage = {"usage": None} if usage else {}
-    async with aclosing(events):
-        for chunk in answer.first_chunks():
-            yield _line({**chunk, **no_usage})
-        async for index, event in events:
-            if event.error is not None:
-                yield _line(_failure(event.error).body)
-                return
-            if event.pieces or event.likelihoods or event.last:
-                yield _line({**answer.chunk(index, event), **no_usage})
-    if usage:
-        yield _line(answer.usage_chunk())
-    yield "data: [DONE]\n\n"
-
-
-async def _stream_response(answer: ResponsesFormat, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
-    """Yields a response as server-sent events with names."""
-    try:
-        async for name, event in answer.stream(events):
-            yield f"event: {name}\n{_line(event)}"
-    except Exception as reason:
-        name, event = answer.failure(_failure(reason))
-        yield f"event: {name}\n{_line(event)}"
-
-
-def _line(data: dict[str, Any]) -> str:
-    # In ASCII: many clients take U+2028 and its like, which JSON may hold, for the end of a line.
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def _failure(reason: Exception) -> Refusal:
-    """Returns the refusal for a request that failed after it was accepted, without details of internal errors."""
-    if isinstance(reason, UserError):
-        return refusal_for(reason)
-    return Refusal(500, "the answer could not be finished", code="internal_error")

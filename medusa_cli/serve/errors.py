@@ -77,6 +77,13 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
 
 
+def failure(reason: Exception) -> Refusal:
+    """Returns the refusal for a request that failed after it was accepted, without details of internal errors."""
+    if isinstance(reason, UserError):
+        return refusal_for(reason)
+    return Refusal(500, "the answer could not be finished", code="internal_error")
+
+
 def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
     """Returns the refusal for a path or method that is not served, or a body that the web framework could not parse."""
     status, cause = reason.status_code, reason.__cause__

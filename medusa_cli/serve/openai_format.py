@@ -1,14 +1,17 @@
 """Answers in OpenAI's form, whole or in chunks; fields beyond OpenAI's stand under "medusa"."""
 
+import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from medusa_cli.decode import Likelihood, Stats
 from medusa_cli.decode.stream import REPLACEMENT
 from medusa_cli.model import Backbone
+from medusa_cli.serve.errors import failure
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.tools import CallReader
@@ -16,6 +19,13 @@ from medusa_cli.serve.tools import CallReader
 # OpenAI's value for an impossible token: JSON has no infinity.
 NEVER = -9999.0
 MAX_CHARACTER_BYTES = 4
+
+
+def sse(data: dict[str, Any], name: str | None = None) -> str:
+    """Returns a server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    # In ASCII: many clients take U+2028 and its like, which JSON may hold, for the end of a line.
+    return f"{head}data: {json.dumps(data)}\n\n"
 
 
 class OpenAIFormat:
@@ -27,6 +37,7 @@ class OpenAIFormat:
         self._offsets = [0] * len(tickets)  # characters of each answer so far
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), body.model
+        self._stream_usage = body.stream_options is not None and body.stream_options.include_usage
         names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
         self._calls = [CallReader(names) if names else None for _ in tickets]
         self._echoes = [""] * len(tickets)
@@ -34,22 +45,38 @@ class OpenAIFormat:
             texts = [text if isinstance(text, str) else backbone.decode(text) for text in body.prompts]
             self._echoes = [text for text in texts for _ in range(body.n)]
 
+    async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
+        """Yields the answers as server-sent events, one a step of a choice."""
+        no_usage = {"usage": None} if self._stream_usage else {}
+        async with aclosing(events):
+            for chunk in self._first_chunks():
+                yield sse({**chunk, **no_usage})
+            async for index, event in events:
+                if event.error is not None:
+                    yield sse(failure(event.error).body)
+                    return
+                if event.pieces or event.likelihoods or event.last:
+                    yield sse({**self.chunk(index, event), **no_usage})
+        if self._stream_usage:
+            yield sse(self.usage_chunk())
+        yield "data: [DONE]\n\n"
+
     def whole(self) -> dict[str, Any]:
         """Returns the finished answers."""
         choices = []
         for index, ticket in enumerate(self._tickets):
-            reply = ticket.reply
-            message = {"role": "assistant", "content": reply.text, "refusal": None}
+            answer = ticket.answer
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
             if calls := self._calls[index]:
-                read = calls.feed(reply.text, last=True)
+                read = calls.feed(answer.text, last=True)
                 for call in read.get("tool_calls", ()):
                     del call["index"]
                 message |= {"content": None if calls.count else "", **read}
-            content = {"message": message} if self._chat else {"text": self._echoes[index] + reply.text}
-            choices.append(self._choice(index, content, reply.likelihoods, reply.finish_reason))
+            content = {"message": message} if self._chat else {"text": self._echoes[index] + answer.text}
+            choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason))
         return {**self._body(choices, "chat.completion"), "usage": self._usage()}
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def _first_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks before the first text: the role in a chat, else what is echoed."""
         delta = {"delta": {"role": "assistant", "content": ""}}
         contents = [delta if self._chat else {"text": text} for text in self._echoes if self._chat or text]
@@ -62,7 +89,7 @@ class OpenAIFormat:
         if calls := self._calls[index]:
             delta = calls.feed(text, event.last)
         content: dict[str, Any] = {"delta": delta} if self._chat else {"text": text}
-        reason = self._tickets[index].reply.finish_reason if event.last else None
+        reason = self._tickets[index].answer.finish_reason if event.last else None
         choice = self._choice(index, content, event.likelihoods, reason)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
@@ -79,7 +106,7 @@ class OpenAIFormat:
         prompts = self._tickets[:: self._n]
         stats, prompt = Stats(), sum(len(ticket.request.prompt) for ticket in prompts)
         for ticket in self._tickets:
-            stats += ticket.reply.stats
+            stats += ticket.answer.stats
         return {
             "prompt_tokens": prompt,
             "completion_tokens": stats.tokens,

@@ -8,21 +8,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from medusa_cli.serve.errors import Refusal
+from medusa_cli.serve.errors import Refusal, failure
+from medusa_cli.serve.openai_format import sse
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     FORM,
     LIST,
     MAX_NAME,
     MAX_TOOLS,
-    OBJECT,
     TEXT,
-    TEXT_OR_OBJECT,
     ChatRequest,
+    Common,
+    Content,
     Function,
-    StreamOptions,
+    NoList,
     Strict,
+    ToolChoice,
     Unused,
+    text_of,
 )
 from medusa_cli.serve.tools import CallReader
 
@@ -30,20 +33,13 @@ from medusa_cli.serve.tools import CallReader
 FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
-class Part(Strict):
+class AnyTextPart(Strict):
     """Part of a message's content."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Unused = None
     logprobs: Unused = None
-
-
-Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(LIST)], FORM]
-
-
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class PastItem(Strict):
@@ -58,7 +54,7 @@ class MessageItem(PastItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: Content[AnyTextPart]
     phase: Unused = None
 
 
@@ -76,7 +72,7 @@ class CallOutputItem(PastItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: Content[AnyTextPart]
 
 
 def _kind(value: Any) -> str:
@@ -123,36 +119,21 @@ class ChosenTool(Typed):
     name: str
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Common):
     """Body of /v1/responses: what maps onto a chat. Nothing is stored."""
 
-    model: str
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)] | Annotated[list[Item], Field(min_length=1), Tag(LIST)], FORM
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ChosenTool, Tag(OBJECT)],
-            TEXT_OR_OBJECT,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[ChosenTool] | None = None
     parallel_tool_calls: bool = False
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
+    include: NoList | None = None
     reasoning: Unused = None
     prompt_cache_key: Unused = None
     safety_identifier: Unused = None
@@ -188,9 +169,9 @@ class ResponsesRequest(Strict):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
             if isinstance(item, MessageItem):
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, CallOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             else:
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 if not messages or messages[-1]["role"] != "assistant":
@@ -213,33 +194,31 @@ class ResponsesFormat:
 
     def whole(self) -> dict[str, Any]:
         """Returns the finished response."""
-        self._add(self._ticket.reply.text, last=True)
+        self._add(self._ticket.answer.text, last=True)
         return self._response(ended=True)
 
-    async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yields the response's events with their names; raises what fails it."""
+    async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
+        """Yields the response as server-sent events with names."""
         async with aclosing(events):
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._response())
             async for _, event in events:
                 if event.error is not None:
-                    raise event.error
+                    error = {"code": "server_error", "message": str(failure(event.error))}
+                    failed = {**self._response(), "status": "failed", "error": error}
+                    yield self._event("response.failed", response=failed)
+                    return
                 for item_event in self._add("".join(piece.text for piece in event.pieces), event.last):
                     yield item_event
-        cut = self._ticket.reply.finish_reason == "length"
+        cut = self._ticket.answer.finish_reason == "length"
         response = self._response(ended=True)
         yield self._event("response.incomplete" if cut else "response.completed", response=response)
 
-    def failure(self, reason: Refusal) -> tuple[str, dict[str, Any]]:
-        """Returns the event of a response that failed."""
-        error = {"code": "server_error", "message": str(reason)}
-        return self._event("response.failed", response={**self._response(), "status": "failed", "error": error})
-
-    def _event(self, name: str, /, **fields: Any) -> tuple[str, dict[str, Any]]:
+    def _event(self, name: str, /, **fields: Any) -> str:
         self._sequence += 1
-        return name, {"type": name, "sequence_number": self._sequence - 1, **fields}
+        return sse({"type": name, "sequence_number": self._sequence - 1, **fields}, name)
 
-    def _add(self, text: str, last: bool) -> list[tuple[str, dict[str, Any]]]:
+    def _add(self, text: str, last: bool) -> list[str]:
         """Adds text to the items; returns the events."""
         delta: dict[str, Any] = {"content": text} if text else {}
         if self._calls is not None:
@@ -267,7 +246,7 @@ class ResponsesFormat:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _begin(self, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    def _begin(self, item: dict[str, Any]) -> list[str]:
         """Begins an item; returns the events, those of the item before it first."""
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
@@ -275,12 +254,12 @@ class ResponsesFormat:
         index = len(self._items) - 1
         return [*events, self._event("response.output_item.added", output_index=index, item=dict(self._items[-1]))]
 
-    def _end(self) -> list[tuple[str, dict[str, Any]]]:
+    def _end(self) -> list[str]:
         """Ends the open item, if any; returns the events."""
         if not self._open:
             return []
         self._open, item, place = False, self._items[-1], self._place()
-        item["status"] = "incomplete" if self._ticket.reply.finish_reason == "length" else "completed"
+        item["status"] = "incomplete" if self._ticket.answer.finish_reason == "length" else "completed"
         if item["type"] == "message":
             [part] = item["content"]
             at = {**place, "content_index": 0}
@@ -294,8 +273,8 @@ class ResponsesFormat:
         return [*events, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
-        body, stats, reply = self._body, self._ticket.reply.stats, self._ticket.reply
-        cut = ended and reply.finish_reason == "length"
+        body, stats, answer = self._body, self._ticket.answer.stats, self._ticket.answer
+        cut = ended and answer.finish_reason == "length"
         given = body.model_dump(include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True)
         prompt = len(self._ticket.request.prompt)
         usage = {

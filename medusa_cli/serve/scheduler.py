@@ -34,14 +34,14 @@ class Event:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the queue or in a slot, its reply so far, and the callback that receives its events.
+    """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
     reused: tokens of the prompt that came from the prefix cache. abandoned: nobody waits for the answer, so the
     scheduler frees its slot before the next step.
     """
 
     request: Request
-    reply: Answer
+    answer: Answer
     deliver: Callable[[Event], None]
     submitted: float = field(default_factory=time.perf_counter)
     reused: int = 0
@@ -174,9 +174,9 @@ class Scheduler:
     def _deliver(self, sequence: Sequence, step: Step) -> None:
         """Hands a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
-        pieces = ticket.reply.add(step, sequence.finish_reason)
+        pieces = ticket.answer.add(step, sequence.finish_reason)
         self._metrics.count(step)
-        if ticket.reply.finish_reason is None:
+        if ticket.answer.finish_reason is None:
             ticket.deliver(Event(pieces, step.likelihoods))
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
@@ -186,7 +186,7 @@ class Scheduler:
     def _remember(self, ticket: Ticket) -> None:
         """Indexes an answer, after the end of its prompt, beside the last ones; the oldest give way."""
         if self._answers.maxlen:
-            self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.reply.tokens])
+            self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.answer.tokens])
             while sum(map(len, self._answers)) > MAX_REMEMBERED:
                 self._answers.popleft()
             self._remembered.index(self._answers)
@@ -200,8 +200,8 @@ class Scheduler:
 
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
-        ticket.reply.cancel()
-        self._metrics.requests.labels("error" if event.error else str(ticket.reply.finish_reason)).inc()
+        ticket.answer.cancel()
+        self._metrics.requests.labels("error" if event.error else str(ticket.answer.finish_reason)).inc()
         self._metrics.request.observe(ticket.seconds)
         ticket.deliver(event)
 

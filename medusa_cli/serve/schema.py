@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -17,11 +17,11 @@ FIXED = {"best_of", "suffix", "annotations"}
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
-TEXT_OR_OBJECT = Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT)
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 NoList = Annotated[list[Any], Field(max_length=0)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Unused = Annotated[Any, Field(description="taken and not used")]
+Form = TypeVar("Form")  # what chats and responses write differently
 
 
 class Strict(BaseModel):
@@ -87,13 +87,22 @@ class StructuredOutputs(Strict):
 
 
 class Common(Strict):
-    """Fields of all requests: sampling, stop criteria, streaming."""
+    """Fields of all requests for an answer."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+
+
+class Sampled(Common):
+    """Fields of chats and completions: sampling, stop criteria, forms of the answer."""
+
     top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 is no cut; not in OpenAI's API")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
@@ -103,10 +112,6 @@ class Common(Strict):
         | None
     ) = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -133,11 +138,19 @@ class Common(Strict):
         return None if given is None else given.grammar
 
 
+Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Form], Tag(LIST)], FORM]
+
+
 class TextPart(Strict):
     """Part of a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+def text_of(content: str | list[Any]) -> str:
+    """Returns the text of a content, whose parts stand side by side."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Function(Strict):
@@ -203,11 +216,17 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[Form, Tag(OBJECT)],
+    Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+]
+
+
 class Message(Strict):
     """Turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], FORM] | None = None
+    content: Content[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: NoList | None = None
@@ -226,9 +245,8 @@ class Message(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates take."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": text_of(self.content or "")}
         if self.role == "tool":
             return {**message, "tool_call_id": self.tool_call_id, **({"name": self.name} if self.name else {})}
         calls = [
@@ -267,7 +285,7 @@ class Conversation(Strict):
         return [tool.plain for tool in self.tools or ()]
 
 
-class ChatRequest(Common, Conversation):
+class ChatRequest(Sampled, Conversation):
     """Body of /v1/chat/completions."""
 
     max_tokens: int | None = Field(None, ge=1)
@@ -275,13 +293,7 @@ class ChatRequest(Common, Conversation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat = ResponseFormat()
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
-            TEXT_OR_OBJECT,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[NamedTool] | None = None
     parallel_tool_calls: bool = Field(False, description="required calls may be several")
     reasoning_effort: Unused = None
     prediction: Unused = None
@@ -340,7 +352,7 @@ def _form_of_prompt(value: Any) -> str:
     return TEXTS if isinstance(first, str) else LISTS if isinstance(first, list) else LIST
 
 
-class CompletionRequest(Common):
+class CompletionRequest(Sampled):
     """Body of /v1/completions: texts, or lists of token ids, to continue."""
 
     prompt: Annotated[
