@@ -16,7 +16,7 @@ from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import answer_all, first_difference, save
-from medusa_cli.bench.stats import Answer, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
+from medusa_cli.bench.stats import Measurement, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
 from medusa_cli.decode import LogitsOptions, Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
@@ -48,10 +48,10 @@ def refused(place: Path, code: int, part: str, *words: str) -> None:
 def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> Method:
     """Returns a method that answers with `answer(count)`, and keeps the prompts."""
 
-    def answers(asked: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Answer]:
+    def answers(asked: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Measurement]:
         if prompts is not None:
             prompts.extend(asked)
-        return [Answer([answer(count)]) for _ in asked]
+        return [Measurement([answer(count)]) for _ in asked]
 
     return answers
 
@@ -69,7 +69,11 @@ def ask(*turns: str) -> Result:
 
 
 def test_figures_follow_from_tokens_and_seconds() -> None:
-    answers = {"hf": Answer([[1] * 20], 2.0), "ar": Answer([[1] * 20], 1.0), "medusa": Answer([[1] * 20], 0.5)}
+    answers = {
+        "hf": Measurement([[1] * 20], 2.0),
+        "ar": Measurement([[1] * 20], 1.0),
+        "medusa": Measurement([[1] * 20], 0.5),
+    }
     for name, steps, accepted, seconds in (("ar", 20, 0, 0.05), ("medusa", 10, 1, 0.06)):
         for _ in range(steps):
             answers[name].stats.add(Step([1] * (1 + accepted), 6, (0,), verify_s=seconds))
@@ -95,7 +99,7 @@ def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
 
 
 def test_positions_are_counted_from_paths() -> None:
-    answer = Answer([[]])
+    answer = Measurement([[]])
     answer.add(Step([1], verify_s=0.1))
     for path in ((0, 1, 3), (0, 1), (0, 2), (0, 1), (0,)):
         answer.add(Step([1], path=path))
@@ -136,9 +140,9 @@ def test_all_methods_see_the_references_history() -> None:
 def test_questions_in_a_batch_keep_their_own_histories_and_turns() -> None:
     calls: list = []
 
-    def numbered(prompts: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Answer]:
+    def numbered(prompts: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Measurement]:
         calls.append(list(prompts))
-        return [Answer([[9 + len(calls)] * (i + 1)]) for i in range(len(prompts))]
+        return [Measurement([[9 + len(calls)] * (i + 1)]) for i in range(len(prompts))]
 
     results = [ask("w1", "w2"), ask("w3"), ask("w4", "w5")]
     measure(tiny_backbone(), {"ar": numbered}, results, 3, 2)

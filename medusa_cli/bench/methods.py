@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from medusa_cli.assets import DEFAULT_MODEL, MODELS, has_package
-from medusa_cli.bench.stats import Answer
+from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
 from medusa_cli.decode.processors import generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
@@ -29,7 +29,7 @@ LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 DYNAMIC_NODES = 16  # of medusa-dynamic's trees, for a run without a tree
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
-Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Answer]]
+Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
 
 
 def split_names(text: str) -> list[str]:
@@ -110,9 +110,9 @@ def our_method(
     """Returns our decoding loop, plain without a policy."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
         decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
-        answers = [Answer([[]]) for _ in prompts]
+        answers = [Measurement([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling, logits_options=options) for prompt in prompts)
         for sequence, step in decoder.run(requests):
             answers[sequence.number].add(step)
@@ -134,7 +134,7 @@ def transformers_method(
     rule = sampling if sampling.greedy else replace(sampling, mode="exact")  # it has no typical acceptance
     drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS if lookup else None, "assistant_model": assistant}
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
         width = max(map(len, prompts))
         padded = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -152,7 +152,7 @@ def transformers_method(
                 **drafting,
                 **generate_arguments(rule, options, width),
             )
-        return [Answer([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
+        return [Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
 
     return answer
 
@@ -197,13 +197,13 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Answer]:
+    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
         body = json.dumps({"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}).encode()
         request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
         # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
         with urllib.request.urlopen(request) as reply:
             tokens: list[int] = json.load(reply)["tokens"]
         on_tokens(tokens)
-        return [Answer([tokens])]
+        return [Measurement([tokens])]
 
     return answer

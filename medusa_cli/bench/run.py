@@ -31,7 +31,7 @@ from medusa_cli.bench.methods import (
     transformers_method,
 )
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.stats import Answer, Result, reference_of, summarise
+from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
 from medusa_cli.decode import DraftPolicy, LogitsOptions, Sampling
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
@@ -270,7 +270,7 @@ def answer_all(
         for number, first in enumerate(range(0, len(results), size)):
             group, shift = results[first : first + size], number % len(names)
             for result in group:
-                result.answers |= {name: Answer() for name in names}
+                result.answers |= {name: Measurement() for name in names}
             for turn in range(max(len(result.question.turns) for result in group)):
                 for result in group if turn and fresh else ():
                     _add_prompt(backbone, result, turn, reference_of(names))

@@ -17,8 +17,8 @@ Sums = NDArray[np.float64]
 
 
 @dataclass
-class Answer:
-    """A method's answer to a question: token ids of each turn, seconds, and sums over steps (none: not our loop).
+class Measurement:
+    """Measures a method's answer to a question: token ids of each turn, seconds, sums over steps (none: not our loop).
 
     depths: steps by the number of draft tokens they accepted; prefill is no step.
     """
@@ -39,7 +39,7 @@ class Answer:
         if step.path:
             self.depths[len(step.path) - 1] += 1
 
-    def extend(self, turn: "Answer") -> None:
+    def extend(self, turn: "Measurement") -> None:
         """Appends the answer to a further turn."""
         self.turns += turn.turns
         self.seconds += turn.seconds
@@ -53,7 +53,7 @@ class Result:
 
     question: Question
     prompts: list[list[int]] = field(default_factory=list)
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Measurement] = field(default_factory=dict)
 
 
 def reference_of(names: Sequence[str]) -> str:

@@ -82,14 +82,14 @@ def generate(
                 raise ValueError(f"{name}=True would include rejected drafts: leave custom_generate out")
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
-        answer = Answer(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, loaded, prompt.to(model.device), answer, None if drafts == "always" else loaded.switch)
+        generation = Generation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        cache = run(model, loaded, prompt.to(model.device), generation, None if drafts == "always" else loaded.switch)
         if streamer is not None:
             streamer.end()
         if not as_dict:
-            return answer.ids
+            return generation.ids
         name = cache_name(GenerateDecoderOnlyOutput)
-        return GenerateDecoderOnlyOutput(sequences=answer.ids, **{name: cache}, **answer.kept)
+        return GenerateDecoderOnlyOutput(sequences=generation.ids, **{name: cache}, **generation.kept)
 
     # The class's own `generate` prepares prompt, processors and criteria as always, without gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
@@ -130,7 +130,7 @@ class DraftSwitch:
         self.drafts = max(self._speeds, key=self._speeds.__getitem__) if len(self._speeds) == 2 else not drafts
 
 
-class Answer:
+class Generation:
     """The tokens so far, chosen and stopped one by one as `generate` does."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
@@ -165,15 +165,17 @@ class Answer:
             path.append(child)
 
 
-def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, switch: DraftSwitch | None) -> DynamicCache:
+def run(
+    model: Any, loaded: "Loaded", prompt: Tensor, generation: Generation, switch: DraftSwitch | None
+) -> DynamicCache:
     """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
     backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
     options = {cache_name(type(model).forward): cache, "use_cache": True, "output_hidden_states": True}
     out = model(prompt, logits_to_keep=1, **options)
     states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
-    new = drafter.first_input(NewTokens(prompt[0], states, answer.choose(out.logits[0, -1]), 0))
-    while not answer.done:
+    new = drafter.first_input(NewTokens(prompt[0], states, generation.choose(out.logits[0, -1]), 0))
+    while not generation.done:
         began, start, drafts = time.perf_counter(), len(text), switch is None or switch.drafts
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
@@ -187,7 +189,7 @@ def run(model: Any, loaded: "Loaded", prompt: Tensor, answer: Answer, switch: Dr
             position_ids=positions[None],
             **options,
         )
-        path, root = answer.accept(out.logits[0], draft)
+        path, root = generation.accept(out.logits[0], draft)
         rows, states = torch.tensor(path, device=prompt.device), tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
         accepted = NewTokens(draft.tokens[rows], states[rows], root, start)
