@@ -54,12 +54,12 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/event-stream": {}}}}
 
 
-def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
+def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
     """Returns the ASGI application, and the scheduler that its caller runs and drains."""
     metrics = Metrics()
     scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
-    handler = Handler(medusa, scheduler, limits)
+    handler = Handler(medusa, scheduler, limits, templates)
     started = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
@@ -144,9 +144,8 @@ def build(medusa: Medusa, limits: Limits) -> tuple[Any, Scheduler]:
 class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
-    def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits) -> None:
-        self._medusa, self._scheduler, self._limits = medusa, scheduler, limits
-        self._templates = TemplateProcess(medusa.backbone, limits.template_s)
+    def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess) -> None:
+        self._medusa, self._scheduler, self._limits, self._templates = medusa, scheduler, limits, templates
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     def check_model(self, name: str) -> None:

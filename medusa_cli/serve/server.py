@@ -22,6 +22,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.protocol import Protocol
+from medusa_cli.serve.templates import TemplateProcess
 
 # Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
 # for a client that does not read.
@@ -34,7 +35,8 @@ class Server:
     """Takes requests in a thread of its own, and decodes in the one that calls `run`."""
 
     def __init__(self, medusa: Medusa, limits: Limits) -> None:
-        app, self._scheduler = build(medusa, limits)
+        self._templates = TemplateProcess(medusa.backbone, limits.template_s)
+        app, self._scheduler = build(medusa, limits, self._templates)
         self._head_s = limits.head_s
         # A quarter is for other files: the listener, the log, the model.
         limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
@@ -74,6 +76,7 @@ class Server:
         self._scheduler.run()
         self._web.should_exit = True  # after the last lines are sent
         web.join()
+        self._templates.close()
 
     def stop(self) -> None:
         """Refuses new requests, finishes those under way, then ends; a second call raises KeyboardInterrupt."""
