@@ -1,6 +1,7 @@
 """The server answers as plain decoding does, in OpenAI's form; it limits sizes, time and access, and frees slots."""
 
 import gzip
+import http.client
 import itertools
 import json
 import logging
@@ -16,7 +17,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -567,10 +567,12 @@ def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
-    with serving(medusa, path, host="") as server:
-        transport = httpx.HTTPTransport(uds=str(path))
-        client = server.openai(base_url="http://some.where/v1", http_client=httpx.Client(transport=transport))
-        assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
+    with serving(medusa, path, host=""):
+        connection = http.client.HTTPConnection("some.where")
+        with socket.socket(socket.AF_UNIX) as connection.sock:
+            connection.sock.connect(str(path))
+            connection.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
+            assert json.load(connection.getresponse())["choices"][0]["finish_reason"] == "length"
         with pytest.raises(UsageError, match="uds"):
             listen("", 0, path)
 
