@@ -146,6 +146,7 @@ class Handler:
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess) -> None:
         self._medusa, self._scheduler, self._limits, self._templates = medusa, scheduler, limits, templates
+        self._rendering = asyncio.Lock()  # a slow chat template holds up other chats alone
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     def check_model(self, name: str) -> None:
@@ -257,24 +258,32 @@ class Handler:
         if body.model is not None:
             self.check_model(body.model)
         try:
+            if isinstance(body, Conversation):
+                async with self._rendering:
+                    text = await run_in_threadpool(self._render, body)
+                async with self._encoding:
+                    return [await run_in_threadpool(token_ids, self._medusa.backbone, text)]
             async with self._encoding:
                 return await run_in_threadpool(self._token_ids, body)
         except UserError as reason:
             field = next(field for field in ("messages", "prompt", "tokens") if field in body.model_fields_set)
             raise self._refusal(reason, field) from reason
 
-    def _token_ids(self, body: Body) -> list[list[int]]:
-        backbone = self._medusa.backbone
-        if isinstance(body, Conversation):
-            own = signature(backbone.tokenizer.apply_chat_template).parameters
-            for name in body.chat_template_kwargs:
-                if name in own:
-                    param = f"chat_template_kwargs.{name}"
-                    raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
-            messages, more = describe_tools(backbone, [message.plain for message in body.messages], body.offered)
-            return [token_ids(backbone, self._templates.render(messages, {**body.template, **more}))]
+    def _render(self, body: Conversation) -> str:
+        """Returns a conversation as the text of a prompt."""
+        own = signature(self._medusa.backbone.tokenizer.apply_chat_template).parameters
+        for name in body.chat_template_kwargs:
+            if name in own:
+                param = f"chat_template_kwargs.{name}"
+                raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
+        plain = [message.plain for message in body.messages]
+        messages, more = describe_tools(self._medusa.backbone, plain, body.offered)
+        return self._templates.render(messages, {**body.template, **more})
+
+    def _token_ids(self, body: CompletionRequest | TokenizeText | DetokenizeRequest) -> list[list[int]]:
+        """Returns the token ids of prompts."""
         if isinstance(body, TokenizeText):
-            return [token_ids(backbone, body.prompt, begin=body.add_special_tokens)]
+            return [token_ids(self._medusa.backbone, body.prompt, begin=body.add_special_tokens)]
         return [self._medusa.encode(prompt, raw=True) for prompt in body.prompts]
 
     def _refusal(self, reason: UserError, param: str) -> Refusal:
