@@ -59,7 +59,6 @@ def test_a_model_is_served_with_a_chat_template_of_ones_own(tmp_path: Path, monk
         patched.setattr(server, "Server", record)
         words = ["--model", model, "--baseline", "--port", "0", "--dtype", "fp32"]
         medusa("serve", *words, "--chat-template", template, exit_code=1)
-        assert medusa("serve", *words, "--chat-template", tmp_path / "none", exit_code=2).exit_code == 2
     with serving(loaded[0]) as served:
         body = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}
         _, _, tokens = served.post(body, "/tokenize")
