@@ -43,7 +43,7 @@ AVX2 := MEDUSA_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENA
 
 test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU without AVX-512 and bf16
 	$(BIN)/medusa assets
-	$(AVX2) $(PYTEST) -m 'not slow' tests/test_eager.py tests/test_fast.py tests/test_kernels.py \
+	$(AVX2) $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_kernels.py \
 		tests/test_autotune.py tests/test_default_model.py
 
 # The libraries are those of .venv; its own copy of the package is found by no path.

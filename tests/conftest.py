@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.helpers import save_model
 
     return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def backbone(model: str) -> Any:
+    """Returns the module's model in fp32 on the eager engine."""
+    from medusa_cli.engine import load_backbone
+    from medusa_cli.runs.resolve import LoadOptions
+
+    return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))

@@ -5,18 +5,25 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import DEVNULL, CompletedProcess, Popen
 from typing import Any
 
 from medusa_cli import cli
 
 RUN = Path("runs/r")  # in the folder that a command is started in
 PATIENCE = 600.0
+# How a user starts two processes.
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.listdir"}
 FILE_METHODS = {"write", "flush", "truncate"}
+
+
+# Words of `medusa`, or a function that is called instead.
+Command = Sequence[str] | Callable[[], None]
 
 
 @dataclass
@@ -29,7 +36,7 @@ class Child:
     seconds: float = 0.0  # of processor time: unlike the clock's, other work does not stretch them
 
 
-def run(words: Sequence[str], place: Path, size: int = 1) -> CompletedProcess[str]:
+def run(words: Command, place: Path, size: int = 1) -> CompletedProcess[str]:
     """Runs `medusa WORDS` in a folder to the end, by so many processes as torchrun would start them."""
     place.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -41,11 +48,11 @@ def run(words: Sequence[str], place: Path, size: int = 1) -> CompletedProcess[st
     output = "".join(child.output.read_text() for child in children)
     results = "".join((place / f"results-{rank}.txt").read_text() for rank in range(size))
     codes = [child.code for child in children if child.code]
-    return CompletedProcess(words, codes[0] if codes else 0, results, output)
+    return CompletedProcess([], codes[0] if codes else 0, results, output)
 
 
 def start(
-    words: Sequence[str],
+    words: Command,
     place: Path,
     *,
     die_at: int | None = 0,
@@ -80,9 +87,12 @@ def start(
             os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_ADDR="127.0.0.1")
         operations = [0] if die_at is None else count_operations(die_at)
         try:
-            cli.app(list(words))
+            words() if callable(words) else cli.app(list(words))
+            code = 0
         except SystemExit as done:
             code = done.code if isinstance(done.code, int) else 0
+        except Exception:
+            traceback.print_exc()
         (place / f"operations-{rank}").write_text(str(operations[0]))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,6 +143,19 @@ def end(children: Sequence[Child], until: float | None = None) -> bool:
         assert time.monotonic() < late, f"a command hangs: {children[0].output.read_text()}"
         time.sleep(0.002)
     return killed and any(child.code == -signal.SIGKILL for child in children)
+
+
+def run_and_kill(words: Sequence[str], ready: Callable[[], bool], ranks: str = "01") -> None:
+    """Runs `medusa WORDS` by two processes, as a user starts them, and kills those of some ranks once it is ready."""
+    child = Popen([*TWO, "-m", "medusa_cli", *words], stdout=DEVNULL, stderr=DEVNULL)
+    late = time.monotonic() + 120
+    while time.monotonic() < late and child.poll() is None and not ready():
+        time.sleep(0.01)
+    for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split():
+        settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if any(f"RANK={rank}".encode() in settings for rank in ranks):
+            os.kill(int(pid), signal.SIGKILL)
+    assert child.wait(timeout=60) != 0  # torchrun ends the others
 
 
 def free_port() -> int:

@@ -1,6 +1,7 @@
 """Shared by tests: tiny models, stub drafters, the command line, saved runs, and plain decoding as reference."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -45,8 +46,8 @@ TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])  # of what save_
 SPARSE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
 
 
-def medusa(*words: Any, exit_code: int | None = None, input: str | None = None) -> Result:
-    """Runs `medusa WORDS` in this process; exit_code is asserted if given."""
+def medusa(*words: Any, exit_code: int | None = 0, input: str | bytes | None = None) -> Result:
+    """Runs `medusa WORDS` in this process; its exit code is asserted, None allows any."""
     result = CliRunner().invoke(app, [str(word) for word in words], input=input)
     assert exit_code is None or result.exit_code == exit_code, result.output
     return result
@@ -58,9 +59,14 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
+def python(code: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a Python of its own."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
+
+
 def medusa_json(*words: Any) -> Any:
     """Returns the document that `medusa WORDS --json` prints."""
-    return json.loads(medusa(*words, "--json", "--quiet", exit_code=0).stdout)
+    return json.loads(medusa(*words, "--json", "--quiet").stdout)
 
 
 def tiny_tokenizer(vocab: int = 64) -> Any:
@@ -117,6 +123,19 @@ def tiny_model(
     """Returns a random fp32 causal LM of a family, whose greedy text is not one token repeated."""
     import transformers as hf
 
+    kinds = (["sliding_attention", "full_attention"] * layers)[:layers]
+    config_class, model_class, own = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": None}),
+        "mistral-window": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 8}),
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
+        "gemma3": (
+            hf.Gemma3TextConfig,
+            hf.Gemma3ForCausalLM,
+            {"head_dim": 8, "sliding_window": 8, "layer_types": kinds},
+        ),
+    }[family]
     common = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -131,42 +150,13 @@ def tiny_model(
         "initializer_range": 0.4,
         "tie_word_embeddings": False,
     }
-    configs = {
-        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
-        "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": None}),
-        "mistral-window": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 8}),
-        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
-        "gemma3": (
-            hf.Gemma3TextConfig,
-            hf.Gemma3ForCausalLM,
-            {
-                "head_dim": 8,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"] * (layers // 2 + 1),
-            },
-        ),
-    }
-    config_class, model_class, extra = configs[family]
-    if family == "gemma3":
-        extra["layer_types"] = extra["layer_types"][:layers]
     torch.manual_seed(seed + 4)  # with the first few seeds some families repeat one token forever
-    return model_class(config_class(**{**common, **extra})).eval()
+    return model_class(config_class(**common | own)).eval()
 
 
-def tiny_backbone(
-    family: str = "llama",
-    *,
-    vocab: int = 64,
-    hidden: int = 32,
-    layers: int = 2,
-    positions: int = 512,
-    seed: int = 0,
-    engine: str = "eager",
-) -> Backbone:
+def tiny_backbone(family: str = "llama", *, vocab: int = 64, engine: str = "eager", **shape: int) -> Backbone:
     """Returns a backbone over tiny_model, in fp32."""
-    model = tiny_model(family, vocab=vocab, hidden=hidden, layers=layers, positions=positions, seed=seed)
-    backbone = Backbone(model, tiny_tokenizer(vocab), id=f"tiny-{family}")
+    backbone = Backbone(tiny_model(family, vocab=vocab, **shape), tiny_tokenizer(vocab), id=f"tiny-{family}")
     attach(backbone, engine)
     return backbone
 
@@ -203,15 +193,20 @@ def save_conversations(folder: Path, count: int = 30) -> Path:
 def adapted_backbone() -> Backbone:
     """Returns a model with a trainable adapter that changes its output."""
     network = tiny_model()
-    torch.manual_seed(1)
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
+    attach_adapter(network)
     backbone = Backbone(network, tiny_tokenizer())
     attach(backbone)
     adapter.unfreeze(network)
+    return backbone
+
+
+def attach_adapter(network: Any, std: float = 0.1) -> None:
+    """Attaches an adapter that changes the network's output."""
+    torch.manual_seed(1)
+    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
     for name, weight in network.named_parameters():
         if "lora_B" in name:  # fresh ones are zero
-            torch.nn.init.normal_(weight, std=0.1)
-    return backbone
+            torch.nn.init.normal_(weight, std=std)
 
 
 def answers_of(*answers: Tensor | Sequence[int], at: int = 0) -> list[Conversation]:
@@ -331,13 +326,9 @@ def medusa_drafter(backbone: Backbone, vocabulary: str = "own") -> MedusaHeads:
     return heads.eval()
 
 
-def save_model(folder: Path, **shape) -> str:
+def save_model(folder: Path, **shape: Any) -> str:
     """Saves a tiny Llama with its tokenizer; returns the path to give as --model."""
-    backbone = tiny_backbone(**shape)
-    backbone.model.set_attn_implementation("eager")
-    backbone.model.save_pretrained(folder)
-    backbone.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_network(tiny_model(**shape), folder)
 
 
 def save_run(
@@ -382,10 +373,10 @@ def save_bench(folder: Path) -> Path:
     return folder
 
 
-def bench(folder: Path, *words: str) -> Result:
+def bench(folder: Path, *words: Any, exit_code: int = 0) -> Result:
     """Runs `medusa bench` in fp32 over what save_bench wrote."""
     common = ["--questions", str(folder / "q.jsonl"), "--run", str(folder / "mine"), "--dtype", "fp32"]
-    return medusa("bench", *common, "--max-new-tokens", "20", *words)
+    return medusa("bench", *common, "--max-new-tokens", "20", *words, exit_code=exit_code)
 
 
 def conversation(number: int, turns: int = 1, length: int = 9) -> dict:
@@ -453,10 +444,32 @@ def generate_batch(
 ) -> list[list[Step]]:
     """Returns the steps of each of many prompts, of which `batch_size` run at a time."""
     decoder = decoder_of(backbone, drafter, policy, slots=batch_size)
-    steps: list[list[Step]] = [[] for _ in prompts]
-    for sequence, step in decoder.run(Request(prompt, **rules) for prompt in prompts):
+    return steps_of(decoder, [Request(prompt, **rules) for prompt in prompts])
+
+
+def steps_of(decoder: Decoder, requests: Sequence[Request]) -> list[list[Step]]:
+    """Returns the steps of each request, as many of which run at a time as the decoder has slots."""
+    steps: list[list[Step]] = [[] for _ in requests]
+    for sequence, step in decoder.run(requests):
         steps[sequence.number].append(step)
     return steps
+
+
+def change_json(path: Path, change: Callable[[Any], object] | None = None, **fields: Any) -> None:
+    """Changes a JSON document by a function, or the fields of its object."""
+    document = json.loads(path.read_text())
+    if change is not None:
+        change(document)
+    write_json(path, document | fields if fields else document)
+
+
+def assert_distributed(seen: Tensor, expected: Tensor) -> None:
+    """Asserts that counts are drawn from a distribution, given as the counts to expect (chi-square)."""
+    live = expected > 0
+    assert not seen[~live].any()
+    statistic = float(((seen - expected)[live] ** 2 / expected[live]).sum())
+    freedom = max(int(live.sum()) - 1, 1)
+    assert statistic < freedom + 4.5 * math.sqrt(2 * freedom)
 
 
 class ChatServer:

@@ -1,13 +1,13 @@
 """Imports point one way and in no circle, the core prints nothing and names no flags, and --help stays light."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import python
 
 PACKAGE = Path(__file__).parent.parent / "medusa_cli"
 # A module may import from its own layer's folder, from the layers after it, and from the leaves.
@@ -108,7 +108,7 @@ def test_no_imports_go_in_a_circle() -> None:
 def test_help_imports_no_command_and_nothing_heavy() -> None:
     code = "import sys; sys.argv[1:] = ['--help']; import medusa_cli.cli as cli\ntry: cli.main()\nfinally: "
     code += "print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code, check=True)
     loaded = done.stderr.split()
     assert "Commands:" in done.stdout and not {name.split(".")[0] for name in loaded} & (HEAVY | {"rich"})
     assert not [name for name in loaded if name.startswith("medusa_cli.commands")]

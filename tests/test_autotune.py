@@ -17,10 +17,8 @@ import torch
 from medusa_cli.engine import attach, autotune, load_backbone
 from medusa_cli.engine.autotune import (
     KernelTimings,
-    Timings,
     cost,
     fastest,
-    keep_timings,
     kernel_timings,
     machine_key,
     read_timings,
@@ -169,12 +167,6 @@ def test_damaged_file_is_replaced_by_new_timings(text: str, timed: list[str], ca
     assert messages and all(str(timings_file()) in message and "\n" not in message for message in messages)
     caplog.clear()
     assert kernel_timings(["fp32"], CONFIG) == timings and timed == ["fp32"] and not caplog.records
-
-
-def test_timings_of_other_keys_stay(timed: list[str]) -> None:
-    keep_timings("another machine", {"fp32": {1: 1e-9}})
-    assert cost(kernel_timings(["fp32"], CONFIG).seconds["fp32"], 1) == pytest.approx(0.03) and timed == ["fp32"]
-    assert read_timings("another machine", Timings) == {"fp32": {1: 1e-9}}
 
 
 @pytest.mark.parametrize("folder", ["a file", pytest.param("read-only", marks=pytest.mark.skipif(

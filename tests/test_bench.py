@@ -35,14 +35,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench_json(place: Path, *words: str) -> dict:
-    done = bench(place, "--json", *words)
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(bench(place, "--json", *words).stdout)
 
 
 def refused(place: Path, code: int, part: str, *words: str) -> None:
-    done = bench(place, *words)
-    assert done.exit_code == code and part in done.stderr, (words, done.stderr)
+    assert part in bench(place, *words, exit_code=code).stderr, words
 
 
 def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> Method:
@@ -199,7 +196,7 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
     short = [] if "--steps" in words else ["--max-new-tokens", "2"]
-    medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", *short, exit_code=0)
+    medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", *short)
     assert alive == [0, 0]
 
 
@@ -224,7 +221,7 @@ def test_a_bench_without_a_run_lies_under_the_models_name(
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
     words = ["--questions", place / "q.jsonl", "--limit", 1, "--max-new-tokens", 2, "--methods", "ar,medusa"]
     words += ["--drafter", place / "mine/drafter", "--tree", place / "mine/tree.json", "--dtype", "fp32"]
-    medusa("bench", "--model", named, *words, exit_code=0)
+    medusa("bench", "--model", named, *words)
     assert [path.name for path in Path("runs").iterdir()] == [kept]
 
 
@@ -232,8 +229,8 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
     run = save_run(tmp_path / "mine", str(place / "model"))
     run.bench_dir.write_text("in the way")
     for more in ([], ["--json"]):
-        done = bench(place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more)
-        assert done.exit_code == 1 and "ar" in done.stdout and str(run.bench_dir) in done.stderr
+        done = bench(place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more, exit_code=1)
+        assert "ar" in done.stdout and str(run.bench_dir) in done.stderr
 
 
 # Methods
@@ -356,7 +353,7 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
 def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
     words = ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12"]
-    done = medusa(*words, exit_code=0)
+    done = medusa(*words)
     assert done.stdout.count("--- plain decoding") == done.stdout.count("--- with drafts") == 4  # of two turns each
     document = json.loads(medusa(*words, "--json").stdout)
     assert document["methods"]["medusa"]["identical"] == 2

@@ -67,11 +67,6 @@ def test_accuracies_are_those_where_steps_begin() -> None:
     assert (result["roots"], result["counted"]) == (201, [300])
 
 
-def test_long_answers_are_not_cut() -> None:
-    tokens = torch.randint(0, 64, (700,))
-    assert measured(Oracle(0, 0), tokens, tokens[:3])["counted"] == [699 + 2, 698 + 1]
-
-
 class Unsure(Oracle):
     """Stub that is too sure by a factor: the tokens are drawn from its scores' softmax at another temperature."""
 
@@ -144,7 +139,7 @@ def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> No
     last = [line for line in log if line["event"] == "validated"][-1]
     assert document["positions"] == last["positions"]
     assert (run.path / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    assert "medusa tree" in medusa("calibrate", "--run", run.path, "--dtype", "fp32", exit_code=0).stdout
+    assert "medusa tree" in medusa("calibrate", "--run", run.path, "--dtype", "fp32").stdout
 
 
 @pytest.mark.parametrize("flag", ["--data", "--from"])
@@ -157,11 +152,6 @@ def test_run_that_learnt_from_other_data_is_measured_on_its_held_out_part(
     second.recipe_path.unlink()  # the drafter itself names its held-out fraction
     assert calibrate(second)["positions"] == ended["validation"]["positions"]
     assert second.calibration_path.is_file()
-
-
-def test_other_data_is_used_whole_and_can_be_limited(run: Run, others: Path) -> None:
-    assert calibrate(run, "--data", others)["answers"] == 10
-    assert calibrate(run, "--data", others, "--max-samples", "3")["answers"] == 3
 
 
 def test_states_are_computed_for_measured_conversations_alone(run: Run, others: Path) -> None:

@@ -142,7 +142,7 @@ def words(bare: str, tmp_path: Path) -> list[str]:
 
 def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
-    done = medusa(*words, "--recipe", tmp_path / "recipe.yaml", exit_code=0)
+    done = medusa(*words, "--recipe", tmp_path / "recipe.yaml")
     assert json.loads(done.stdout)["conversations"] == 12
     # The template lays out conversations without token ids as well.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
@@ -150,12 +150,12 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: lis
     settings = ["--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2", "train.max_tokens=64"]
     for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw],
                  ["--run", other, "--from", run, "train.stage=2", "--data", raw]):  # fmt: skip
-        medusa("train", *more, *settings, exit_code=0)
+        medusa("train", *more, *settings)
     for name in (run, other):
         output = Path(name, "calibration.json")
-        medusa("calibrate", "--run", name, "--data", raw, "--output", output, "--dtype", "fp32", exit_code=0)
-        medusa("tree", "--run", name, "--budget", "4", exit_code=0)
-        medusa("chat", "--run", name, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32", exit_code=0)
+        medusa("calibrate", "--run", name, "--data", raw, "--output", output, "--dtype", "fp32")
+        medusa("tree", "--run", name, "--budget", "4")
+        medusa("chat", "--run", name, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32")
     assert Run(Path(run)).chat_template == Run(Path(run, "inner")).chat_template == CHAT_TEMPLATE
 
 
@@ -163,7 +163,7 @@ def test_distillation_continues_with_its_own_template_alone(words: list[str], ba
     words = [*words, "--model", bare]
     assert "chat template" in medusa(*words, exit_code=1).stderr
     template, other = tmp_path / "tiny.jinja", tmp_path / "other.jinja"
-    first = medusa(*words, "--chat-template", template, "--max-samples", "3", exit_code=0)
+    first = medusa(*words, "--chat-template", template, "--max-samples", "3")
     assert json.loads(first.stdout)["conversations"] == 3
     assert json.loads(medusa(*words).stdout)["conversations"] == 12
     other.write_text(CHAT_TEMPLATE + "\n")
@@ -172,7 +172,7 @@ def test_distillation_continues_with_its_own_template_alone(words: list[str], ba
 
 def test_template_does_not_join_conversations_without_it(words: list[str], tmp_path: Path) -> None:
     own = save_model(tmp_path / "own")
-    medusa(*words, "--model", own, "--max-samples", "3", exit_code=0)
+    medusa(*words, "--model", own, "--max-samples", "3")
     medusa(*words, "--model", own, "--chat-template", tmp_path / "tiny.jinja", exit_code=1)
     assert Run(tmp_path / "run").chat_template is None
 

@@ -15,7 +15,7 @@ from medusa_cli import __version__, cli
 from medusa_cli.commands import assets as assets_command
 from medusa_cli.errors import LONGEST, UsageError, UserError, in_flags
 from medusa_cli.serve.errors import refusal_for
-from tests.helpers import medusa, medusa_json, program, save_conversations, save_model, save_run, write_lines
+from tests.helpers import medusa, medusa_json, program, python, save_conversations, save_model, save_run, write_lines
 
 LONG = "x" * 5000
 
@@ -42,7 +42,7 @@ def test_help_is_instant() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command(words: list[str]) -> None:
-    listed = medusa(*words, exit_code=0).stdout.split("Commands:")[1]
+    listed = medusa(*words).stdout.split("Commands:")[1]
     assert [line.split()[0] for line in listed.splitlines() if line.strip()] == list(cli.COMMANDS)
 
 
@@ -81,13 +81,11 @@ MISTAKES = [
     (2, f"tree --shape {LONG}", "--shape"),
     (2, "tree --shape 100,100,100", "1,024"),
     (2, "tree --shape 4,x", "--shape"),
-    (2, "tree --shape 4,0", "--shape"),
     (2, "tree --shape 2 --budget 3", "--budget and --shape"),
     (2, "tree --shape 2 --heads 0", "--heads 0"),
     (2, "tree --shape 2 --output .", "--output"),
     (2, "tree --budget many", "--budget"),
     (2, f"{TREE} --budget 0", "--budget 0"),
-    (2, f"{TREE} --budget -5", "--budget -5"),
     (2, f"{TREE} --budget 41", "--budget 41"),
     (2, f"{TREE} --heads 4", "--heads 4"),
     (1, "tree --run default", "medusa calibrate"),
@@ -102,7 +100,6 @@ MISTAKES = [
     (2, "chat --repetition-penalty 0", "--repetition-penalty"),
     (2, "bench --repetition-penalty nan", "--repetition-penalty"),
     (2, "chat --min-p 0.1", "--min-p"),
-    (2, "bench --min-p 2 --temperature 1", "--min-p"),
     (2, f"chat --random-seed {10**30}", "--random-seed"),
     (2, "chat --run \udcff", "--run"),
     (2, "chat --run ..", "--run"),
@@ -110,8 +107,6 @@ MISTAKES = [
     (2, ["chat", "--prompt", " "], "--prompt"),
     (1, "chat --model ./no-such-folder --baseline --prompt w1", "--model"),
     (2, "distill --temperature -1", "--temperature"),
-    (2, "distill --temperature nan", "--temperature"),
-    (2, "distill --temperature 1e-300", "--temperature"),
     (2, "distill --max-new-tokens 0", "--max-new-tokens"),
     (2, "distill --max-samples -3", "--max-samples"),
     (2, "distill --device gpu", "--device"),
@@ -123,9 +118,7 @@ MISTAKES = [
     (2, f"train train.lr={LONG}", "train.lr"),
     (2, f"train {LONG}=3", "xxx"),
     (2, f"{TRAIN} train.lrr=3", "train.lr"),
-    (2, f"{TRAIN} train.lr=x", "train.lr"),
     (2, f"{TRAIN} drafter=medussa", "medusa"),
-    (2, f"{TRAIN} drafter.num_heads=0", "drafter.num_heads=0"),
     (1, f"{TRAIN} gone.yaml", "gone.yaml"),
     (2, f"{TRAIN} a.yaml b.yaml", "b.yaml"),
     (1, f"{TRAIN} --data gone.jsonl", "gone.jsonl"),
@@ -139,8 +132,6 @@ MISTAKES = [
     (2, f"{TRAIN} --schedule sine", "--schedule sine"),
     (2, f"{JOINT} --tuning full", "train.objective=kl"),
     (2, f"{JOINT} --tuning full --quantize bnb.nf4 train.objective=ce", "train.tuning=full"),
-    (2, f"{JOINT} --stage 3", "train.stage=3"),
-    (2, f"{JOINT} --schedule cosine", "train.schedule='cosine'"),
     (2, f"{JOINT} drafter.vocabulary=shared", "drafter.vocabulary=shared"),
     (2, f"{FIRP} train.regress=1", "train.regress"),
     (2, f"{FIRP} --engine fast", "engine"),
@@ -155,7 +146,6 @@ MISTAKES = [
     (1, f"{BENCH} --questions nowhere.jsonl", "nowhere.jsonl"),
     (2, f"{BENCH} --methods ar --gguf {{place}}/q.jsonl", "--gguf"),
     (2, f"{BENCH} --methods llama.cpp", "--methods llama.cpp"),
-    (2, f"{BENCH} --methods llama.cpp-ngram", "--methods llama.cpp-ngram"),
     (2, f"{BENCH} --methods ar,hf --drafter {{place}}/mine/drafter", "--drafter"),
     (2, f"{BENCH} --values 3", "--values"),
     (2, f"{BENCH} --batch-size 2 --methods ar,hf-lookup", "hf-lookup"),
@@ -165,12 +155,10 @@ MISTAKES = [
     (2, f"{JUDGE} --judge-model wise", "--judge"),
     (2, f"{SWEEP} width", "--sweep 'width'"),
     (2, f"{SWEEP} nodes --values 2,x", "--values '2,x'"),
-    (2, f"{SWEEP} nodes --values 2.5", "--values"),
     (2, f"{SWEEP} nodes --values 9999", "--values 9999"),
     (2, f"{SWEEP} heads --values 7", "--values 7"),
     (2, f"{SWEEP} context --values 5000", "--values 5000"),
     (2, f"{SWEEP} temperature --values -1", "--values"),
-    (2, f"{SWEEP} temperature --values nan", "--values"),
     (2, f"{SWEEP} nodes --tree static", "--tree"),
     (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
     (2, f"{SWEEP} nodes --methods ar", "--methods"),
@@ -180,8 +168,6 @@ MISTAKES = [
     (2, f"{STEPS} 9 --mt-bench", "--mt-bench"),
     (2, f"{STEPS} 5000", "--steps"),
     (2, f"{STEPS} 20,510", "--steps"),
-    (2, f"{STEPS} 0", "--steps"),
-    (2, f"{STEPS} 20,", "--steps"),
     (2, f"{STEPS} many", "--steps"),
     (1, "report nowhere", "nowhere"),
     (1, "report {place}/model", "medusa bench"),
@@ -189,12 +175,10 @@ MISTAKES = [
     (1, "report {place}/mine/calibration.json", "calibration.json"),
     (2, f"{REPORT} --output page.txt", "--output page.txt"),
     (2, f"{EXPORT} --budget few", "--budget"),
-    (2, f"{EXPORT} --budget 0", "--budget"),
     (2, f"{EXPORT} --budget {'9' * 5000}", "--budget"),
     (2, f"{EXPORT} --to eagle3 --budget 5", "--budget"),
     (2, f"{EXPORT} --to onnx", "--to"),
     (2, "serve --host nowhere.invalid", "--host nowhere.invalid"),
-    (2, f"serve --host {LONG[:300]}", "--host"),
     (2, "serve --host \0", "--host"),
     (2, "serve --port 65536", "--port"),
     (2, "serve --ssl-certfile /no/such/file", "--ssl-certfile /no/such/file"),
@@ -266,7 +250,7 @@ def test_signal_exit_codes(number: int, code: int) -> None:
         f"assets._FETCH['sharegpt'] = lambda: os.kill(os.getpid(), {number})\n"
         "with console.terminated(): cli.app(['assets', 'sharegpt', '--quiet'])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = python(script)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 

@@ -127,36 +127,11 @@ def test_tables_are_escaped(cell: str | Text, terminal: io.StringIO) -> None:
     assert harmless(terminal).count(visible(HOSTILE)) == (5 if isinstance(cell, str) else 3)
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_a_wide_table_is_cut_into_parts_that_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr(console, "out", Screen(file=written, width=width))
-    head = ("method", "tokens/s", "speedup over hf", "95 %", "acceptance length", "overhead", "identical", "more")
-    cells = ("medusa-dynamic", "512.2", "1.33", "1.10-1.64", "1.00", "1.23", "reference", "0.123456789")
-    console.result(console.grid("title", head, [cells, cells], left=("method",), caption="a caption " * 20))
-    lines = written.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    parts = [line for line in lines if "medusa-dynamic" in line]
-    assert len(parts) > 2 and all(any(cell in line for line in parts) for cell in cells)
-
-
 def test_a_bar_shows_count_and_unit_and_is_escaped(terminal: io.StringIO) -> None:
     with console.progress("training \x1b]0;owned\x07", total=1000) as advance:
         advance(1000)
     text = terminal.getvalue()
     assert "\x1b]0;" not in text and "\\x1b]0;owned\\x07" in text and "1,000/1,000 tokens" in text
-
-
-def test_the_footer_holds_the_last_row_and_gives_it_back(terminal: io.StringIO) -> None:
-    with console.footer() as footer:
-        footer("x" * 300)
-    text = terminal.getvalue()
-    assert "\x1b[1;9r" in text and "\x1b[10;1H" in text and "x" * 199 in text and "x" * 200 not in text
-    assert text.rindex("\x1b[r") > text.rindex("x")
-    console.configure(quiet=True)
-    with console.footer() as footer:
-        footer("hidden")
-    assert terminal.getvalue() == text
 
 
 class Terminal:

@@ -20,13 +20,6 @@ def test_nothing_is_lost_doubled_or_changed_by_kills() -> None:
     assert re.search(r"^1[67] kills \(.*0 lost, 0 doubled, 0 changed, 0 files left", done.stdout, re.MULTILINE)
 
 
-def test_a_damaged_run_would_be_noticed() -> None:
-    count = Count()
-    count.compare("train", [("a", "1"), ("b", "2"), ("c", "3")], [("a", "1"), ("a", "1"), ("c", "4")])
-    assert (count.lost, count.doubled, count.changed) == (1, 1, 1)
-    assert count.faults == ["train: 1 lost, 1 doubled, 1 changed"]
-
-
 @pytest.mark.slow
 def test_a_broken_recovery_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of a conversation whose line was never written stay in the file: so a run would be after every kill."""

@@ -18,16 +18,17 @@ from tests.helpers import (
     SPARSE,
     Oracle,
     answer,
+    assert_distributed,
     decoder_of,
     generate_plain,
     medusa_drafter,
     plain,
+    steps_of,
     tiny_backbone,
     tokens_of,
 )
 from tests.test_accept import target_probs
 from tests.test_drafters import drafter_of
-from tests.test_firp import firp
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -101,22 +102,13 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(kind:
     decoder = Decoder(backbone, drafter_of(backbone, kind), policy, slots=8, cuda_graphs=True)
     before = graphs.captured
     assert before <= 24
+    requests = [
+        Request(PROMPT * (1 + i), max_new_tokens=12 + i, stop_ids=(), sampling=sampling)
+        for i, sampling in enumerate([*SAMPLINGS.values()] * 2)
+    ]
+    expected = [tokens_of(steps) for steps in steps_of(decoder_of(backbone), requests)]
     for _ in range(2):  # slots hold prefixes the second time
-        samplings = [*SAMPLINGS.values(), *SAMPLINGS.values()]
-        requests = [
-            Request(PROMPT * (1 + i), max_new_tokens=12 + i, stop_ids=(), sampling=sampling)
-            for i, sampling in enumerate(samplings)
-        ]
-        tokens: list[list[int]] = [[] for _ in requests]
-        for sequence, step in decoder.run(requests):
-            tokens[sequence.number] += step.tokens
-        for number, request in enumerate(requests):
-            alone = decoder_of(backbone)
-            sequence, first = alone.admit(request, number)
-            expected = list(first.tokens)
-            while not sequence.done:
-                expected += [token for _, step in alone.step() for token in step.tokens]
-            assert tokens[number] == expected
+        assert [tokens_of(steps) for steps in steps_of(decoder, requests)] == expected
     assert graphs.captured == before and graphs.runs > 20
 
 
@@ -224,12 +216,12 @@ def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: Stand
     assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5
     options = LogitsOptions(repetition_penalty=1.3)
     assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), logits_options=options))) == 5
-    assert not graphs.runs and decoder_of(backbone, firp(backbone), SPARSE, cuda_graphs=True).cuda_graphs is None
+    rides = decoder_of(backbone, drafter_of(backbone, "firp"), SPARSE, cuda_graphs=True)
+    assert not graphs.runs and rides.cuda_graphs is None
 
 
 @pytest.mark.parametrize("sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy])
 def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None:
-    """Chi-square over independent draws."""
     nodes, draws = 3, 4000
     logits = 1.5 * torch.randn(nodes, 12, generator=torch.Generator().manual_seed(3))
     logits = (2 * logits).round() / 2  # with ties
@@ -239,12 +231,7 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
     assert certain.all()
     expected = draws * target_probs(logits, sampling).double()
     for node in range(nodes):
-        seen = torch.bincount(chosen[:, node], minlength=12).double()
-        live = expected[node] > 0
-        assert not seen[~live].any()
-        statistic = float(((seen - expected[node])[live] ** 2 / expected[node][live]).sum())
-        freedom = max(int(live.sum()) - 1, 1)
-        assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5
+        assert_distributed(torch.bincount(chosen[:, node], minlength=12).double(), expected[node])
 
 
 @pytest.mark.parametrize(

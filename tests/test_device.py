@@ -18,8 +18,9 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
+from tests import helpers
 from tests.device import NAME, Device, Stray
-from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer, tokens_of
 from tests.test_drafters import drafter_of
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -101,15 +102,7 @@ def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Returns the answers of plain decoding on the CPU."""
-    backbone = tiny_backbone("qwen3", layers=4)
-    answers = []
-    for number, request in enumerate(REQUESTS):
-        decoder = decoder_of(backbone)
-        sequence, first = decoder.admit(request, number)
-        answers.append(list(first.tokens))
-        while not sequence.done:
-            answers[-1] += decoder.step()[0][1].tokens
-    return answers
+    return [tokens_of(steps) for steps in helpers.steps_of(decoder_of(tiny_backbone("qwen3", layers=4)), REQUESTS)]
 
 
 def drafter_on(device: Device, kind: str) -> HeadDrafter:

@@ -10,27 +10,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
-from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, write
-from tests.helpers import medusa, save_model, save_run
+from tests.helpers import change_json, medusa, save_model, save_run
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), layers=5)
-
-
-@pytest.fixture(scope="module")
-def backbone(model: str) -> Backbone:
-    return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
 
 
 def medusa_run(folder: Path, backbone: Backbone, vocabulary: str = "own", layers: int = 2, **settings: Any) -> Run:
@@ -168,10 +161,8 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(
 ) -> None:
     run = eagle_run(tmp_path, model)
     export_eagle3(source_of(run), tmp_path / "out")
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    del config[left_out]  # vLLM reads the other one, SGLang this one, or vice versa
-    path.write_text(json.dumps(config))
+    # vLLM reads the other one, SGLang this one, or vice versa
+    change_json(tmp_path / "out" / "config.json", lambda config: config.pop(left_out))
     back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model)[0]
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     configs = [json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)]

@@ -4,12 +4,11 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, save_tree
+from tests.helpers import attach_adapter, medusa, medusa_json, python, save_model, save_run, tiny_tokenizer
 from tests.helpers import generate as decode
-from tests.helpers import medusa, medusa_json, save_model, save_run, tiny_tokenizer
 
 PROMPT = torch.tensor([[3, 6, 9, 20, 31, 44, 12]])
 KINDS = {
@@ -45,6 +44,11 @@ KINDS = {
     "eagle": (Eagle, {"taps": (1, 2, 3)}),
 }
 Export = Callable[..., Path]
+
+
+def drafting(folder: Path, **more: Any) -> dict[str, Any]:
+    """Returns the arguments by which transformers' `generate` drafts."""
+    return {"custom_generate": str(folder), "trust_remote_code": True, **more}
 
 
 def save_drafter(folder: Path, model: str, name: str = "hydra") -> Run:
@@ -81,14 +85,13 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
     """Asserts that exported and plain `generate` give the same tokens; returns the passes of the former."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(5)
-    plain = model.generate(prompt, max_new_tokens=48, **settings)
-    passes: list[int] = []
+    model, answers, passes = AutoModelForCausalLM.from_pretrained(folder), [], list[int]()
     model.register_forward_hook(lambda *_: passes.append(1))
-    torch.manual_seed(5)
-    drafting = {"custom_generate": str(folder), "trust_remote_code": True, "drafts": "always"}
-    assert model.generate(prompt, max_new_tokens=48, **drafting, **settings).tolist() == plain.tolist()
+    for how in ({}, drafting(folder, drafts="always")):
+        passes.clear()
+        torch.manual_seed(5)
+        answers.append(model.generate(prompt, max_new_tokens=48, **how, **settings).tolist())
+    assert answers[0] == answers[1]
     return len(passes)
 
 
@@ -143,7 +146,7 @@ def test_it_runs_offline_without_this_package(export: Export, tmp_path: Path) ->
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     env.pop("PYTHONPATH", None)
-    done = subprocess.run([sys.executable, "-c", code], cwd=export(), env=env, capture_output=True, text=True)
+    done = python(code, cwd=export(), env=env)
     assert done.stdout.strip() == "identical", done.stderr
 
 
@@ -151,10 +154,7 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run = save_drafter(tmp_path / "run", model)
     network = AutoModelForCausalLM.from_pretrained(model)
-    lora.attach(network, rank=4, alpha=8, dropout=0.0)
-    for name, weight in network.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.2)
+    attach_adapter(network, std=0.2)
     lora.save(network, run.adapter_dir, model)
     export_hf(find_source(f"{run.path}/"), tmp_path / "out")
     compare(tmp_path / "out")
@@ -207,7 +207,7 @@ def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) 
     words = ["export", "--to", "hf", "--run", f"{run.path}/", "--output"]
     assert medusa_json(*words, tmp_path / "out")["format"] == "hf"
     assert "--overwrite" in medusa(*words, tmp_path / "out", exit_code=1).stderr
-    medusa(*words, tmp_path / "out", "--overwrite", exit_code=0)
+    medusa(*words, tmp_path / "out", "--overwrite")
     sums = [line.split("  ") for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()]
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "SHA256SUMS"]
     assert {tmp_path / "out" / name for _, name in sums} == set(files)
@@ -266,14 +266,12 @@ def test_the_faster_way_is_used_and_the_other_is_retried(pays: bool) -> None:
 def test_left_padding_scores_and_logits(export: Export) -> None:
     folder = export()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    drafting = {"custom_generate": str(folder), "trust_remote_code": True}
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1)
     mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
     settings = {"max_new_tokens": 20, "return_dict_in_generate": True, "attention_mask": mask}
     for wanted, other in (("scores", "logits"), ("logits", "scores")):
-        flags = {f"output_{wanted}": True, "repetition_penalty": 1.3}
-        plain = model.generate(padded, **flags, **settings)
-        drafted = model.generate(padded, **flags, **drafting, **settings)
+        settings |= {f"output_{wanted}": True, f"output_{other}": False, "repetition_penalty": 1.3}
+        plain, drafted = (model.generate(padded, **how, **settings) for how in ({}, drafting(folder)))
         assert drafted.sequences.tolist() == plain.sequences.tolist() and getattr(drafted, other) is None
         rows = torch.cat(getattr(drafted, wanted))
         torch.testing.assert_close(rows, torch.cat(getattr(plain, wanted)), atol=1e-4, rtol=1e-4)
@@ -296,18 +294,17 @@ def test_the_streamer_gets_every_token(export: Export) -> None:
 def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None:
     folder, tokenizer = export(), tiny_tokenizer()
     tokenizer.add_tokens("abcdef")  # before which StopStringCriteria sets every token, to see what it adds
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    drafting = {"custom_generate": str(folder), "trust_remote_code": True}
+    model, how = AutoModelForCausalLM.from_pretrained(folder), drafting(folder)
     full = model.generate(PROMPT, max_new_tokens=40)
     settings = {"max_new_tokens": 40, "stop_strings": [tokenizer.decode(full[0, 20:22])]}
     plain = model.generate(PROMPT, tokenizer=tokenizer, **settings)
     assert plain.shape[1] < full.shape[1]
-    assert model.generate(PROMPT, tokenizer=tokenizer, **drafting, **settings).tolist() == plain.tolist()
+    assert model.generate(PROMPT, tokenizer=tokenizer, **how, **settings).tolist() == plain.tolist()
     config = GenerationConfig(**settings)
-    drafted = model.generate(PROMPT, generation_config=config, tokenizer=tokenizer, **drafting)
+    drafted = model.generate(PROMPT, generation_config=config, tokenizer=tokenizer, **how)
     assert drafted.tolist() == plain.tolist() and config.stop_strings == settings["stop_strings"]
     with pytest.raises(ValueError, match="tokenizer="):
-        model.generate(PROMPT, **drafting, **settings)
+        model.generate(PROMPT, **how, **settings)
 
 
 @pytest.mark.parametrize("name", ["hydra++", "amphista", "eagle"])
@@ -335,16 +332,17 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
 def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
     folder = export()
     model = AutoModelForCausalLM.from_pretrained(folder.parent / "model")
-    drafting = {"max_new_tokens": 8, "custom_generate": str(folder), "trust_remote_code": True}
+    how = drafting(folder, max_new_tokens=8)
     with pytest.raises(ValueError, match="drafter="):
-        model.generate(PROMPT, **drafting)
-    drafting["drafter"] = str(folder)
-    assert model.generate(PROMPT, **drafting).tolist() == model.generate(PROMPT, max_new_tokens=8).tolist()
-    for flag in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=flag):
-            model.generate(PROMPT, return_dict_in_generate=True, **{flag: True}, **drafting)
-    with pytest.raises(ValueError, match="drafts="):
-        model.generate(PROMPT, drafts="often", **drafting)
-    for several in ({"inputs": PROMPT.repeat(2, 1)}, {"inputs": PROMPT, "num_beams": 2}):
-        with pytest.raises(ValueError, match="one prompt at a time"):
-            model.generate(**several, **drafting)
+        model.generate(PROMPT, **how)
+    how["drafter"] = str(folder)
+    assert model.generate(PROMPT, **how).tolist() == model.generate(PROMPT, max_new_tokens=8).tolist()
+    for wrong, part in (
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"drafts": "often"}, "drafts="),
+        ({"num_beams": 2}, "one prompt at a time"),
+        ({"inputs": PROMPT.repeat(2, 1)}, "one prompt at a time"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            model.generate(**{"inputs": PROMPT, **wrong}, **how)

@@ -1,6 +1,5 @@
 """Python files that come with a model, tokenizer or adapter: never run without the flag, and nobody is asked."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
 from medusa_cli.model import lora
 from tests.checkpoints import medusa_heads, write
-from tests.helpers import medusa, save_model, save_run, tiny_model
+from tests.helpers import change_json, medusa, save_model, save_run, tiny_model
 
 FLAG = "--trust-remote-code"
 CODE = """
@@ -38,15 +37,12 @@ def save_with_code(folder: Path, kind: str = "own-kind", *, tokenizer: bool = Fa
     """Saves a tiny Llama whose config (or tokenizer) names a Python file beside it, which writes FOLDER/ran."""
     save_model(folder)
     (folder / "own.py").write_text(CODE.format(marker=str(folder / "ran"), kind=kind))
-    path = folder / ("tokenizer_config.json" if tokenizer else "config.json")
-    config = json.loads(path.read_text())
     if tokenizer:
         own = {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}
-        config |= {"auto_map": own, "tokenizer_class": "OwnTokenizer"}
+        change_json(folder / "tokenizer_config.json", auto_map=own, tokenizer_class="OwnTokenizer")
     else:
         own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-        config |= {"auto_map": own, "model_type": kind}
-    path.write_text(json.dumps(config))
+        change_json(folder / "config.json", auto_map=own, model_type=kind)
     return str(folder)
 
 
@@ -64,16 +60,17 @@ def ran(tmp_path: Path) -> Path:
     return tmp_path / "model" / "ran"
 
 
-def chat(model: str, *words: str) -> Result:
+def chat(model: str, *words: str, exit_code: int | None = 0) -> Result:
     common = ["--model", model, "--dtype", "fp32", "--baseline", "--prompt", "w1", "--max-new-tokens", "4"]
-    return medusa("chat", *common, *words, input="y\ny\ny\n")
+    return medusa("chat", *common, *words, input="y\ny\ny\n", exit_code=exit_code)
 
 
 @pytest.mark.parametrize("place", ["model", "tokenizer", "model, asked line by line"])
 def test_code_is_not_run_and_no_line_of_a_chat_is_consent(tmp_path: Path, ran: Path, place: str) -> None:
     model = save_with_code(tmp_path / "model", tokenizer=place == "tokenizer")
     words = ["chat", "--model", model, "--dtype", "fp32", "--baseline"]
-    done = medusa(*words, input="y\ny\ny\n") if "line" in place else chat(model)
+    asking = {"input": "y\ny\ny\n", "exit_code": None}
+    done = medusa(*words, **asking) if "line" in place else chat(model, exit_code=None)
     assert not ran.exists() and "y/N" not in done.output
     if place != "tokenizer":  # a tokenizer's class may be known without the file
         assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
@@ -82,12 +79,12 @@ def test_code_is_not_run_and_no_line_of_a_chat_is_consent(tmp_path: Path, ran: P
 
 def test_known_model_type_runs_without_the_code_beside_it(tmp_path: Path, ran: Path) -> None:
     done = chat(save_with_code(tmp_path / "model", "llama"))
-    assert done.exit_code == 0 and done.stdout.strip() and not ran.exists()
+    assert done.stdout.strip() and not ran.exists()
 
 
 def test_flag_runs_the_code_and_the_greeting_names_it(tmp_path: Path, ran: Path) -> None:
     done = chat(save_with_code(tmp_path / "model"), FLAG)
-    assert done.exit_code == 0 and ran.exists() and FLAG in done.stderr.splitlines()[0], done.output
+    assert ran.exists() and FLAG in done.stderr.splitlines()[0]
 
 
 def test_tokenizer_of_an_endpoint_is_loaded_without_its_code(tmp_path: Path, ran: Path) -> None:
@@ -121,7 +118,7 @@ def test_commands_run_code_with_the_flag_alone(
     monkeypatch.setattr("medusa_cli.serve.server.Server", lambda *_: SimpleNamespace(run=lambda listener: None))
     words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
     assert FLAG in medusa(*words, exit_code=1).stderr and not ran.exists()
-    medusa(*words, FLAG, exit_code=0)
+    medusa(*words, FLAG)
     assert ran.exists()
 
 
@@ -139,8 +136,7 @@ def save_adapter(tmp_path: Path, **fields: Any) -> Path:
     network = tiny_model()
     lora.attach(network, rank=2, alpha=2.0, dropout=0.0)
     lora.save(network, tmp_path / "adapter", "tiny")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    change_json(tmp_path / "adapter" / "adapter_config.json", **fields)
     return tmp_path / "adapter"
 
 

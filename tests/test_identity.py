@@ -17,7 +17,7 @@ from medusa_cli.model.load import load_network
 from medusa_cli.runs.io import read_json, write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
-from tests.helpers import save_model, tiny_model, tiny_tokenizer
+from tests.helpers import attach_adapter, save_model, tiny_model, tiny_tokenizer
 
 FP32 = LoadOptions(dtype="fp32")
 
@@ -53,10 +53,7 @@ def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: P
 def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     network, _ = load_network(model, FP32)
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
-    for name, weight in network.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")
     options = [FP32, LoadOptions(dtype="bf16"), LoadOptions(dtype="fp32", engine="fast")]
     identities = [load_backbone(model, option).identity for option in options]

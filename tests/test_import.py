@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.incoming import INDEX, import_drafter, read_tensors
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, hydra_heads, medusa_heads, vllm_names, write
 from tests.helpers import TREE, medusa, save_model
 from tests.test_run import writing
@@ -28,11 +26,6 @@ Tensors = dict[str, Tensor]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), layers=5)
-
-
-@pytest.fixture(scope="module")
-def backbone(model: str) -> Backbone:
-    return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
 
 
 def take(
@@ -156,18 +149,18 @@ def test_a_run_is_named_after_its_folder_or_file(
 def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(tmp_path: Path, model: str) -> None:
     write(tmp_path / "theirs", FILE, medusa_heads())
     run = f"{tmp_path}/run"
-    medusa("import", tmp_path / "theirs", "--run", run, "--model", model, exit_code=0)
+    medusa("import", tmp_path / "theirs", "--run", run, "--model", model)
     talks, questions = tmp_path / "talks.jsonl", tmp_path / "questions.jsonl"
     turns = [{"from": "human", "value": "w1 w2 w3"}, {"from": "gpt", "value": " ".join(f"w{i}" for i in range(30))}]
     talks.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(3)) + "\n")
     questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["w1 w2"]}) + "\n")
     common = ("--run", run, "--dtype", "fp32")
-    medusa("calibrate", *common, "--data", talks, "--top", "4", exit_code=0)
-    medusa("tree", "--run", run, "--budget", "6", exit_code=0)
+    medusa("calibrate", *common, "--data", talks, "--top", "4")
+    medusa("tree", "--run", run, "--budget", "6")
     common = (*common, "--max-new-tokens", "12", "--json")
-    assert json.loads(medusa("chat", *common, "--prompt", "w1 w2", exit_code=0).stdout)["tokens"] == 12
+    assert json.loads(medusa("chat", *common, "--prompt", "w1 w2").stdout)["tokens"] == 12
     words = ("--questions", questions, "--methods", "ar,medusa")
-    report = json.loads(medusa("bench", *common, *words, exit_code=0).stdout)
+    report = json.loads(medusa("bench", *common, *words).stdout)
     assert report["methods"]["medusa"]["identical"] == 1
 
 

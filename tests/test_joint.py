@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ from tests import helpers
 from tests.helpers import (
     FAMILIES,
     adapted_backbone,
+    attach_adapter,
     medusa,
+    medusa_json,
     random_conversations,
     save_conversations,
     save_model,
@@ -143,20 +146,18 @@ def place(tmp_path: Path) -> tuple[str, str]:
     return save_model(tmp_path / "model"), str(save_conversations(tmp_path / "run"))
 
 
-def train(place: tuple[str, str], *words: str) -> Result:
+def train(place: tuple[str, str], *words: str, exit_code: int = 0) -> Result:
     model, run = place
     common = ["--run", run, "--model", model, "--dtype", "fp32", "drafter.num_heads=2", "drafter.vocabulary=own"]
     small = ["train.batch_tokens=96", "train.epochs=1", "train.lora_rank=4", "train.validation_every=4"]
-    return medusa("train", *common, *small, *words)
+    return medusa("train", *common, *small, *words, exit_code=exit_code)
 
 
 def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str]) -> None:
     model, run = place
     first = train(place, "--json")
-    assert first.exit_code == 0, first.output
     words = ("--stage", "2", "--schedule", "sine", "--tuning", "lora", "--json", "train.backbone_lr=0.01")
     done = train(place, *words)
-    assert done.exit_code == 0, done.output
     assert "the heads start from" in done.stderr and "step 0: held-out loss" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["expected_acceptance_at_start"] == json.loads(first.stdout)["expected_acceptance"]
@@ -165,16 +166,16 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
     assert config["provenance"]["backbone"]["adapter"] == adapter.digest(Path(run) / "adapter")
     saved = json.loads((Path(run) / "adapter" / "adapter_config.json").read_text())
     assert saved["r"] == 4 and "lm_head" in saved["target_modules"]
-    medusa("calibrate", "--run", run, "--top", "3", exit_code=0)
-    medusa("tree", "--run", run, "--budget", "5", exit_code=0)
+    medusa("calibrate", "--run", run, "--top", "3")
+    medusa("tree", "--run", run, "--budget", "5")
     questions = write_lines(Path(run) / "q.jsonl", [{"question_id": 1, "category": "a", "turns": ["w1 w2"]}])
     words = ("--run", run, "--questions", questions, "--dtype", "fp32", "--max-new-tokens", "16", "--json")
-    methods = json.loads(medusa("bench", *words, exit_code=0).stdout)["methods"]
+    methods = json.loads(medusa("bench", *words).stdout)["methods"]
     assert methods["hf"]["identical"] == methods["medusa"]["identical"] == 1
     # Without the adapter the drafter is refused, and a new stage-1 training drops it.
     words = ("--drafter", f"{run}/drafter", "--tree", f"{run}/tree.json", "--model", model, "--prompt", "w1")
     assert "adapter" in medusa("chat", *words, exit_code=1).stderr
-    assert train(place).exit_code == 0
+    train(place)
     assert not (Path(run) / "adapter").exists()
 
 
@@ -183,10 +184,7 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family="qwen2")  # tied: the trap is a merge into the embeddings
     network, _ = load_network(model, LoadOptions(dtype="fp32"))
     embedding = network.get_input_embeddings().weight.clone()
-    adapter.attach(network, rank=4, alpha=8, dropout=0.0)
-    for name, weight in network.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")
     unmerged = Backbone(network)
     engines.attach(unmerged)
@@ -210,7 +208,7 @@ def test_bf16_model_is_trained_in_fp32_by_the_recipe(tmp_path: Path) -> None:
     tiny_model().to(torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
     words = ["--run", save_conversations(tmp_path / "run", 8), "--model", model, *SETTINGS]
-    medusa("train", *words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1", exit_code=0)
+    medusa("train", *words, "drafter.num_heads=2", "drafter.vocabulary=own", "train.epochs=1")
 
 
 def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
@@ -236,18 +234,16 @@ def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeyp
     other.write_text(json.dumps([*lines, "nothing", {"id": "odd", "messages": messages}], ensure_ascii=False))
     words = ["--stage", "2", "--tuning", "full", "train.objective=ce", "train.validation_fraction=0.4"]
     done = train(place, *words, "--data", str(other))
-    assert done.exit_code == 0, done.output
     assert f"--run {run}/tuned" in done.stdout.replace("\n", " ") and Path(run, "train.png").is_file()
     validation = [line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"][-1]
     copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
     assert copied == [*lines, {"id": "odd", "messages": messages}]
-    beside = json.loads(medusa("compare", run, "--json").stdout)[0]
+    beside = compared(run)[0]
     assert beside["kl"] is None and beside["agreement"] is None  # the original is gone
     assert "in full" in medusa("compare", run, "--data", f"{run}/distill.jsonl", exit_code=1).stderr
     tuned = Path(run) / "tuned"
-    measured = medusa("calibrate", "--run", tuned, "--top", "3", "--json", exit_code=0)
-    assert json.loads(measured.stdout)["positions"] == validation["positions"]
-    medusa("chat", "--run", tuned, "--tree", "static:4", "--prompt", "w1 w2", "--max-new-tokens", "8", exit_code=0)
+    assert medusa_json("calibrate", "--run", tuned, "--top", "3")["positions"] == validation["positions"]
+    medusa("chat", "--run", tuned, "--tree", "static:4", "--prompt", "w1 w2", "--max-new-tokens", "8")
     # An earlier tuned model stays until the new one is whole.
     before = {path: path.read_bytes() for path in tuned.rglob("*") if path.is_file()}
     backbone = tiny_backbone()
@@ -259,44 +255,39 @@ def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeyp
 
 def test_length_without_a_token_to_learn_is_refused(place: tuple[str, str], tmp_path: Path) -> None:
     data = write_lines(tmp_path / "long.jsonl", [{"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}])
-    done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data))
-    assert done.exit_code == 1 and "train.max_length" in done.stderr, done.output
+    done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data), exit_code=1)
+    assert "train.max_length" in done.stderr
 
 
 def test_model_far_from_the_original_is_warned_of(place: tuple[str, str]) -> None:
     far = ["train.objective=ce", "train.backbone_lr=0.05", "train.lambda_0=1", "--schedule", "constant"]
     for words, warned in ((far, True), (["train.backbone_lr=0"], False)):
-        done = train(place, "--stage", "2", *words)
-        assert done.exit_code == 0 and ("moves away" in done.stderr) == warned, done.output
+        assert ("moves away" in train(place, "--stage", "2", *words).stderr) == warned
 
 
-def compared(*words: str) -> list[dict]:
-    return json.loads(medusa("compare", *words, "--json", exit_code=0).stdout)
+def compared(*words: Any) -> list[dict]:
+    return medusa_json("compare", *words)
 
 
 def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path) -> None:
     model, run = place
-    assert train(place).exit_code == 0
+    train(place)
     for name, words in {
         "medusa2": ["--schedule", "sine"],
         "direct": ["--schedule", "constant", "train.objective=ce", "train.lambda_0=1", "train.backbone_lr=0.01"],
     }.items():
         done = train((model, str(tmp_path / name)), "--stage", "2", "--from", run, *words)
-        assert done.exit_code == 0 and f"the heads start from {run}/drafter" in done.stderr, done.output
+        assert f"the heads start from {run}/drafter" in done.stderr
     runs = [run, str(tmp_path / "medusa2"), str(tmp_path / "direct")]
     rows = frozen, medusa2, direct = compared(*runs)
     assert frozen["kl"] == 0 and frozen["agreement"] == frozen["perplexity_ratio"] == 1
     assert direct["kl"] > medusa2["kl"] >= 0 and len({row["data"] for row in rows}) == 1
     # Measured anew on the held-out conversations, the figures are those of the trainings.
-    held_out, trained = tmp_path / "held.jsonl", tmp_path / "trained.jsonl"
-    lines = Path(run, "distill.jsonl").read_text().splitlines()
-    out = held_out_ids([json.loads(line)["id"] for line in lines], 0.05)
-    held_out.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] in out))
-    trained.write_text("".join(line + "\n" for line in lines if json.loads(line)["id"] not in out))
-    on_held, few = (
-        compared(*runs, "--data", str(held_out)),
-        compared(*runs, "--data", str(trained), "--max-samples", "2"),
-    )
+    lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
+    out = held_out_ids([line["id"] for line in lines], 0.05)
+    held_out = write_lines(tmp_path / "held.jsonl", [line for line in lines if line["id"] in out])
+    trained = write_lines(tmp_path / "trained.jsonl", [line for line in lines if line["id"] not in out])
+    on_held, few = compared(*runs, "--data", held_out), compared(*runs, "--data", trained, "--max-samples", "2")
     for again, row in zip(on_held, rows, strict=True):
         assert again["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-5)
         assert again["accuracies"] == pytest.approx(row["accuracies"])
@@ -308,36 +299,25 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
 
 def test_stage_2_starts_from_heads_and_adapter(place: tuple[str, str], tmp_path: Path) -> None:
     model, run = place
-    assert train(place).exit_code == 0
+    train(place)
     first, again, last = (tmp_path / name for name in ("first", "again", "last"))
-    assert train((model, str(first)), "--stage", "2", "--from", run, "train.backbone_lr=0.01").exit_code == 0
-    words = [
-        "--stage",
-        "2",
-        "--from",
-        str(first),
-        "--data",
-        f"{run}/distill.jsonl",
-        "train.lr=0",
-        "train.backbone_lr=0",
-    ]
-    done = train((model, str(again)), *words)
-    assert done.exit_code == 0 and "the heads start from" in done.stderr, done.output
-    (before,), (row,) = compared(str(first)), compared(str(again))
+    train((model, str(first)), "--stage", "2", "--from", run, "train.backbone_lr=0.01")
+    words = ["--stage", "2", "--from", str(first), "--data", f"{run}/distill.jsonl", "train.lr=0"]
+    done = train((model, str(again)), *words, "train.backbone_lr=0")
+    assert "the heads start from" in done.stderr
+    (before,), (row,) = compared(first), compared(again)
     assert row["kl"] == pytest.approx(before["kl"], rel=1e-3) and row["accuracies"] == before["accuracies"]
     # With heads_first=1 the heads learn alone, and the adapter stays.
-    done = train((model, str(last)), *words[:-2], "--schedule", "warmup", "train.heads_first=1")
-    assert done.exit_code == 0, done.output
-    theirs, ours = (load_file(place / "adapter" / adapter.WEIGHTS) for place in (first, last))
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    theirs, ours = (load_file(place / "drafter" / MedusaHeads.weights_file) for place in (first, last))
-    assert not any(torch.equal(ours[name], weight) for name, weight in theirs.items() if "weight" in name)
-    assert compared(str(last))[0]["lambda_0"] == "heads alone"
-    refused = train((model, str(again)), *words, "train.lora_rank=2")
-    assert refused.exit_code == 1 and "train.lora_rank" in refused.stderr, refused.output
-    refused = train((model, str(tmp_path / "third")), "--stage", "2", "--from", run, "drafter.num_heads=1")
-    assert refused.exit_code == 1 and "--from" in refused.stderr
-    assert "no training" in medusa("compare", tmp_path / "third", exit_code=1).stderr
+    train((model, str(last)), *words[:-1], "--schedule", "warmup", "train.heads_first=1")
+    for part, same in ((f"adapter/{adapter.WEIGHTS}", True), (f"drafter/{MedusaHeads.weights_file}", False)):
+        theirs, ours = (load_file(place / part) for place in (first, last))
+        assert all(torch.equal(ours[name], weight) == same for name, weight in theirs.items() if "weight" in name)
+    assert compared(last)[0]["lambda_0"] == "heads alone"
+    assert "train.lora_rank" in train((model, str(again)), *words, "train.lora_rank=2", exit_code=1).stderr
+    third = str(tmp_path / "third")
+    words = ["--stage", "2", "--from", run, "drafter.num_heads=1"]
+    assert "--from" in train((model, third), *words, exit_code=1).stderr
+    assert "no training" in medusa("compare", third, exit_code=1).stderr
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:

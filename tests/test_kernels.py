@@ -242,17 +242,6 @@ def test_rounded_weight_is_within_half_a_step(bits: int) -> None:
 
 @BF16
 @pytest.mark.parametrize("bits", [8, 4])
-def test_few_and_more_rows_of_a_rounded_product_agree(bits: int) -> None:
-    torch.manual_seed(0)
-    product = Kernel(f"int{bits}").join([nn.Linear(64, 32).to(torch.bfloat16) for _ in range(2)])
-    x = torch.randn(1, 40, 64).to(torch.bfloat16)
-    few = FEW_ROWS[f"int{bits}"]
-    for rows in (1, few, few + 1):
-        assert error(product(x[:, :rows]), product(x)[:, :rows]) < 2e-2
-
-
-@BF16
-@pytest.mark.parametrize("bits", [8, 4])
 def test_numbers_of_rows_share_the_traces_of_rounded_layers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[Any] = []
 

@@ -1,9 +1,6 @@
 """Loading models and adapters: damaged, unsupported or foreign ones are refused by name, and no pickle is opened."""
 
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ import transformers as hf
 from safetensors.torch import load, save_file
 
 from medusa_cli import Medusa
-from medusa_cli.engine import autotune, load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import LoadOptions
-from tests.helpers import forward, generate_plain, medusa, save_model, save_network, tiny_model, tokens_of
+from tests.helpers import change_json, forward, generate_plain, medusa, python, save_model, save_network, tokens_of
 
 FP32 = LoadOptions(dtype="fp32")
 WEIGHTS = "model.safetensors"
@@ -29,10 +26,6 @@ MATRIX = "model.layers.1.mlp.up_proj.weight"
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return Path(save_model(tmp_path / "model"))
-
-
-def change_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def assert_refused(model: Path, match: str, adapter: Path | None = None) -> None:
@@ -99,18 +92,12 @@ def test_pickled_weights_are_refused_unopened(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"device": "mps"}, "device 'mps'"),
-        ({"device": "cuda:64"}, "device 'cuda:64'"),
-        ({"device": "tpu9"}, "device 'tpu9'"),
-        ({"dtype": "int3"}, "dtype 'int3'"),
-        ({"engine": "slow"}, "engine 'slow'"),
-    ],
+    ("name", "value"),
+    [("device", "mps"), ("device", "cuda:64"), ("device", "tpu9"), ("dtype", "int3"), ("engine", "slow")],
 )
-def test_unknown_devices_types_and_engines_are_usage_errors(options: dict[str, str], match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        load_backbone("x", LoadOptions(**options))
+def test_unknown_devices_types_and_engines_are_usage_errors(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} '{value}'"):
+        load_backbone("x", LoadOptions(**{name: value}))
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
@@ -202,9 +189,9 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
 )
 def test_refusals_come_before_torch_is_imported(model: Path, flaw: str, damage: Callable[[Path], None]) -> None:
     damage(model)
-    code = "import sys; sys.modules['torch'] = None; from medusa_cli.cli import main; main()"
     words = ["chat", "--model", str(model), "--baseline", "--prompt", "w1"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {words!r}; from medusa_cli.cli import main; main()"
+    done = python(code)
     assert done.returncode == 1 and flaw in done.stderr
 
 
@@ -218,24 +205,6 @@ def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: 
 
     monkeypatch.setattr(hf.LlamaForCausalLM, "forward", scaled)
     assert_refused(model, "lm_head")
-
-
-def test_a_model_that_chat_cannot_use_is_refused_before_anything_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
-    timed: list[str] = []
-    monkeypatch.setattr(
-        autotune, "time_kernels", lambda names, config: timed.extend(names) or ({n: {} for n in names}, [])
-    )
-    model = Path(save_network(tiny_model().to(torch.bfloat16), tmp_path / "model"))
-    chat = ("chat", "--model", model, "--prompt", "w1", "--max-new-tokens", "4", "--baseline")
-    template = model / "chat_template.jinja"
-    template.rename(model / "elsewhere")
-    assert "template" in medusa(*chat, exit_code=1).stderr and not timed
-    (model / "elsewhere").rename(template)
-    medusa(*chat, exit_code=0)
-    assert timed
 
 
 @pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])

@@ -1,12 +1,17 @@
-"""The wheel holds every module, recipe and data file of the package."""
+"""The wheel holds every file of the package; decoding runs without extras, and each command names what it misses."""
 
+import ast
+import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from medusa_cli import cli
+from medusa_cli.assets import EXTRAS
+from tests.helpers import medusa, python, save_model, save_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for part in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, source / part)
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    python(build, cwd=source, check=True)
     [path] = (source / "dist").glob("*.whl")
     return zipfile.ZipFile(path).namelist()
 
@@ -33,3 +38,83 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: list[str]) -> None:
 def test_every_recipe_is_in_the_wheel(wheel: list[str]) -> None:
     names = {Path(name).name for name in wheel if "share/medusa-cli/recipes/" in name}
     assert names == {path.name for path in (ROOT / "recipes").iterdir()} and "vicuna.jinja" in names
+
+
+PACKAGE = Path(cli.__file__).parent
+# Names of packages by the name that is imported.
+PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
+PACKAGES["urllib3"] = "requests"
+OPTIONAL = {"xllamacpp"}  # used if it is installed
+INDIRECT = {"accelerate"}  # transformers imports it
+
+
+def declared(section: str) -> set[str]:
+    """Returns the packages of a list in pyproject.toml."""
+    text = re.search(rf"^{section} = \[\n?(.*?)\]$", (PACKAGE.parent / "pyproject.toml").read_text(), re.S | re.M)
+    assert text is not None, section
+    return {re.match(r"[A-Za-z0-9_-]+", name)[0] for name in re.findall(r'"([^"]+)"', text[1])}
+
+
+def imported() -> set[str]:
+    """Returns all packages that the package imports, apart from Python's own."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add((node.module or "").partition(".")[0])
+    return {PACKAGES.get(name, name) for name in names - sys.stdlib_module_names - {"medusa_cli"}}
+
+
+def test_every_import_is_declared_and_every_dependency_is_used() -> None:
+    for extra, packages in EXTRAS.items():
+        assert declared(extra) == set(packages)
+    known = declared("dependencies").union(*EXTRAS.values())
+    assert imported() - OPTIONAL - {"typing_extensions"} == known - INDIRECT
+
+
+def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    missing = sorted({package for packages in EXTRAS.values() for package in packages})
+    words = ["chat", "--run", f"{run.path}/", "--prompt", "w1 w2", "--max-new-tokens", "6", "--json"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing!r})); sys.argv[1:] = {words!r}\n"
+        "from medusa_cli.cli import main; main()"
+    )
+    done = python(code)
+    assert done.returncode == 0 and '"tokens": 6' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "words"),
+    [
+        ("requests", "train", ["distill"]),
+        ("datasets", "train", ["train"]),
+        ("bitsandbytes", "quant", ["chat", "--quantize", "bnb.nf4"]),
+        ("matplotlib", "plot", ["report", "x.json"]),
+        ("uvicorn", "serve", ["serve", "--port", "0"]),
+    ],
+)
+def test_a_command_names_the_extra_it_misses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, extra: str, words: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "chat":
+        model = save_model(tmp_path / "model")
+        words = [*words, "--model", model, "--run", f"{save_run(tmp_path / 'run', model).path}/", "--prompt", "w1"]
+    message = " ".join(medusa(*words, exit_code=1).stderr.split())
+    assert package in message and message.endswith(f"pip install 'medusa-cli[{extra}]'")
+
+
+def test_an_import_that_fails_later_is_one_line_too() -> None:
+    assert cli.explain(ModuleNotFoundError("no", name="matplotlib.figure"))[0].endswith("'medusa-cli[plot]'")
+    assert "internal error" in cli.explain(ModuleNotFoundError("no", name="medusa_cli.nothing"))[0]
+
+
+def test_a_tree_is_saved_without_its_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"), tree=None, calibrated=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    medusa("tree", "--run", f"{run.path}/", "--budget", "5")
+    assert run.tree_path.is_file() and not run.tree_path.with_suffix(".png").exists()

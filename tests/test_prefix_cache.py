@@ -1,12 +1,13 @@
 """A slot keeps its text: the prefix that a prompt shares with it is not run again, and changes no answer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Sampling, Step
+from medusa_cli.decode import Request, Sampling
+from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
@@ -19,25 +20,22 @@ from tests.helpers import (
     generate_plain,
     medusa_drafter,
     rows_of,
+    steps_of,
     tiny_backbone,
     tokens_of,
 )
-from tests.test_drafters import amphista, drafter_of, hydra
-from tests.test_firp import firp
+from tests.test_drafters import drafter_of
 
 OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
 RULES: dict[str, Any] = {"max_new_tokens": 17, "stop_ids": ()}
-MAKE = {
-    "plain": lambda backbone: None,
-    "medusa": medusa_drafter,
-    "hydra": hydra,
-    "hydra++": lambda backbone: hydra(backbone, prefix=1),
-    "amphista": amphista,
-    "amphista, prompts": lambda backbone: drafter_of(backbone, "amphista-prompt"),
-    "hydra, prompts": lambda backbone: drafter_of(backbone, "hydra++-prompt"),
-    "eagle": lambda backbone: drafter_of(backbone, "eagle-draft"),
-    "firp": lambda backbone: firp(backbone, layers=[2, 3, 4]),
-}
+ANSWERS = ("hydra++", "amphista")  # these see an answer from where it was run on
+PROMPTS = ("amphista-prompt", "eagle-draft")  # their last row was told of the next token
+KINDS = (None, "medusa", "hydra-draft", *ANSWERS, "hydra++-prompt", *PROMPTS, "firp")
+STATIC = SPARSE.truncate(3)
+
+
+def make(backbone: Backbone, kind: str | None) -> HeadDrafter | None:
+    return None if kind is None else drafter_of(backbone, kind)
 
 
 def backbone_of(engine: str, family: str = "llama") -> Backbone:
@@ -57,54 +55,40 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def turns(decoder: Decoder, rows: list[int], **rules: Any) -> Iterator[tuple[list[int], list[Step], int]]:
-    """Yields prompt, steps and prefilled rows of three turns; each prompt is the text so far and new tokens."""
-    prompt = list(OPENING)
+@pytest.mark.parametrize(
+    ("engine", "shape", "sampling"),
+    [
+        ("fast", STATIC, Sampling()),
+        ("eager", DynamicTree(9, 3), Sampling()),
+        ("fast", STATIC, Sampling("exact", 1.0, seed=5)),
+    ],
+    ids=["static", "dynamic", "sampled"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_turn_runs_only_new_tokens(
+    kind: str | None, shape: Tree | DynamicTree, engine: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, rules = backbone_of(engine), {**RULES, "sampling": sampling}
+    drafter = make(backbone, kind)
+    decoder, rows = decoder_of(backbone, drafter, shape), counting(backbone, monkeypatch)
+    prompt, before = list(OPENING), 0
     for new in ([21, 22, 23], [40, 41], []):
         rows.clear()
-        steps = list(answer(decoder, prompt, **{**RULES, **rules}))
-        yield prompt, steps, rows[0]
-        prompt = [*prompt, *(t for step in steps for t in step.tokens), *new]
-
-
-@pytest.mark.parametrize(("engine", "shape"), [("fast", SPARSE), ("eager", DynamicTree(9, 3))], ids=["fast", "eager"])
-@pytest.mark.parametrize("name", MAKE)
-def test_later_turn_runs_only_new_tokens(
-    name: str, shape: Tree | DynamicTree, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = backbone_of(engine)
-    drafter = MAKE[name](backbone)
-    shape = shape.truncate(3) if isinstance(shape, Tree) else shape
-    decoder, rows = decoder_of(backbone, drafter, shape), counting(backbone, monkeypatch)
-    before = 0
-    for prompt, steps, prefilled in turns(decoder, rows):
-        plain = generate_plain(backbone, prompt, **RULES)
-        assert tokens_of(steps) == tokens_of(plain)
+        steps = list(answer(decoder, prompt, **rules))
         # What the slot holds is all but the answer's last token, at times a few more.
-        assert prefilled == len(prompt) if not before else 0 < prefilled <= len(prompt) - before
-        before = len(prompt) + RULES["max_new_tokens"] - 1
-        alone = list(generate(backbone, drafter, shape, prompt, **RULES))
-        if name not in ("hydra++", "amphista"):  # these see an answer from where it was run on
+        assert rows[0] == len(prompt) if not before else 0 < rows[0] <= len(prompt) - before
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
+        if kind not in ANSWERS:
+            alone = list(generate(backbone, drafter, shape, prompt, **rules))
             assert [(s.tokens, s.path) for s in steps] == [(s.tokens, s.path) for s in alone]
+        before = len(prompt) + RULES["max_new_tokens"] - 1
+        prompt = [*prompt, *tokens_of(steps), *new]
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_sampled_turns_are_those_without_a_prefix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast")
-    drafter, rule = MAKE[name](backbone), Sampling("exact", 1.0, seed=5)
-    decoder, rows = decoder_of(backbone, drafter, SPARSE.truncate(3)), counting(backbone, monkeypatch)
-    for prompt, steps, _ in turns(decoder, rows, sampling=rule):
-        whole = generate_plain(backbone, prompt, sampling=rule, **RULES)
-        first = next(iter(whole)).tokens
-        assert steps[0].tokens == first
-        if name == "plain":
-            assert tokens_of(steps) == [*first, *(t for s in whole for t in s.tokens)]
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_with_a_common_beginning_runs_the_rest(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "gemma3")
-    decoder = decoder_of(backbone, MAKE[name](backbone), SPARSE.truncate(3))
+    decoder = decoder_of(backbone, make(backbone, kind), STATIC)
     rows = counting(backbone, monkeypatch)
     list(answer(decoder, OPENING, **RULES))
     for prompt, fresh in (
@@ -115,8 +99,7 @@ def test_prompt_with_a_common_beginning_runs_the_rest(name: str, monkeypatch: py
     ):
         rows.clear()
         tokens = tokens_of(answer(decoder, prompt, **RULES))
-        reread = name in ("amphista, prompts", "eagle")  # their last row was told of the next token
-        assert fresh <= rows[0] <= fresh + reread
+        assert fresh <= rows[0] <= fresh + (kind in PROMPTS)
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
@@ -148,21 +131,19 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
     assert tokens_of(steps) == plain[:3]
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_slot_with_the_longest_common_prefix_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_slot_with_the_longest_common_prefix_is_taken(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("fast", "qwen3")
-    decoder = decoder_of(backbone, MAKE[name](backbone), SPARSE.truncate(3), slots=3)
+    decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
     rows = counting(backbone, monkeypatch)
     opened = [OPENING, OPENING[::-1], [33, 34, 35, 36]]
 
     def together(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-        answers: list[list[int]] = [[] for _ in prompts]
-        prefilled = []
+        answers, prefilled = list[list[int]](), []
         for number, prompt in enumerate(prompts):
             rows.clear()
-            _, step = decoder.admit(Request(prompt, **RULES), number)
+            answers.append(list(decoder.admit(Request(prompt, **RULES), number)[1].tokens))
             prefilled.append(rows[0])
-            answers[number] += step.tokens
         while decoder.sequences:
             for sequence, step in decoder.step():
                 answers[sequence.number] += step.tokens
@@ -191,26 +172,18 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
-@pytest.mark.parametrize("name", MAKE)
-def test_growing_cache_changes_nothing(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_growing_cache_changes_nothing(kind: str | None, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, roomy = backbone_of(engine), backbone_of(engine)
-    drafter = MAKE[name](backbone)
-    new_cache = backbone.engine.new_cache
+    new_cache, rules = backbone.engine.new_cache, {"max_new_tokens": 20, "stop_ids": ()}
     monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how))
     prompts = [OPENING, [8], OPENING[::-1] * (2 if engine == "eager" else 25)]  # the fast one grows by blocks of 256
-    decoder = decoder_of(backbone, drafter, SPARSE.truncate(3), slots=3)
-    answers: list[list[int]] = []
-    grew = {decoder.cache.capacity}
-    for number, prompt in enumerate(prompts):
-        answers.append(decoder.admit(Request(prompt, max_new_tokens=60, stop_ids=()), number)[1].tokens)
-    while decoder.sequences:
-        grew.add(decoder.cache.capacity)
-        for sequence, step in decoder.step():
-            answers[sequence.number] = answers[sequence.number] + step.tokens
-    assert len(grew) > (2 if engine == "eager" else 1)  # it grew with texts under way
-    for prompt, tokens in zip(prompts, answers, strict=True):
-        steps = generate_plain(roomy, prompt, max_new_tokens=60, stop_ids=())
-        assert tokens == tokens_of(steps)
+    decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
+    before = decoder.cache.capacity
+    answers = steps_of(decoder, [Request(prompt, **rules) for prompt in prompts])
+    assert decoder.cache.capacity > before
+    for prompt, steps in zip(prompts, answers, strict=True):
+        assert tokens_of(steps) == tokens_of(generate_plain(roomy, prompt, **rules))
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])

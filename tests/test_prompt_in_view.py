@@ -19,7 +19,6 @@ from medusa_cli.train.losses import drafter_loss, stage_1_loss, stage_2_loss
 from medusa_cli.train.setup import build_drafter, longest, runs_model
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
-    answers_of,
     conversation,
     load_dataset,
     tiny_backbone,
@@ -102,16 +101,6 @@ def test_end_of_a_long_conversation_is_learnt_with_all_that_came_before_it(name:
     theirs = batch_of(backbone, drafter, [item])
     assert all(torch.equal(getattr(ours, key), getattr(theirs, key)) for key in ("next", "segment", "sequence"))
     assert torch.allclose(ours.hidden, theirs.hidden) and len(ours.next) == len(tokens) - 1
-
-
-def test_answers_have_numbers_of_their_own_and_prompts_none() -> None:
-    backbone = tiny_backbone()
-    items = [Conversation("a", [], list(range(5, 19)), [(3, 6), (8, 9), (10, 14)]), *answers_of([7, 8])]
-    wide, narrow = (batch_of(backbone, trained(backbone, name), items) for name in ("amphista", "medusa"))
-    assert wide.segment.tolist() == [-1, -1, 0, 0, 0, -1, -1, 1, -1, 2, 2, 2, 2, 3, 3]
-    assert wide.sequence.tolist() == [0] * 13 + [1] * 2 and narrow.sequence is None
-    for key in ("hidden", "next", "segment"):
-        assert torch.equal(getattr(narrow, key), getattr(wide, key)[wide.learnt])
 
 
 def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:

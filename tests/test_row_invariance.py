@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request
+from medusa_cli.decode import Decoder
 from medusa_cli.engine import Plan, attach
 from medusa_cli.engine.attention import BLOCK, PIECE, attend, padding_of, pieces_of, powers
 from medusa_cli.engine.kernels import Kernel, can_pack, has_fp16_weights
@@ -21,6 +21,8 @@ from tests.helpers import (
     answer,
     decoder_of,
     forward,
+    generate_batch,
+    generate_plain,
     medusa_drafter,
     tiny_model,
     tiny_tokenizer,
@@ -137,14 +139,11 @@ def test_greedy_output_over_drafts_is_plain_decodings_in_every_number_type(kerne
 @pytest.mark.parametrize("tree", [SPARSE, DynamicTree(24, 4)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_greedy_output_in_a_batch_is_that_alone_in_every_number_type(kernel: str, tree: Any) -> None:
-    backbone = backbone_of(kernel, layers=4)
+    backbone, rules = backbone_of(kernel, layers=4), {"max_new_tokens": 60, "stop_ids": ()}
     prompts = [list(range(5, 5 + count)) for count in (4, 230, 90)]
-    alone = [tokens_of(answer(Decoder(backbone), prompt, max_new_tokens=60, stop_ids=())) for prompt in prompts]
-    together: list[list[int]] = [[] for _ in prompts]
-    requests = [Request(prompt, max_new_tokens=60, stop_ids=()) for prompt in prompts]
-    for sequence, step in decoder_of(backbone, medusa_drafter(backbone), tree, slots=2).run(requests):
-        together[sequence.number] += step.tokens
-    assert together == alone
+    together = generate_batch(backbone, medusa_drafter(backbone), tree, prompts, batch_size=2, **rules)
+    for prompt, steps in zip(prompts, together, strict=True):
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
 
 
 def test_traced_passes_have_the_bits_of_untraced_ones() -> None:

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve import server
 from medusa_cli.serve.middleware import Limits
 from tests.helpers import medusa, save_model, save_run
-from tests.serving import serving, start
+from tests.serving import Served, serving, start
 
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
@@ -33,6 +34,25 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model")).path
+    shell = ["bash", "-c", 'ulimit -n 120; exec "$@"', "limited"]
+    process, port = start(["--run", f"{run}/", "--baseline", "--dtype", "fp32"], tmp_path / "log", shell)
+    try:
+        with ExitStack() as silent:
+            for _ in range(200):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as garbage:
+                    garbage.sendall(b"\0\r\n\r\n")
+                    garbage.recv(100)
+            assert Served(port).request("GET", "/health")[0] == 200
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "log").stat().st_size < 10_000
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
@@ -80,5 +100,5 @@ def test_a_model_is_served_under_the_name_of_its_folder_or_link(
     save_model(tmp_path / "x1")
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
     monkeypatch.chdir(tmp_path / "x1")
-    medusa("serve", "--model", model, "--baseline", "--port", "0", "--dtype", "fp32")
+    medusa("serve", "--model", model, "--baseline", "--port", "0", "--dtype", "fp32", exit_code=1)
     assert names == [name]

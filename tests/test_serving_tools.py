@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
@@ -25,6 +26,7 @@ from tests.serving import MODEL, Served, serving
 
 jsonschema = pytest.importorskip("jsonschema_rs")
 pytest.importorskip("llguidance")
+pytest.importorskip("openai")
 ASK = [{"role": "user", "content": "Ada"}]
 WEATHER = {
     "type": "object",
@@ -41,6 +43,16 @@ DEEP_CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
 NAMES = ("get_weather", "now")
 
 
+class Place(BaseModel):
+    capital: bool
+    level: int | None = None
+
+
+class City(BaseModel):
+    kind: bool
+    places: list[Place]
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Returns a server of a tiny random model that writes bytes."""
@@ -53,10 +65,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def chat(served: Served, **fields: Any) -> dict[str, Any]:
-    """Returns the answer to ASK."""
+    """Returns the choice that answers ASK."""
     status, _, body = served.post({"model": MODEL, "messages": ASK, **fields}, "/v1/chat/completions")
     assert status == 200, body
-    return body
+    [choice] = body["choices"]
+    return choice
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +94,7 @@ def test_answers_follow_a_schema(served: Served, path: str, temperature: float) 
 
 def test_other_forms_are_followed(served: Served) -> None:
     def text(**fields: Any) -> str:
-        return chat(served, **fields)["choices"][0]["message"]["content"]
+        return chat(served, **fields)["message"]["content"]
 
     assert text(structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
     assert text(structured_outputs={"regex": "[a-c]{3}"}).strip("abc") == ""
@@ -91,23 +104,13 @@ def test_other_forms_are_followed(served: Served) -> None:
 
 
 def test_openai_parses_pydantic_models(served: Served) -> None:
-    openai = pytest.importorskip("openai")
-    from pydantic import BaseModel
-
-    class Place(BaseModel):
-        capital: bool
-        level: int | None = None
-
-    class City(BaseModel):
-        kind: bool
-        places: list[Place]
-
-    del openai
     client = served.openai()
     for seed in range(3):
         rules: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
         done = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=City, **rules)
         assert isinstance(done.choices[0].message.parsed, City)
+    done = client.responses.parse(model=MODEL, input="Ada", text_format=City, max_output_tokens=300)
+    assert isinstance(done.output_parsed, City) and done.status == "completed"
 
 
 def check_call(call: Any) -> None:
@@ -119,7 +122,6 @@ def check_call(call: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_required_tools_are_called(served: Served, choice: Any) -> None:
-    pytest.importorskip("openai")
     client = served.openai()
     for seed in range(4):
         rules = {"temperature": 1.0, "seed": seed, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
@@ -139,9 +141,7 @@ def test_required_tools_are_called(served: Served, choice: Any) -> None:
 
 
 def test_openais_stream_collects_calls(served: Served) -> None:
-    openai = pytest.importorskip("openai")
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-    del openai
     with served.openai().chat.completions.stream(
         model=MODEL, messages=ASK, tools=tools, tool_choice="required", max_tokens=200
     ) as stream:
@@ -153,7 +153,7 @@ def test_openais_stream_collects_calls(served: Served) -> None:
 
 def test_several_calls_are_read(served: Served) -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True, "logit_bias": {END_ID: -100}}
-    [choice] = chat(served, temperature=1.0, max_tokens=800, **fields)["choices"]
+    choice = chat(served, temperature=1.0, max_tokens=800, **fields)
     calls = choice["message"]["tool_calls"]
     assert len({call["id"] for call in calls}) == len(calls) and 2 < len(calls) <= MAX_CALLS
 
@@ -161,7 +161,7 @@ def test_several_calls_are_read(served: Served) -> None:
 def test_an_answer_may_call_or_follow_a_schema(served: Served) -> None:
     for seed in range(4):
         fields = {"tools": TOOLS, "response_format": schema_format(PERSON), "seed": seed}
-        [choice] = chat(served, temperature=1.0, max_tokens=400, **fields)["choices"]
+        choice = chat(served, temperature=1.0, max_tokens=400, **fields)
         if choice["finish_reason"] == "tool_calls":
             assert choice["message"]["tool_calls"][0]["function"]["name"] in NAMES
         else:
@@ -294,7 +294,6 @@ FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 def test_openai_creates_and_streams_responses(served: Served) -> None:
-    pytest.importorskip("openai")
     client = served.openai()
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Ada"}]},
@@ -314,24 +313,11 @@ def test_openai_creates_and_streams_responses(served: Served) -> None:
         )
         assert events[-1].type == "response.incomplete" and events[-1].response.output_text == done.output_text
     chat_body = {"messages": [{"role": "system", "content": "short"}, *ASK], "max_tokens": 9}
-    [choice] = chat(served, **chat_body)["choices"]
+    choice = chat(served, **chat_body)
     assert choice["message"]["content"] == client.responses.create(model=MODEL, **{**rules, "input": "Ada"}).output_text
 
 
-def test_openai_parses_responses(served: Served) -> None:
-    pytest.importorskip("openai")
-    from pydantic import BaseModel
-
-    class City(BaseModel):
-        capital: bool
-        tags: list[bool]
-
-    done = served.openai().responses.parse(model=MODEL, input="Ada", text_format=City, max_output_tokens=300)
-    assert isinstance(done.output_parsed, City) and done.status == "completed"
-
-
 def test_responses_call_tools_and_take_results(served: Served) -> None:
-    pytest.importorskip("openai")
     client = served.openai()
     rules: dict[str, Any] = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1.0}
     done = client.responses.create(model=MODEL, input="Ada", **rules)

@@ -1,23 +1,43 @@
-"""`medusa bench --steps`: every size and engine timed, bad flags refused."""
+"""`medusa bench --steps` and `--sweep`: sizes, engines and points, and going on after kill -9."""
 
 import itertools
 import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import Result
 
+from medusa_cli.bench import sweep as sweeping
+from medusa_cli.bench.questions import Question
 from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
+from medusa_cli.bench.sweep import fill
 from medusa_cli.engine import attach
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model import Backbone, random_model
 from tests.bench import gpu_steps
-from tests.helpers import medusa, save_run, tiny_backbone, tiny_model
+from tests.helpers import (
+    medusa,
+    medusa_json,
+    save_model,
+    save_questions,
+    save_run,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 
-def steps(model: str, contexts: str, *words: str) -> Result:
-    return medusa("bench", "--steps", contexts, "--model", model, "--dtype", "fp32", *words)
+def steps(model: str, contexts: str, *words: str, exit_code: int = 0) -> Result:
+    common = ["--model", model, "--dtype", "fp32"]
+    return medusa("bench", "--steps", contexts, *common, *words, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -34,8 +54,7 @@ def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.Monkey
     monkeypatch.setitem(random_model.SHAPES, "small", (64, 32, 64, 2, 4, 2, 128))
     document = json.loads(steps("random:small", "20", "--json").stdout)
     assert document["model"] == "random:small" and document["dtype"] == "float32"
-    refused = steps("random:huge", "20")
-    assert refused.exit_code == 2 and "huge" in refused.stderr
+    assert "huge" in steps("random:huge", "20", exit_code=2).stderr
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
@@ -52,7 +71,7 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
 
 def test_the_command_prints_a_table_or_json(model: str) -> None:
     shown = steps(model, "20")
-    assert shown.exit_code == 0 and "eager" in shown.stdout and "fast" in shown.stdout, shown.stderr
+    assert "eager" in shown.stdout and "fast" in shown.stdout
     document = json.loads(steps(model, "440,20", "--json", "--engine", "fast").stdout)
     assert list(document["contexts"]) == ["20", "440"] and list(document["contexts"]["440"]) == ["fast"]
     small, large = (document["contexts"][size]["fast"] for size in ("20", "440"))
@@ -63,12 +82,11 @@ def test_the_command_prints_a_table_or_json(model: str) -> None:
 def test_a_run_names_the_model(model: str, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", model, tree=None)
     words = ["bench", "--steps", "9", "--run", str(run.path), "--engine", "eager", "--dtype", "fp32"]
-    shown = medusa(*words, "--json")
-    assert shown.exit_code == 0 and json.loads(shown.stdout)["model"] == model
+    assert medusa_json(*words)["model"] == model
 
 
 def test_the_longest_context_is_timed(model: str) -> None:
-    assert steps(model, "509", "--engine", "eager", "--json").exit_code == 0
+    steps(model, "509", "--engine", "eager", "--json")
 
 
 def test_bench_gpu_runs_from_end_to_end(
@@ -103,3 +121,116 @@ def test_bench_gpu_keeps_its_budget_and_names_what_it_skips(
     document, text = json.loads((tmp_path / "steps.json").read_text()), capsys.readouterr().out
     assert document["skipped"] and all(section in text for section in document["skipped"])
     assert not any(document["results"][0]["engines"].values())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    save_run(folder / "mine", save_model(folder / "model"), calibrated=True)
+    return folder
+
+
+@pytest.fixture
+def place(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved / "mine", tmp_path / "mine")
+    save_questions(tmp_path / "q.jsonl")
+    return tmp_path
+
+
+def points(place: Path) -> dict[str, int]:
+    """The points on disk by name, with the time of their writing."""
+    folder = place / "mine/bench/sweep"
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json") if len(path.stem) == 20}
+
+
+def words(place: Path, *more: str) -> list[str]:
+    common = ["bench", "--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
+    return [*common, "--max-new-tokens", "8", "--limit", "1", *more]
+
+
+def sweep(place: Path, axis: str, *more: str) -> Result:
+    return medusa(*words(place, "--sweep", axis, "--json", *more))
+
+
+def series(document: dict) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
+    for point in document["points"]:
+        values.setdefault(point["series"], []).append(point["x"])
+    return values
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "expected"),
+    [
+        ("nodes", "2,13", {"ar": [2, 13], "medusa, static": [2, 13], "medusa, dynamic": [2, 13]}),
+        ("epsilon", "0.05,0.2", {"ar": [0.05, 0.2], "medusa": [0.05, 0.2]}),
+        ("temperature", "0,0.7", {"ar": [0, 0.7], "medusa, exact": [0, 0.7], "medusa, typical": [0.7]}),
+        ("heads", None, {"ar": [1, 2, 3], "medusa": [1, 2, 3]}),
+        ("batch", "1,2", {"ar": [1, 2], "medusa": [1, 2]}),
+        ("context", "40,90", {"ar": [40, 90], "medusa": [40, 90]}),
+    ],
+)
+def test_every_axis_has_its_points(place: Path, axis: str, values: str | None, expected: dict) -> None:
+    more = [] if values is None else ["--values", values]
+    document = json.loads(sweep(place, axis, *more).stdout)
+    assert series(document) == expected
+    assert all(point["acceptance_length"] >= 1 and point["questions"] == 1 for point in document["points"])
+    sampled = [point["nll"] is not None for point in document["points"] if point["x"]]
+    assert all(sampled) if axis in ("epsilon", "temperature") else not any(sampled)
+    before = points(place)
+    assert json.loads(sweep(place, axis, *more).stdout)["points"] == document["points"] and points(place) == before
+    # The trees are the question of these axes: n-gram drafts are added on request only.
+    benches = [json.loads((place / "mine/bench/sweep" / name).read_text())["bench"] for name in before]
+    lookups = {bench["drafting"]["medusa"]["lookup"] for bench in benches}
+    assert lookups == {axis not in ("nodes", "heads")}
+    if axis == "nodes":
+        assert sorted(bench["drafting"]["medusa"]["nodes"] for bench in benches) == [2, 2, 13, 13]
+        sweep(place, axis, "--lookup", "--values", "2")
+        assert len(points(place)) == len(before) + 2
+        # The report draws the sweep beside the run's bench.
+        medusa(*words(place, "--methods", "ar,medusa", "--report"))
+        (page,) = (place / "mine/bench").glob("*.html")
+        assert "medusa, dynamic" in page.read_text()
+
+
+def test_known_points_are_measured_again_only_after_a_change(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*more: str) -> int:
+        """Returns how many points a sweep measures."""
+        before = len(points(place))
+        sweep(place, "batch", "--values", *more)
+        return len(points(place)) - before
+
+    assert measured("1,2") == 2 and measured("1,2,3") == 1 and measured("1,2", "--max-new-tokens", "9") == 2
+    assert measured("2", "--no-lookup") == 1
+    (place / "q.jsonl").write_text('{"turns": ["w3"]}')
+    assert measured("2") == 1
+    (place / "mine/calibration.json").write_text('{"accuracies": [[0.4, 0.2, 0.1]]}')
+    assert measured("2") == 1
+    monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
+    assert measured("2") == 1 and measured("2") == 0
+
+
+def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
+    command = [sys.executable, "-m", "medusa_cli", *words(place, "--sweep", "nodes", "--values", "2,5")]
+    began = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wanted = random.randint(1, 3)
+    while began.poll() is None and len(points(place)) < wanted:
+        time.sleep(0.01)
+    time.sleep(random.random() / 2)
+    os.kill(began.pid, signal.SIGKILL)
+    began.wait()
+    before = points(place)
+    assert len(before) >= wanted
+    document = json.loads(sweep(place, "nodes", "--values", "2,5").stdout)
+    after = points(place)
+    assert {name: after[name] for name in before} == before and len(after) == document["of"]
+    assert series(document)["medusa, static"] == series(document)["medusa, dynamic"] == [2, 5]
+
+
+def test_prompts_are_filled_to_a_length_and_end_with_the_question() -> None:
+    tokenizer = tiny_tokenizer()
+    questions = [Question(str(i), "c", (f"w{i} w{i}", "w9")) for i in range(3)]
+    for question, long in zip(questions, fill(questions, tokenizer, 20), strict=True):
+        assert len(long.turns) == 1 and long.turns[0].endswith(question.turns[0])
+        assert len(tokenizer(long.turns[0])["input_ids"]) == 20
+    assert fill(questions, tokenizer, 1)[0].turns == ("w0 w0",)

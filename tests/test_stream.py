@@ -3,15 +3,12 @@
 import random
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models
 
 from medusa_cli.decode import Answer, Request, Step
 from medusa_cli.decode.stream import MAX_LINE_TOKENS, TextStream
-from medusa_cli.drafters import MedusaHeads
-from medusa_cli.engine import Plan
 from medusa_cli.tree import Tree
-from tests.helpers import decoder_of, tiny_backbone, tokens_of
+from tests.helpers import decoder_of, forward, medusa_drafter, steps_of, tiny_backbone, tokens_of
 
 BLANK = "\u2581"
 DECODERS = {
@@ -41,12 +38,6 @@ class Decoding:
 def streamed(backbone: Decoding, ids: list[int], size: int) -> str:
     stream = TextStream(backbone)  # type: ignore[arg-type]
     return "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]) + stream.flush()
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_streaming_keeps_indentation(kind: str) -> None:
-    backbone = Decoding(kind)
-    assert streamed(backbone, CODE, 1) == backbone.decode(CODE) == "def x():\n    return x\n\n    x\n   f"
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -115,23 +106,18 @@ def test_pieces_name_accepted_draft_tokens() -> None:
 
 def test_likelihoods_are_the_models_for_every_token() -> None:
     backbone = tiny_backbone()
-    torch.manual_seed(0)
-    drafter = MedusaHeads.create(backbone, 3, 1, "own")
-    decoder = decoder_of(backbone, drafter, Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]), slots=2)
-    prompts = [[5, 9, 20, 11], [8, 30]]
-    steps: list[list[Step]] = [[], []]
-    for sequence, step in decoder.run(
-        Request(prompt, max_new_tokens=12, stop_ids=(), top=3 - number) for number, prompt in enumerate(prompts)
-    ):
-        steps[sequence.number].append(step)
+    drafter, tree = medusa_drafter(backbone), Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
+    requests = [
+        Request(prompt, max_new_tokens=12, stop_ids=(), top=top) for prompt, top in (([5, 9, 20, 11], 3), ([8, 30], 2))
+    ]
+    steps = steps_of(decoder_of(backbone, drafter, tree, slots=2), requests)
     assert any(len(step.tokens) > 1 for step in [*steps[0], *steps[1]])
-    for prompt, top, own in zip(prompts, (3, 2), steps, strict=True):
+    for request, own in zip(requests, steps, strict=True):
         answer, likely = tokens_of(own), [likelihood for step in own for likelihood in step.likelihoods]
-        whole = Plan.chain([*prompt, *answer], logits="all")
-        log_p = backbone.engine.forward(whole, backbone.engine.new_cache()).logits[0].log_softmax(-1)
+        log_p = forward(backbone, [*request.prompt, *answer]).logits.log_softmax(-1)
         assert [likelihood.token for likelihood in likely] == answer
-        for place, likelihood in enumerate(likely, len(prompt) - 1):
-            values, ids = log_p[place].topk(top)
+        for place, likelihood in enumerate(likely, len(request.prompt) - 1):
+            values, ids = log_p[place].topk(request.top)
             assert likelihood.logprob == pytest.approx(float(log_p[place, likelihood.token]), abs=1e-4)
             assert [token for token, _ in likelihood.top] == ids.tolist()
             assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-4)

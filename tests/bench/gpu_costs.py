@@ -1,87 +1,39 @@
-"""Computes bytes and FLOPs of a 7B model's steps by rows, and their least times on GPUs: the table of docs/gpu.md."""
+"""Prints the least times of a 7B Llama's steps by rows on GPUs, from bytes and FLOPs: the table of docs/gpu.md."""
 
-from dataclasses import dataclass
-
-ROWS = (1, 8, 16, 32, 64, 128)
-CONTEXT = 1024
-# A whole cache, a bucket of it, and a short text with its tree.
-COLUMNS = (4096, 512, 364)
+ROWS, CONTEXT = (1, 8, 16, 32, 64, 128), 1024
+COLUMNS = (4096, 512, 364)  # a whole cache, a bucket of it, and a short text with its tree
 BYTES = 2  # bf16
+HIDDEN, INNER, LAYERS, VOCABULARY = 4096, 11_008, 32, 32_000
+HEADS, DRAFT_VOCABULARY = 4, 12_288  # of Medusa heads with one residual block
+# Bandwidth in bytes a second and dense bf16 FLOPs a second, as the vendors state them.
+GPUS = {
+    "A100 80 GB": (2.039e12, 312e12),
+    "H100 SXM": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+    "RTX 4090": (1.008e12, 165e12),
+}
+WEIGHTS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY  # a step reads few rows of the embedding
+DRAFTER_WEIGHTS = HEADS * (HIDDEN**2 + HIDDEN * DRAFT_VOCABULARY)
+ROW_BYTES = 2 * LAYERS * HIDDEN * BYTES  # keys and values of one token
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Bandwidth in bytes a second and dense bf16 FLOPs a second, as the vendor states them."""
-
-    name: str
-    bandwidth: float
-    flops: float
-
-    def seconds(self, bytes_read: float, flops: float) -> float:
-        """Returns the least seconds of a step: the longer of reading and computing, as the two overlap."""
-        return max(bytes_read / self.bandwidth, flops / self.flops)
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a Llama, kv_width being that of all key heads, and of its Medusa heads with their vocabulary."""
-
-    hidden: int = 4096
-    inner: int = 11_008
-    layers: int = 32
-    kv_width: int = 4096
-    vocabulary: int = 32_000
-    heads: int = 4
-    draft_vocabulary: int = 12_288
-
-    @property
-    def weights(self) -> int:
-        """Weights that a step reads; of the embedding table it reads a few rows."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
-        return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocabulary
-
-    @property
-    def drafter_weights(self) -> int:
-        """Weights of Medusa heads of one residual block."""
-        return self.heads * (self.hidden**2 + self.hidden * self.draft_vocabulary)
-
-    def row_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return 2 * self.layers * self.kv_width * BYTES
-
-    def step(self, rows: int, context: int) -> tuple[float, float]:
-        """Returns bytes read and FLOPs of a pass over `rows` rows behind `context` tokens."""
-        attention = 4 * rows * (context + rows) * self.hidden * self.layers
-        return BYTES * self.weights + (context + rows) * self.row_bytes(), 2 * rows * self.weights + attention
-
-
-GPUS = (
-    Gpu("A100 80 GB", 2.039e12, 312e12),
-    Gpu("H100 SXM", 3.35e12, 989e12),
-    Gpu("H200", 4.8e12, 989e12),
-    Gpu("RTX 4090", 1.008e12, 165e12),
-)
-
-
-def table(model: Model = Model()) -> str:
-    """Returns the table in Markdown: a line a number of rows, least milliseconds by GPU."""
-    lines = [f"| rows | GB read | TFLOPs | {' | '.join(gpu.name for gpu in GPUS)} |", "|" + "---|" * (3 + len(GPUS))]
+def main() -> None:
+    """Prints the table in Markdown, where reading and computing overlap, and what drafting and columns cost."""
+    print(f"| rows | GB read | TFLOPs | {' | '.join(GPUS)} |\n|" + "---|" * (3 + len(GPUS)))
     for rows in ROWS:
-        bytes_read, flops = model.step(rows, CONTEXT)
-        times = [f"{1e3 * gpu.seconds(bytes_read, flops):.2f}" for gpu in GPUS]
-        lines.append(f"| {rows} | {bytes_read / 1e9:.2f} | {flops / 1e12:.3f} | {' | '.join(times)} |")
-    return "\n".join(lines)
+        read = BYTES * WEIGHTS + (CONTEXT + rows) * ROW_BYTES
+        flops = 2 * rows * WEIGHTS + 4 * rows * (CONTEXT + rows) * HIDDEN * LAYERS
+        times = [f"{1e3 * max(read / bandwidth, flops / speed):.2f}" for bandwidth, speed in GPUS.values()]
+        print(f"| {rows} | {read / 1e9:.2f} | {flops / 1e12:.3f} | {' | '.join(times)} |")
+    drafting = BYTES * DRAFTER_WEIGHTS
+    print(f"drafting reads {drafting / 1e9:.2f} GB, a token's cache is {ROW_BYTES / 1e6:.2f} MB")
+    for name, (bandwidth, speed) in GPUS.items():
+        print(
+            f"{name}: drafting {1e3 * drafting / bandwidth:.2f} ms; "
+            f"{', '.join(f'{n:,} columns {1e3 * n * ROW_BYTES / bandwidth:.2f} ms' for n in COLUMNS)}; "
+            f"rows until computing takes as long as reading: {speed / bandwidth * BYTES / 2:.0f}"
+        )
 
 
 if __name__ == "__main__":
-    print(table())
-    own = Model()
-    print(
-        f"drafting reads {BYTES * own.drafter_weights / 1e9:.2f} GB, a token's cache is {own.row_bytes() / 1e6:.2f} MB"
-    )
-    for gpu in GPUS:
-        print(
-            f"{gpu.name}: drafting {1e3 * BYTES * own.drafter_weights / gpu.bandwidth:.2f} ms; "
-            f"{', '.join(f'{n:,} columns {1e3 * n * own.row_bytes() / gpu.bandwidth:.2f} ms' for n in COLUMNS)}; "
-            f"rows until computing takes as long as reading: {gpu.flops / gpu.bandwidth * BYTES / 2:.0f}"
-        )
+    main()

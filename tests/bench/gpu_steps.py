@@ -39,7 +39,7 @@ TREES = {16: Tree.dense([3, 2, 1]), 64: Tree.dense([9, 2, 1, 1])}
 WIDE_AIM, PLAIN_AIM = 1.10, 1.15
 # The budget, and what loading a 7B may take of it.
 SECONDS, LOAD_S = 460.0, 60.0
-GPU_TESTS = ("tests/test_fast.py", "tests/test_cuda_attention.py")
+GPU_TESTS = ("tests/test_engine.py", "tests/test_cuda_attention.py")
 
 
 class Synthetic(NullDrafter):
