@@ -195,6 +195,19 @@ def test_an_answer_beyond_the_limits_of_grammars_ends(monkeypatch: pytest.Monkey
     assert tokens[-1] == END_ID and backbone.decode(tokens) == "aaa"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"grammar": "start: " + " | ".join(f'"x{i}"' for i in range(9000))},
+        {"json_schema": {"type": "array", "items": {"type": "null"}, "minItems": 10**7}},
+    ],
+    ids=["alternatives", "items"],
+)
+def test_an_answer_that_the_limits_of_grammars_cut_off_says_so(source: dict[str, Any]) -> None:
+    answer = Medusa(LoadedModel(byte_backbone())).generate(PROMPT, max_new_tokens=30, **source)
+    assert (answer.finish_reason, len(answer.tokens) < 30) == ("length", True)
+
+
 def test_objects_have_no_other_properties_than_named_ones() -> None:
     part = {"type": "object", "properties": {"const": {"type": "string"}}}
     schema = {"properties": {"enum": part, "free": {**part, "additionalProperties": True}}, "default": part}
@@ -233,6 +246,8 @@ CHAIN = {
         ({"regex": 9999 * "(" + "a" + 9999 * ")"}, "regex"),
         ({"json_schema": 9999 * '{"items": ' + "{}" + 9999 * "}"}, "json_schema"),
         ({"grammar": "neither"}, "grammar"),
+        ({"grammar": "start: start"}, "grammar"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema"),
         ({"regex": "a", "json_schema": {}}, "json_schema"),
     ],
 )

@@ -133,6 +133,10 @@ class GrammarCompiler:
                 source = grammar_from("grammar", grammar.text)
             matcher = LLMatcher(self._tokenizer, source, log_level=0)
             fault = matcher.get_error()
+            if not fault:
+                first = matcher.deep_copy()
+                first.compute_bitmask()
+                fault = first.get_error() and "no text follows it, or it is too large"
         except Exception as reason:  # of the reader of GBNF
             fault = str(reason)
         if fault:
@@ -179,6 +183,11 @@ class GrammarProcessor(LogitsProcessor):
         if masked.max() == -torch.inf:  # other processors forbid all that the grammar allows
             return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
         return masked
+
+    @property
+    def exhausted(self) -> bool:
+        """Returns True once the answer went beyond the library's limits, after which the end alone is allowed."""
+        return bool(self._matcher.is_error())
 
     def forced(self, text: Tensor) -> list[int]:
         """Returns the only tokens that may follow the text [1, L], the end among them."""

@@ -163,6 +163,11 @@ class SequenceProcessors:
         """Adds tokens that were chosen to the text."""
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
 
+    @property
+    def exhausted(self) -> bool:
+        """Returns True if the answer went beyond the limits of its grammar."""
+        return self._grammar is not None and self._grammar.exhausted
+
     def forced(self) -> list[int]:
         """Returns the tokens that a grammar forces after the text."""
         return [] if self._grammar is None else self._grammar.forced(self._text)

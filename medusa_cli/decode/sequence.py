@@ -121,7 +121,10 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        return self.stop.reason
+        """Returns "stop" or "length", None while the answer goes on; its grammar's limits cut it off, too."""
+        processors = self.sampler.processors
+        cut = self.stop.reason is not None and processors is not None and processors.exhausted
+        return "length" if cut else self.stop.reason
 
     @property
     def done(self) -> bool:
