@@ -60,12 +60,12 @@ class Kernel:
         return _pack_fp16(weight, bias) if self.name == "fp16-weights" else _pack(weight.to(self.rows), bias)
 
     def pack_head(self, weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
-        """Returns the lm_head's product.
+        """Returns the lm_head's product, in bf16 beside rounded weights.
 
-        It keeps bf16 beside 4 bits: 4 in it alone changed the default model ten times as much as in all other matrices,
-        and 8 are faster for fewer than six rows alone.
+        4 bits in it alone changed the default model ten times as much as in all other matrices, and 8 in it half as
+        much as in all others.
         """
-        return _pack_whole(weight, bias) if self.name == "int4" else self.pack(weight, bias)
+        return _pack_whole(weight, bias) if self.name in BITS else self.pack(weight, bias)
 
     def join(self, linears: Sequence[Any]) -> FrozenLinear:
         """Returns one product of layers that read the same rows; Unsupported unless all are plain linear layers."""
@@ -222,9 +222,9 @@ class Fp16Linear(FrozenLinear):
         return y if self.bias is None else y.add_(self.bias)
 
 
-# Up to so many rows a kernel multiplies with its few bits, by name. From 5 (int8) and 9 rows (int4) on bf16 is as fast;
-# 4 bits take more, so that trees of up to 16 nodes have the bits of plain decoding.
-FEW_ROWS = {"int8": 6, "int4": 16, "gguf": 16}
+# Up to so many rows a kernel multiplies with its few bits, by name. Where the CPU has AMX, bf16 is as fast from 4 rows
+# on, beside 4 bits in a small model from 9. With 4 bits, trees of 16 nodes (fed as 18 rows) keep plain decoding's bits.
+FEW_ROWS = {"int8": 3, "int4": 18, "gguf": 18}
 # Weights of a row that share a scale and an offset in 4 bits: as many as in GGUF's Q4_0 and Q4_1.
 GROUP = 32
 # The 4-bit kernel wants whole blocks of outputs.
