@@ -29,7 +29,7 @@ from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from tests.helpers import forward, save_network, tiny_model
+from tests.helpers import forward, medusa_json, save_network, tiny_model
 
 CONFIG = tiny_model().config
 KEY = f"kernels|{machine_key(CONFIG)}"
@@ -220,6 +220,16 @@ def test_cost_is_that_of_the_best_tree_or_of_the_rows_asked_for() -> None:
     single, several = {1: 0.010, 4: 0.030, 64: 0.400}, {1: 0.015, 4: 0.016, 64: 0.060}
     assert cost(several, None) == pytest.approx(0.016 / 1.65) and cost(several, None) < cost(single, None)
     assert cost(single, 1) < cost(several, 1) and cost(several, 60) == pytest.approx(0.060 / 64)
+
+
+def test_machine_tells_what_drafts_give_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = {"fp32": {1: 0.010, 4: 0.011, 64: 0.4}, "int4": {1: 0.005, 4: 0.020, 64: 0.4}}
+    monkeypatch.setattr(
+        autotune, "time_kernels", lambda names, config: ({name: curves.get(name, {}) for name in names}, [])
+    )
+    drafts = medusa_json("machine", "--model", "random:0.36b")["drafts"]
+    assert drafts["fp32"] == {"nodes": 4, "speedup": pytest.approx(1.65 * 0.010 / 0.011)}
+    assert drafts["int4"] == {"nodes": 1, "speedup": pytest.approx(1.0)} and len(drafts) == 2
 
 
 def test_auto_runs_the_model_on_a_timed_kernel(home: Path, tmp_path: Path) -> None:

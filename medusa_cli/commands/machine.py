@@ -77,4 +77,5 @@ def machine(
     console.result(
         f"greedy output over drafts is plain decoding's, bit for bit, with: {', '.join(invariant) or 'no kernel'}"
     )
-    console.result(f"auto takes {facts['auto']}: the fewest seconds a token over its best tree; --measure times again")
+    reason = "the file's own bits" if facts["auto"] == "gguf" else "the fewest seconds a token over its best tree"
+    console.result(f"auto takes {facts['auto']}: {reason}; --measure times again")
