@@ -155,10 +155,10 @@ class Decoder:
         proposals = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
         in_graph = graphs is not None and graphs.drafts and all(isinstance(tree, Tree) for tree, _ in proposals)
-        guesses = {} if in_graph else self._guess(sequences, proposals)
+        guesses = None if in_graph else self._draft(sequences, proposals)
         drafted = time.perf_counter()
-        result = None if graphs is None else self._run_graph(graphs, sequences, proposals, guesses, in_graph)
-        drafts, accepted = result or self._run_pass(sequences, proposals, guesses or self._guess(sequences, proposals))
+        result = None if graphs is None else self._run_graph(graphs, sequences, proposals, guesses)
+        drafts, accepted = result or self._run_pass(sequences, proposals, guesses)
         tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
         count, kept_at = len(sequences), time.perf_counter()
         seconds = (drafted - started) / count, (kept_at - drafted) / count
@@ -174,26 +174,26 @@ class Decoder:
         graphs: CudaGraphs,
         sequences: Several[Sequence],
         proposals: Several[Proposal],
-        guesses: dict[int, Draft],
-        in_graph: bool,
+        guesses: dict[int, Draft] | None,
     ) -> tuple[list[Draft], list[Accepted]] | None:
         """Returns drafts and what a CUDA graph accepts of them; None if it cannot run them.
 
-        The host does not read what a drafter drafts. in_graph: the graph drafts the proposals' trees, not `guesses`.
+        The host does not read what a drafter drafts. Without `guesses` the graph drafts.
         """
-        trees = [
-            guesses[i].tree if i in guesses else tree if in_graph and isinstance(tree, Tree) else ROOT
-            for i, (tree, _) in enumerate(proposals)
-        ]
+        if guesses is None:
+            trees, guesses = [tree for tree, _ in proposals if isinstance(tree, Tree)], {}
+        else:
+            trees = [guesses[i].tree if i in guesses else ROOT for i in range(len(sequences))]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
         drafts = self._complete(proposals, unread, sequences)
         accepted = graphs.verify(sequences, drafts, guesses)
         return None if accepted is None else (drafts, accepted)
 
     def _run_pass(
-        self, sequences: Several[Sequence], proposals: Several[Proposal], guesses: dict[int, Draft]
+        self, sequences: Several[Sequence], proposals: Several[Proposal], guesses: dict[int, Draft] | None
     ) -> tuple[list[Draft], list[Accepted]]:
-        """Returns drafts and what a pass without a graph accepts of them."""
+        """Returns drafts and what a pass without a graph accepts of them; without `guesses` it drafts first."""
+        guesses = self._draft(sequences, proposals) if guesses is None else guesses
         roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
         known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
         drafts = self._complete(proposals, known, sequences)
@@ -223,7 +223,7 @@ class Decoder:
             for (tree, paths), depth in zip(proposals, levels, strict=True)
         ]
 
-    def _guess(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> dict[int, Draft]:
+    def _draft(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> dict[int, Draft]:
         """Returns the drafter's drafts by the sequence's index; a root alone needs none."""
         drafts: dict[int, Draft] = {}
         trees = [tree if self.drafter is not None and tree.max_depth else ROOT for tree, _ in proposals]
