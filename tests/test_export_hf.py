@@ -237,8 +237,8 @@ def test_steps_without_drafts_change_no_token_and_no_later_draft(
             return drafts
 
         steps = itertools.count(1)
-        loaded.policy = SimpleNamespace(drafts=True)
-        loaded.policy.record = lambda *_: setattr(loaded.policy, "drafts", next(steps) % every == 0)
+        loaded.switch = SimpleNamespace(drafts=True)
+        loaded.switch.record = lambda *_: setattr(loaded.switch, "drafts", next(steps) % every == 0)
         monkeypatch.setattr(type(loaded.drafter), "draft", recorded)
         answer = generate(PROMPT, model=model, drafter=folder, max_new_tokens=60)
         assert answer.tolist() == plain.tolist()
