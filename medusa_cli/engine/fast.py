@@ -26,6 +26,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 # than a pass has, or so many at most at once. oneDNN's products of one row, and AMX's of more than 32, add in another
 # order.
 FEEDS: tuple[tuple[int, int | None], ...] = ((0, None), (1, None), (0, 32), (0, 16))
+# Chunks of the largest usual tree: passes of more are mostly prompts.
+LARGEST_TREE = 2
 # Tokens of the prompt and nodes of the tree that the check of this compares: more than a block of attention, a chunk.
 CHECKED, NODES = 300, 48
 
@@ -198,7 +200,8 @@ class FastEngine(Engine):
         if key not in self._segments:
             norm = self.norm if end == len(self.layers) else None
             segment = Segment(self.layers[first:end], norm, path)
-            self._segments[key] = TracedModule(segment, lambda: [segment], never=path == "fused" or pieces > 1)
+            never = path == "fused" or pieces > 1
+            self._segments[key] = TracedModule(segment, lambda: [segment], never=never, late=chunks > LARGEST_TREE)
         return self._segments[key](x.flatten(0, 1), *inputs, keys, values).view(x.shape)
 
     def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:

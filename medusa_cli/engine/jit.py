@@ -11,19 +11,28 @@ from medusa_cli.engine.kernels import Fp16Linear, OneDnnLinear
 
 Computation = Callable[..., Tensor]
 # The call from which on a computation is traced: a trace takes as long as some fifty calls gain by it, and a short
-# answer would wait for it.
-TRACED_FROM = 3
+# answer would wait for it. A `late` one comes so many times as late: prompts in chunks have a trace for each number of
+# chunks, and would wait for one that few others use.
+TRACED_FROM, WAIT = 3, 20
 
 
 class TracedModule:
     """Calls a computation as it is at first, and later as a graph.
 
     The computation takes tensors of any sizes (and lists of them), returns one tensor, and multiplies by packed weights
-    of the modules `within()` alone. never: do not trace, as off the CPU.
+    of the modules `within()` alone. never: do not trace, as off the CPU. late: trace WAIT times as late.
     """
 
-    def __init__(self, compute: Computation, within: Callable[[], Iterable[nn.Module]], *, never: bool = False) -> None:
-        self._run, self._within, self._left = compute, within, 0 if never else TRACED_FROM
+    def __init__(
+        self,
+        compute: Computation,
+        within: Callable[[], Iterable[nn.Module]],
+        *,
+        never: bool = False,
+        late: bool = False,
+    ) -> None:
+        self._run, self._within = compute, within
+        self._left = 0 if never else TRACED_FROM * (WAIT if late else 1)
 
     def __call__(self, *inputs: Any) -> Tensor:
         if self._left:
