@@ -391,10 +391,12 @@ class Medusa:
 
     def stream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> "Stream":
         """Returns the answer's text as it comes; rules are those of `request`. The prompt runs before this returns."""
+        _check_names("stream", rules)
         return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, **rules))
 
     async def astream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> AsyncIterator[str]:
         """Yields the answer's text as it comes, its steps run in a thread of their own: other tasks go on meanwhile."""
+        _check_names("astream", rules)
         run = asyncio.get_running_loop().run_in_executor
         stream = await run(self.thread, lambda: self.stream(prompt, **rules))
         with stream:
@@ -403,6 +405,7 @@ class Medusa:
 
     def generate(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> Answer:
         """Returns the whole answer; rules are those of `request`."""
+        _check_names("generate", rules)
         with self.stream(prompt, **rules) as stream:
             for _ in stream:
                 pass
@@ -410,10 +413,12 @@ class Medusa:
 
     def chat(self, messages: Sequence[Mapping[str, str]], **rules: Unpack[Rules]) -> Answer:
         """Answers a conversation's last message. Later turns of a conversation run only what is new."""
+        _check_names("chat", rules)
         return self.generate(messages, **rules)
 
     def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Unpack[Rules]) -> list[Answer]:
         """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
+        _check_names("batch", rules)
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
         requests = [self.request(prompt, **rules) for prompt in prompts]
@@ -571,3 +576,10 @@ def _message(message: Mapping[str, str]) -> dict[str, str]:
     if message["role"] not in ROLES:
         raise UsageError(f"the role {shown(message['role'])} is unknown", f"use one of {', '.join(ROLES)}")
     return dict(message)
+
+
+def _check_names(method: str, rules: Mapping[str, Any]) -> None:
+    """Raises TypeError for a keyword argument that `request` does not take, as Python does for a method's own."""
+    for name in rules:
+        if name not in Rules.__annotations__:
+            raise TypeError(f"Medusa.{method}() got an unexpected keyword argument {name!r}")
