@@ -22,7 +22,10 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 80, 80, 40
 
 def shown(value: Any) -> str:
     """Returns a value's repr, cut if it is long."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def cut(text: str, longest: int = LONGEST) -> str:

@@ -92,6 +92,8 @@ def test_file_round_trips_and_an_override_wins(tmp_path: Path) -> None:
         ("train.decay=2", "train.decay=2 .* <= 1"),
         ("train.stage=3", "train.stage=3 .* 1, 2"),
         ("drafter.taps=[1.5]", "drafter.taps=.* a list"),
+        (f"drafter.matrices=0x{'f' * 5000}", "drafter.matrices="),
+        (f"train.epochs=0x{'f' * 5000}", "train.epochs="),
         ("drafter.vocabulary=big", "use one of auto, draft, own, shared"),
         ("train.epochs", "write key=value"),
     ],
