@@ -145,8 +145,8 @@ def load_drafting(
         check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
     policy: DraftPolicy
     if choice.auto:
-        costs = step_times_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
-        policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, costs), costs)
+        step_times = step_times_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+        policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, step_times), step_times)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
         paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
@@ -159,13 +159,13 @@ def load_drafting(
     return drafter, policy
 
 
-def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, costs: StepTimes) -> list[SizedTree]:
+def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
     """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
     known = len(getattr(drafter, "draft_ids", ())) or None
-    return list(budgets([row[:known] for row in accuracies], costs))
+    return list(budgets([row[:known] for row in accuracies], step_times))
 
 
 def add_ngrams(choice: Choice, backbone: Backbone, policy: DraftPolicy, drafter: Drafter | None) -> None:

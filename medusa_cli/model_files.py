@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 # Factors and caps that some architectures apply to the lm_head's scores.
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-WHAT, AGAIN = "the model's config", "get the model again"
+CONFIG, AGAIN = "the model's config", "get the model again"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def check_model_files(name: str) -> None:
     refuse_by_config(SimpleNamespace(**fields), text)
     if "auto_map" not in fields:  # else its own code may run
         refuse_sinks(text, tensors_of(name))
-        if _lacks_sdpa(text.model_type):
+        if lacks_sdpa(text.model_type):
             raise no_sdpa(text)
 
 
@@ -66,8 +66,8 @@ def config_fields(source: str) -> dict[str, Any] | None:
     """Returns the fields of a model's config.json, if it is on this machine; raises UserError for impossible values."""
     if (path := model_file(source, "config.json")) is None:
         return None
-    fields = read_object(path, WHAT)
-    convert(fields, Config, f"{WHAT} {path}", AGAIN)
+    fields = read_object(path, CONFIG)
+    convert(fields, Config, f"{CONFIG} {path}", AGAIN)
     return fields
 
 
@@ -124,7 +124,7 @@ def no_sdpa(text: Any) -> UserError:
     return unverifiable(text, "transformers has no scaled_dot_product_attention for it")
 
 
-def _lacks_sdpa(kind: str) -> bool:
+def lacks_sdpa(kind: str) -> bool:
     """Returns True if transformers' source says that it has no scaled_dot_product_attention for a type of model.
 
     To import the network's class, which knows, takes two seconds.

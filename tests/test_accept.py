@@ -194,8 +194,8 @@ def test_draw_among_many_weights_is_that_of_their_running_sum(size: int) -> None
         expected = torch.searchsorted(summed, draws * summed[-1] * (1 - 2.0**-52), right=True)
         drawn = draw(weights[0, 0].expand(len(draws), -1), draws)
         assert torch.equal(drawn, expected) and (weights[0, 0][drawn] > 0).all()
-    both = draw(weights, torch.full((3, 4), 0.5, dtype=torch.double))
-    assert both.tolist() == [[int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights]
+    drawn = draw(weights, torch.full((3, 4), 0.5, dtype=torch.double))
+    assert drawn.tolist() == [[int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights]
     assert draw(torch.full((2, size), torch.nan), torch.rand(2)).max() < size  # no place beyond
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -13,6 +14,7 @@ from medusa_cli.engine.autotune import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import load_network
+from medusa_cli.model_files import lacks_sdpa
 from medusa_cli.runs.resolve import LoadOptions
 from tests.helpers import PROMPT, SPARSE, Oracle, generate, plain, save_network, tokens_of
 
@@ -110,6 +112,13 @@ def test_family_that_a_tree_cannot_verify_is_refused(kind: str, tmp_path: Path) 
     network, _ = small_network(kind)
     with pytest.raises(UserError, match=kind):
         load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
+
+
+def test_source_of_a_class_with_sdpa_refuses_no_model() -> None:
+    classes = {kind: getattr(transformers, str(name), None) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    able = [kind for kind, network in classes.items() if getattr(network, "_supports_sdpa", False)]
+    assert len(able) > 100 and not [kind for kind in able if lacks_sdpa(kind)]
+    assert lacks_sdpa("xglm") and lacks_sdpa("mamba")
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ def tree(
         if not used.accuracies:
             raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
         used.check_current()
-        costs = time_run(timed, as_trained(loading, timed.drafter_dir), measure)
-        budgets = search.budgets(used.accuracies, costs)
+        step_times = time_run(timed, as_trained(loading, timed.drafter_dir), measure)
+        budgets = search.budgets(used.accuracies, step_times)
         best = max(budgets, key=lambda size: size.tokens_per_s)
-        chosen, chance = best.tree, round(search.break_even(best, costs), 4)
+        chosen, chance = best.tree, round(search.break_even(best, step_times), 4)
         recipe = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2), "break_even": chance}
         for size in (best, *(size for size in budgets if size.tree.size in USUAL_SIZES)):
             row = {"nodes": size.tree.size, "depth": size.tree.max_depth, "expected_acceptance_length": size.expected}
@@ -126,7 +126,7 @@ def tree(
 
 
 def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
-    """Returns the costs of a run's steps on this machine; they are timed unless they are kept, or `again`."""
+    """Returns the times of a run's steps on this machine; they are timed unless they are kept, or `again`."""
     from medusa_cli.decode.step_times import step_times_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engine import load_backbone

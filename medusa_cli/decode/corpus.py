@@ -129,7 +129,7 @@ def _read_index(path: Path, vocab_size: int) -> Corpus | None:
 
 
 def _write_index(path: Path, name: str, corpus: Corpus) -> None:
-    """Keeps an index in the position of the one of an earlier content."""
+    """Keeps an index and deletes those of earlier contents."""
     with replacing(path) as part, part.open("wb") as stream:
         np.save(stream, np.stack([corpus.tokens, corpus.positions]))
     for other in path.parent.glob(f"{name}-*"):

@@ -203,10 +203,10 @@ class AdaptivePolicy(DraftPolicy):
     draft the same tree. A new sequence starts from the estimate of its kind of sampling.
     """
 
-    def __init__(self, trees: Several[SizedTree], costs: StepTimes, ngrams: bool = False) -> None:
+    def __init__(self, trees: Several[SizedTree], step_times: StepTimes, ngrams: bool = False) -> None:
         super().__init__(ngrams)
         self._trees = {1: SizedTree(ROOT, 1.0)} | {sized.tree.size: sized for sized in trees}  # by nodes
-        self._measured = cache(costs.step)  # seconds by nodes, depth and batch
+        self._measured = cache(step_times.step)  # seconds by nodes, depth and batch
         self._kinds: dict[str, AcceptanceEstimate] = {}
         self._correction: dict[tuple[int, int], float] = {}  # observed / measured, by (nodes, batch)
         self._smallest: dict[int, float] = {}  # the least correction, by batch

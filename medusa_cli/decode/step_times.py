@@ -31,7 +31,7 @@ ROUNDS = 4
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
 # Sizes beyond one that costs so many plain steps are not timed.
 HOPELESS = 6.0
-WITHOUT = "no drafter"  # the stamp of its costs
+WITHOUT = "no drafter"  # the stamp of its step times
 log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ def step_times_for(
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Returns the kept costs of a drafter (by its stamp) on a backbone on this machine, or measures and keeps them.
+    """Returns the kept step times of a drafter (by its stamp) on this machine, or measures and keeps them.
 
     Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured again an hour later.
     """
@@ -134,10 +134,10 @@ def step_times_for(
     if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
         return StepTimes(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
-    costs, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
+    step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
-        keep_timings(key, KeptTimes(costs.verify, costs.draft, busy))
-    return costs
+        keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
+    return step_times
 
 
 def _bushy(nodes: int, depth: int) -> Tree:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa_cli.model.attention import additive
+
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
     """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
@@ -114,10 +116,7 @@ def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: in
         cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
     )
     tree_mask = (every <= every[:, None]).expand(size, -1, -1)
-    masks = [
-        torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-        for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))
-    ]
+    masks = [additive(seen, dtype) for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))]
     among, whole = (mask.repeat(1, heads // kv, 1)[:, None] for mask in masks)
     try:
         reads = columns_read(lengths, rows, kv, capacity)

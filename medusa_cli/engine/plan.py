@@ -63,10 +63,8 @@ class Plan:
             depth, tree_mask = every[None], (every[:, None] >= every)[None]
         else:
             depth, tree_mask = self.depth.to(device), self.tree_mask.to(device)
-            depth, tree_mask = (
-                (depth if depth.dim() == 2 else depth[None]),
-                (tree_mask if tree_mask.dim() == 3 else tree_mask[None]),
-            )
+            depth = depth if depth.dim() == 2 else depth[None]
+            tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
         if self.extra_rows is None:
             return tree_mask, depth, None
         extra_rows = ExtraRowStates(self.extra_rows, every[-1:] if self.is_chain else every)

@@ -1,4 +1,4 @@
-"""What transformers' layers are given: attention with grouped heads, masks by kind of layer, and the cache."""
+"""Gives transformers' layers attention with grouped heads, masks by kind of layer, and the cache."""
 
 import math
 from collections.abc import Callable

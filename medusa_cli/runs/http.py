@@ -32,6 +32,10 @@ class _Server:
     failures: int = 0
 
 
+class _ThreadLocal(threading.local):
+    session: requests.Session | None = None
+
+
 class ChatServers:
     """Servers of one model, asked in turn; one that fails is left alone for a while, longer every time.
 
@@ -42,17 +46,16 @@ class ChatServers:
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
         self.model, self.flag = model, flag
         self.servers = [_Server(url.strip().rstrip("/").removesuffix("/v1")) for url in urls]
-        self._local, self._lock, self._stopped = threading.local(), threading.Lock(), threading.Event()
+        self._local, self._lock, self._stopped = _ThreadLocal(), threading.Lock(), threading.Event()
         self._last = 0
 
     @property
     def _session(self) -> requests.Session:
         """Returns this thread's own connections: a session must not be shared."""
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
+        if (session := self._local.session) is None:
+            session = self._local.session = requests.Session()
             if key := os.environ.get(KEY):
-                self._local.session.headers["Authorization"] = f"Bearer {key}"
-        session: requests.Session = self._local.session
+                session.headers["Authorization"] = f"Bearer {key}"
         return session
 
     def check(self) -> tuple[list[str], list[str]]:

@@ -120,24 +120,26 @@ class TimedTree(SizedTree):
         return self.expected / self.seconds
 
 
-def budgets(accuracies: Accuracies, costs: StepTimes) -> list[TimedTree]:
+def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
     """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
-    limit, best = min(max(costs.verify), largest(accuracies)), []
+    limit, best = min(max(step_times.verify), largest(accuracies)), []
     for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
-        each = [TimedTree(tree, expected_length(tree, accuracies), costs.step(nodes, tree.max_depth)) for tree in trees]
+        each = [
+            TimedTree(tree, expected_length(tree, accuracies), step_times.step(nodes, tree.max_depth)) for tree in trees
+        ]
         best.append(max(each, key=lambda budget: budget.tokens_per_s))
     return best
 
 
-def break_even(chosen: TimedTree, costs: StepTimes) -> float:
+def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
     """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
 
     The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.
     """
     nodes = chosen.tree.size
-    seconds = (interpolate(costs.verify, nodes + SPAN) - interpolate(costs.verify, nodes)) / SPAN
+    seconds = (interpolate(step_times.verify, nodes + SPAN) - interpolate(step_times.verify, nodes)) / SPAN
     return max(seconds, 0.0) * chosen.tokens_per_s
 
 
