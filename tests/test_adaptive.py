@@ -27,7 +27,7 @@ def adaptive(*trees: SizedTree) -> AdaptivePolicy:
 
 def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
     """Returns what a policy reads of a sequence that begins."""
-    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0, forced=[])
+    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0, sampler=SimpleNamespace(processors=None))
 
 
 def choose(policy: AdaptivePolicy, *sequences: SimpleNamespace) -> Tree:

@@ -61,13 +61,18 @@ def index() -> NgramIndex:
 
 def begin(policy: DraftPolicy, tokens: list[int], root: int, sampling: Sampling | None = None) -> SimpleNamespace:
     """Returns what a policy reads of a sequence with this text."""
-    return SimpleNamespace(draft=policy.begin(sampling or Sampling()), tokens=tokens, root=root, forced=[])
+    return SimpleNamespace(
+        draft=policy.begin(sampling or Sampling()), tokens=tokens, root=root, sampler=SimpleNamespace(processors=None)
+    )
 
 
 def record(policy: DraftPolicy, text: SimpleNamespace, accepted: list[int]) -> None:
     """Lets a policy learn from a step that gave these tokens, the bonus token last."""
     after = SimpleNamespace(
-        draft=text.draft, tokens=[*text.tokens, text.root, *accepted[:-1]], root=accepted[-1], forced=[]
+        draft=text.draft,
+        tokens=[*text.tokens, text.root, *accepted[:-1]],
+        root=accepted[-1],
+        sampler=SimpleNamespace(processors=None),
     )
     policy.record([after], [Step(accepted, path=tuple(range(len(accepted))), looked_up=1)])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from medusa_cli.decode.accept import AcceptanceEstimate
 from medusa_cli.decode.ngram import (
@@ -92,17 +94,17 @@ class DraftPolicy(ABC):
 
     def next(self, sequences: Several[Sequence]) -> list[Proposal]:
         """Returns what each sequence drafts next."""
-        proposals = self.propose(
-            sequences,
-            [
-                likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
-                for of in sequences
-            ],
-        )
-        if not self.max_depth and not self.ngrams:  # plain decoding
-            return proposals
-        forced = [sequence.forced for sequence in sequences]
-        return [(ROOT, [tuple(path)]) if path else proposal for path, proposal in zip(forced, proposals, strict=True)]
+        matches = [
+            likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
+            for of in sequences
+        ]
+        proposals = self.propose(sequences, matches)
+        for i, sequence in enumerate(sequences):
+            processors = sequence.sampler.processors
+            # Plain decoding drafts nothing.
+            if processors is not None and (self.max_depth or self.ngrams) and (forced := processors.forced()):
+                proposals[i] = ROOT, [tuple(forced)]
+        return proposals
 
     @abstractmethod
     def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
@@ -205,22 +207,28 @@ class AdaptivePolicy(DraftPolicy):
 
     def __init__(self, trees: Several[SizedTree], step_times: StepTimes, ngrams: bool = False) -> None:
         super().__init__(ngrams)
-        self._trees = {1: SizedTree(ROOT, 1.0)} | {sized.tree.size: sized for sized in trees}  # by nodes
+        self._trees = [SizedTree(ROOT, 1.0), *(sized for sized in trees if sized.tree.size > 1)]
+        self._index = {sized.tree.size: i for i, sized in enumerate(self._trees)}
+        self._expected = np.array([sized.expected for sized in self._trees])
         self._measured = cache(step_times.step)  # seconds by nodes, depth and batch
+        self._times = cache(self._times_of)
         self._kinds: dict[str, AcceptanceEstimate] = {}
-        self._correction: dict[tuple[int, int], float] = {}  # observed / measured, by (nodes, batch)
-        self._smallest: dict[int, float] = {}  # the least correction, by batch
-        self.max_depth = max(sized.tree.max_depth for sized in self._trees.values())
+        self.max_depth = max(sized.tree.max_depth for sized in self._trees)
         self._reset()
         self.trees = "drafts where they pay" if self.max_depth else "plain decoding"
-        if self.size > 1:
+        if self._current:
             self.trees = f"trees of a size that pays, {self.size} nodes to begin with"
+
+    def _times_of(self, batch: int) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+        """Returns the measured seconds of a step over each tree, their corrections, and which trees were timed."""
+        measured = [self._measured(sized.tree.size, sized.tree.max_depth, batch) for sized in self._trees]
+        return np.array(measured), np.ones(len(measured)), np.zeros(len(measured), bool)
 
     def _reset(self) -> None:
         self._sequences = [AcceptanceEstimate(PRIOR, PRIOR, SEQUENCE_DECAY)]
         self._plain_steps, self._retry_after, self._trial_left = 0, RETRY_STEPS, 0
         self._outlier = False
-        self._current = self._best(self._rates())
+        self._current, _ = self._best()  # an index of `_trees`
 
     def fork(self) -> AdaptivePolicy:
         other = copy.copy(self)
@@ -230,12 +238,12 @@ class AdaptivePolicy(DraftPolicy):
     @property
     def size(self) -> int:  # type: ignore[override]
         """Returns the nodes of the current tree."""
-        return self._current.tree.size
+        return self._trees[self._current].tree.size
 
     @property
     def acceptance(self) -> float:
         """Returns the mean ratio of accepted to expected tokens of the running sequences."""
-        return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
+        return sum(sequence.accepted / sequence.expected for sequence in self._sequences) / len(self._sequences)
 
     def begin(self, sampling: Sampling) -> DraftState:
         """Returns a new sequence's state; trials start over, however rare they had become."""
@@ -249,11 +257,11 @@ class AdaptivePolicy(DraftPolicy):
         acceptances = [sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance]
         if acceptances and acceptances != self._sequences:
             self._sequences, self._trial_left = acceptances, 0
-            self._current = self._best(self._rates())
+            self._current, _ = self._best()
         # A match of a single token is no likelier than the drafter's own guess.
         chances = [first[0].chance if first and first[0].length >= PAIR else 0.0 for first in matches]
         if not any(chances):
-            return [(self._current.tree, []) for _ in sequences]
+            return [(self._trees[self._current].tree, [])] * len(sequences)
         return [
             (tree, [of_sequence[0].tokens[:count]] if count else [])
             for (tree, count), of_sequence in zip(self.weigh_matches(chances), matches, strict=True)
@@ -265,9 +273,9 @@ class AdaptivePolicy(DraftPolicy):
         chances: that a matched token is right if those before it are; 0 without a match. The widest draft sets the
         time of the pass, and the drafter runs for all sequences or for none: sizes are chosen for all together.
         """
-        current, plain, ratio, batch = self._current, self._trees[1], self.acceptance, len(chances)
-        seconds = self._step_seconds()[self.size]
-        correction = seconds / self._measured(self.size, current.tree.max_depth, batch)
+        current, plain, ratio, batch = self._trees[self._current], self._trees[0], self.acceptance, len(chances)
+        measured, corrections, _ = self._times(batch)
+        correction, seconds = corrections[self._current], (measured * corrections)[self._current]
         best_rate = MARGIN * batch * (1 + ratio * (current.expected - 1)) / seconds
         choice = [(current.tree, 0)] * batch
         for options in [(plain,), (current, plain)] if current is not plain else [(plain,)]:
@@ -292,34 +300,32 @@ class AdaptivePolicy(DraftPolicy):
             if not step.looked_up and sequence.draft.acceptance
         ]
         nodes, batch = drafted[0][0].nodes if drafted else 0, len(steps)
-        sized = self._trees.get(nodes)
-        if sized is None or any(step.nodes != nodes for step, _ in drafted):
+        tree = self._index.get(nodes)
+        if tree is None or any(step.nodes != nodes for step, _ in drafted):
             return
         if len(drafted) == batch:
-            self._correct_time(sized, sum(step.draft_s + step.verify_s for step in steps), batch)
-        accepted = sum(len(step.path) - 1 for step, _ in drafted)
-        if nodes > 1:
+            self._correct_time(tree, sum(step.draft_s + step.verify_s for step in steps), batch)
+        if tree:
             for step, acceptance in drafted:
-                acceptance.update(sized.expected - 1, len(step.path) - 1)
+                acceptance.update(self._trees[tree].expected - 1, len(step.path) - 1)
         if self._trial_left:
-            self._continue_trial(nodes, accepted)
-        elif self.size == 1:
+            self._continue_trial(tree, any(len(step.path) > 1 for step, _ in drafted))
+        elif not self._current:
             self._count_plain_step()
         else:
-            rates = self._rates()
-            best = self._best(rates)
-            if best.tree.size == 1 or rates[best.tree.size] > MARGIN * rates[self.size]:
+            best, rates = self._best()
+            if not best or rates[best] > MARGIN * rates[self._current]:
                 self._current, self._plain_steps, self._retry_after = best, 0, RETRY_STEPS
 
-    def _continue_trial(self, nodes: int, accepted: int) -> None:
-        if nodes == 1:  # FIRP had no extra rows yet in the trial's first step
+    def _continue_trial(self, tree: int, accepted: bool) -> None:
+        if not tree:  # FIRP had no extra rows yet in the trial's first step
             return
         self._trial_left -= not accepted
-        rates = self._rates()
-        if self._trial_left and rates[nodes] < MIN_GAIN * rates[1]:
+        best, rates = self._best()
+        if self._trial_left and rates[tree] < MIN_GAIN * rates[0]:
             return
-        self._trial_left, self._current = 0, self._best(rates)
-        self._retry_after = RETRY_STEPS if self.size > 1 else min(2 * self._retry_after, MAX_RETRY_STEPS)
+        self._trial_left, self._current = 0, best
+        self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
         """Counts plain steps; after `_retry_after` of them the cheapest tree is tried again."""
@@ -328,46 +334,29 @@ class AdaptivePolicy(DraftPolicy):
             self._plain_steps, self._trial_left = 0, TRIAL_STEPS
             for sequence in self._sequences:
                 sequence.weigh(PRIOR)
-            seconds = self._step_seconds()
-            self._current = min(list(self._trees.values())[1:], key=lambda sized: seconds[sized.tree.size])
+            measured, corrections, _ = self._times(len(self._sequences))
+            self._current = 1 + int((measured * corrections)[1:].argmin())
 
-    def _correct_time(self, sized: SizedTree, seconds: float, batch: int) -> None:
-        """Updates the time of steps over a tree."""
-        key = sized.tree.size, batch
-        ratio = min(seconds / self._measured(sized.tree.size, sized.tree.max_depth, batch), MAX_RATIO)
-        known = self._correction.get(key, 1.0)
+    def _correct_time(self, tree: int, seconds: float, batch: int) -> None:
+        """Updates the time of steps over a tree. Trees not yet timed take the smallest correction seen."""
+        measured, corrections, timed = self._times(batch)
+        ratio, known = min(seconds / measured[tree], MAX_RATIO), corrections[tree] if timed[tree] else 1.0
         previous, self._outlier = self._outlier, ratio > OUTLIER_RATIO * known
         if self._outlier and not previous:
             return
-        new = (1 - EMA_RATE) * known + EMA_RATE * ratio if key in self._correction else ratio
-        self._correction[key] = new
-        for other in self._correction:  # a machine's speed changes for all trees
-            if other[1] == batch:
-                self._correction[other] += FOLLOW_RATE * (new - self._correction[other])
-        self._smallest[batch] = min(ratio for (_, size), ratio in self._correction.items() if size == batch)
+        corrections[tree] = new = (1 - EMA_RATE) * known + EMA_RATE * ratio if timed[tree] else ratio
+        timed[tree] = True
+        corrections += FOLLOW_RATE * (new - corrections)  # a machine's speed changes for all trees
+        corrections[~timed] = corrections[timed].min()
+        if not timed[0]:
+            corrections[0] = min(corrections[0], 1.0)
 
-    def _best(self, rates: Mapping[int, float]) -> SizedTree:
-        """Returns the tree with the most tokens a second, the root alone if none pays."""
-        best = max(rates, key=rates.__getitem__)
-        return self._trees[best if rates[best] > MIN_GAIN * rates[1] else 1]
-
-    def _rates(self) -> dict[int, float]:
-        """Returns the expected tokens a second of one sequence over each tree, by its nodes."""
-        ratio, seconds = self.acceptance, self._step_seconds()
-        return {nodes: (1 + ratio * (sized.expected - 1)) / seconds[nodes] for nodes, sized in self._trees.items()}
-
-    def _step_seconds(self) -> dict[int, float]:
-        """Returns the corrected seconds of a step over each tree, by its nodes.
-
-        A tree not yet timed takes the smallest correction seen.
-        """
-        batch, known, measured = len(self._sequences), self._correction, self._measured
-        smallest = self._smallest.get(batch, 1.0)
-        return {
-            nodes: measured(nodes, sized.tree.max_depth, batch)
-            * known.get((nodes, batch), smallest if nodes > 1 else min(smallest, 1.0))
-            for nodes, sized in self._trees.items()
-        }
+    def _best(self) -> tuple[int, NDArray[np.float64]]:
+        """Returns the tree with the most tokens a second, the root alone if none pays, and those of each tree."""
+        measured, corrections, _ = self._times(len(self._sequences))
+        rates = (1 + self.acceptance * (self._expected - 1)) / (measured * corrections)
+        best = int(rates.argmax())
+        return best if rates[best] > MIN_GAIN * rates[0] else 0, rates
 
 
 def best_in_rows(

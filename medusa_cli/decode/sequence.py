@@ -135,11 +135,6 @@ class Sequence:
         """Returns True from the end of its prompt to the end of its answer."""
         return len(self.tokens) >= len(self.request.prompt) and not self.done
 
-    @property
-    def forced(self) -> list[int]:
-        """Returns the tokens that the answer's grammar forces after the root."""
-        return [] if self.sampler.processors is None else self.sampler.processors.forced()
-
     def common_prefix_length(self, prompt: Several[int]) -> int:
         """Returns how many tokens in the slot a prompt begins with."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, prompt, strict=False)))
