@@ -428,7 +428,7 @@ class Medusa:
             for sequence, step in decoder.run(requests):
                 answers[sequence.number].add(step, sequence.finish_reason)
                 if answers[sequence.number].finish_reason:  # a stop string may end the text before its last token
-                    decoder.cancel(sequence)
+                    sequence.cancel()
         return answers
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -500,7 +500,7 @@ class Stream:
         self.answer.cancel()
         if self._decoder is not None:
             with self._medusa.lock:
-                self._decoder.cancel(self._sequence)
+                self._sequence.cancel()
                 self._medusa.idle.append(self._decoder)
             self._decoder = None
 

@@ -418,7 +418,7 @@ def answer(decoder: Decoder, prompt: Sequence[int], **rules: Any) -> Iterator[St
         while not sequence.done:
             yield from (step for other, step in decoder.step() if other is sequence)
     finally:
-        decoder.cancel(sequence)
+        sequence.cancel()
 
 
 def generate(

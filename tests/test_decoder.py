@@ -225,7 +225,7 @@ def test_plain_batches_of_any_size() -> None:
     expected = [alone(backbone, prompt) for prompt in PROMPTS]
     for size in (1, 2, 6, 20):
         tokens, steps = together(backbone, None, None, batch_size=size)
-        assert tokens == expected and all(step.drafted == 0 for own in steps for step in own)
+        assert tokens == expected and all(step.nodes == 1 for own in steps for step in own)
 
 
 @pytest.mark.parametrize("engine", ["eager", "fast"])
@@ -266,12 +266,12 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
     step()
     step()
     assert not decoder.free_slots
-    decoder.cancel(first)
+    first.cancel()
     cancelled = list(answers[0])
     assert decoder.free_slots == 1 and first.done
     step()
     admit(3)  # takes the free slot
-    decoder.cancel(first)  # has no effect any more
+    first.cancel()  # has no effect any more
     while decoder.sequences:
         step()
     for number in range(4):

@@ -132,7 +132,7 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
     steps = list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=()))
     assert len(passes) == len(steps)
     assert passes[0] == len(PROMPT) + 3
-    assert passes[1:] == [4 * (step.drafted + 1) for step in steps[1:]]
+    assert passes[1:] == [4 * step.nodes for step in steps[1:]]
 
 
 def test_default_layers_spread_from_a_half_to_five_sixths_of_the_depth() -> None:

@@ -109,7 +109,7 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
     for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1), (None, 10)):
         rows.clear()
         sequence, _ = decoder.admit(Request(OPENING, reuse=limit, **RULES))
-        decoder.cancel(sequence)
+        sequence.cancel()
         assert rows == [rows_now]
         if rows_now == 1:
             decoder.clear_prefix_cache()
@@ -122,7 +122,7 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
     moved: list[tuple[int, int]] = []
     inner = decoder.cache.swap
     monkeypatch.setattr(decoder.cache, "swap", lambda a, b: (moved.append((a, b)), inner(a, b)))
-    decoder.cancel(first)
+    first.cancel()
     assert decoder.free_slots == 1
     late, step = decoder.admit(Request([12, 13], **RULES))
     steps = [step, *(step for own, step in [*decoder.step(), *decoder.step()] if own is late)]

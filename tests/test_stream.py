@@ -101,7 +101,7 @@ def test_cancelled_answer_shows_what_waited() -> None:
 def test_pieces_name_accepted_draft_tokens() -> None:
     reply = Answer(Letters())  # type: ignore[arg-type]
     pieces = reply.add(Step([97, 98, 99]), None)
-    assert [(piece.text, piece.accepted) for piece in pieces] == [("a", True), ("b", True), ("c", False)]
+    assert [(piece.text, piece.accepted) for piece in pieces] == [("ab", True), ("c", False)]
 
 
 def test_likelihoods_are_the_models_for_every_token() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
-from medusa_cli.decode.ngram import add_paths
+from medusa_cli.decode.ngram import add_paths, shared_length
 from medusa_cli.decode.policy import ROOT, DraftPolicy, DynamicTreePolicy, Proposal, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
@@ -87,7 +87,7 @@ class Decoder:
                 yield from self.step()
         finally:
             for sequence in self.sequences:
-                sequence.cancelled = True
+                sequence.cancel()
 
     def admit(self, request: Request, number: int = 0) -> tuple[Sequence, Step]:
         """Runs the prompt of a request; returns its sequence and the step with the answer's first token."""
@@ -109,26 +109,27 @@ class Decoder:
         try:
             step = yield from self._run_prompt(sequence)
         except BaseException:  # an error, or nobody asks for the rest
-            sequence.cancelled = True
+            sequence.cancel()
             raise
         yield sequence, step
 
     def _run_prompt(self, sequence: Sequence) -> Generator[tuple[Sequence, None], None, Step]:
         request, device, seconds = sequence.request, self.backbone.device, 0.0
         prompt, hidden = list(request.prompt), list[Tensor]()
-        likely = [Likelihood(prompt[0], math.nan)] if request.scores_prompt else []
-        rows = PROMPT_ROWS if request.scores_prompt else self.engine.prefill_rows
+        scores_prompt = request.scores_prompt
+        likely = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
+        rows = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
         for start in range(sequence.reused, len(prompt), rows):
             started, piece = time.perf_counter(), prompt[start : start + rows]
             last = start + rows >= len(prompt)
             extra_rows = self.drafter.extra_rows(self.policy.max_depth) if last and self.drafter is not None else None
-            logits = "all" if request.scores_prompt else "last" if last else "none"
+            logits = "all" if scores_prompt else "last" if last else "none"
             slot = self._slots.index(sequence)  # steps of others may have moved it
             plan = Plan.chain(upload(piece, device), slot=slot, taps=self.taps, logits=logits, extra_rows=extra_rows)
             out = self.engine.forward(plan, self.cache)
             hidden.append(out.hidden[0])
             sequence.tokens += piece
-            if request.scores_prompt and out.logits is not None:
+            if scores_prompt and out.logits is not None:
                 following = prompt[start + 1 : start + 1 + rows]
                 likely += likelihoods(out.logits[0], following, request.top or 0)
             seconds += time.perf_counter() - started
@@ -258,10 +259,6 @@ class Decoder:
             accepted.append(Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, likely))
         return accepted
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence early and frees its slot."""
-        sequence.cancelled = True
-
     def clear_prefix_cache(self) -> None:
         """Drops the cached prefixes of idle slots."""
         self._slots = [None if previous is None or previous.done else previous for previous in self._slots]
@@ -278,7 +275,7 @@ class Decoder:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
         shares = [
-            (min(previous.common_prefix_length(prompt), limit), -len(previous.tokens)) if previous else (0, 0)
+            (min(shared_length(previous.tokens, prompt), limit), -len(previous.tokens)) if previous else (0, 0)
             for _, previous in idle
         ]
         best = max(range(len(idle)), key=shares.__getitem__)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from medusa_cli.assets import need_extra
+from medusa_cli.decode.ngram import shared_length
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone
 
@@ -200,8 +201,7 @@ class GrammarProcessor(LogitsProcessor):
     def _read(self, text: Tensor) -> bool:
         """Moves the matcher to the end of a text [1, L]; returns False if the grammar does not allow the text."""
         answer, read = text[0, self._prompt_length :].tolist(), self._answer
-        length = min(len(answer), len(read))
-        shared = next((i for i in range(length) if answer[i] != read[i]), length)
+        shared = shared_length(answer, read)
         if shared < len(read):
             self._matcher.rollback(len(read) - shared)
         count = shared + self._matcher.try_consume_tokens(answer[shared:])

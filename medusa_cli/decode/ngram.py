@@ -30,6 +30,12 @@ MAX_CHANCE = 0.98
 CORPUS_POSITIONS, GAP = 32, -1
 
 
+def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns how many first tokens two texts share."""
+    pairs = zip(left, right, strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
 @dataclass(frozen=True)
 class NgramMatch:
     """Holds the tokens after an earlier occurrence, the class of its length, and the chance of each next token."""
@@ -72,9 +78,7 @@ class NgramSource(ABC):
     def learn(self, accepted: Sequence[int]) -> None:
         """Compares the matches of this step, drafted or not, with the tokens that were accepted."""
         for match in self._matches:
-            right, limit = 0, min(len(match.tokens), len(accepted))
-            while right < limit and match.tokens[right] == accepted[right]:
-                right += 1
+            limit, right = min(len(match.tokens), len(accepted)), shared_length(match.tokens, accepted)
             self.trust[match.length].update(right + (right < limit), right)
         self._matches = []
 
@@ -163,7 +167,7 @@ class Corpus:
         at = bisect_left(positions, wanted, key=before)
         near = positions[max(at - CORPUS_POSITIONS // 2, 0) : at + CORPUS_POSITIONS // 2].tolist()
         closest = [before(position) for position in positions[max(at - 1, 0) : at + 1]]
-        length = max((_common(wanted, other) for other in closest), default=0)
+        length = max((shared_length(wanted, other) for other in closest), default=0)
         if not length:
             return 0, ()
         alike = [position for position in near if before(position)[:length] == wanted[:length]]
@@ -174,12 +178,6 @@ class Corpus:
             rows, level = [row for row in rows if row[level] == token], level + 1
         following = rows[0][: rows[0].index(GAP)] if GAP in rows[0] else rows[0]
         return length, tuple(following)
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns how many first tokens two texts share."""
-    pairs = zip(left, right, strict=False)
-    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 class CorpusMatches(NgramSource):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from itertools import takewhile
 
 from medusa_cli.decode.policy import DraftState
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
@@ -72,19 +71,15 @@ class StopCriteria:
     def truncate(self, tokens: Several[int]) -> list[int]:
         """Returns the tokens that belong to the answer, the one that ends it included."""
         kept: list[int] = []
-        if not self.left:
-            self.reason = "length"
-            return kept
-        for token in tokens:
+        for token in tokens[: self.left]:
             kept.append(token)
             self._tokens.append(token)
-            self.left -= 1
             if token in self.stop_ids or (self._strings and self._has_stop_string()):
                 self.reason = "stop"
-            elif self.left <= 0:
-                self.reason = "length"
-            if self.reason:
                 break
+        self.left -= len(kept)
+        if not self.left:
+            self.reason = self.reason or "length"
         return kept
 
     def _has_stop_string(self) -> bool:
@@ -117,27 +112,26 @@ class Sequence:
         self.drafter: Drafter | None = None
         self.unread: list[NewTokens] = []
         self.reused = 0
-        self.cancelled = False
 
     @property
     def finish_reason(self) -> str | None:
-        """Returns "stop" or "length", None while the answer goes on; its grammar's limits cut it off, too."""
+        """Returns "stop", "length" or "cancelled"; None while the answer goes on. Its grammar's limits cut it off."""
         processors = self.sampler.processors
-        cut = self.stop.reason is not None and processors is not None and processors.exhausted
-        return "length" if cut else self.stop.reason
+        cut_off = self.stop.reason == "stop" and processors is not None and processors.exhausted
+        return "length" if cut_off else self.stop.reason
 
     @property
     def done(self) -> bool:
-        return self.cancelled or self.stop.reason is not None
+        return self.stop.reason is not None
 
     @property
     def running(self) -> bool:
         """Returns True from the end of its prompt to the end of its answer."""
-        return len(self.tokens) >= len(self.request.prompt) and not self.done
+        return self.stop.reason is None and len(self.tokens) >= len(self.request.prompt)
 
-    def common_prefix_length(self, prompt: Several[int]) -> int:
-        """Returns how many tokens in the slot a prompt begins with."""
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, prompt, strict=False)))
+    def cancel(self) -> None:
+        """Ends the answer where it is, unless it has ended."""
+        self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
         """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes."""

@@ -66,14 +66,6 @@ class Step:
     looked_up: int = 0
 
     @property
-    def prefill(self) -> bool:
-        return not self.path
-
-    @property
-    def drafted(self) -> int:
-        return self.nodes - 1
-
-    @property
     def accepted(self) -> int:
         """Returns the tokens beyond the one of plain decoding; what follows the answer's end is not counted."""
         return len(self.tokens) - 1
@@ -100,12 +92,12 @@ class Stats:
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.tokens)
-        if step.prefill:
+        if not step.path:
             self.prefill_s += step.verify_s
             return
         self.steps += 1
-        self.drafted += step.drafted
-        self.accepted += step.accepted
+        self.drafted += step.nodes - 1
+        self.accepted += len(step.tokens) - 1
         self.draft_s += step.draft_s
         self.verify_s += step.verify_s
 

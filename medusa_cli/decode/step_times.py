@@ -102,7 +102,7 @@ def measure_step_times(
                 if nodes > 16 and seconds > HOPELESS * verify[1]:
                     bushy = {size: known for size, known in bushy.items() if size <= nodes}
                     break
-        decoder.cancel(sequence)
+        sequence.cancel()
     return StepTimes(verify, draft)
 
 

@@ -47,7 +47,7 @@ class TextStream:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that one token added, and whether the token was an accepted draft token."""
+    """Text that a step added by its accepted draft tokens, or by the token after them."""
 
     text: str
     accepted: bool
@@ -83,7 +83,9 @@ class Answer:
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
-        self._waiting += [Piece(self._stream.add([token]), i < step.accepted) for i, token in enumerate(step.tokens)]
+        for tokens, accepted in ((step.tokens[:-1], True), (step.tokens[-1:], False)):
+            if tokens and (text := self._stream.add(tokens)):
+                self._waiting.append(Piece(text, accepted))
         return self._show(finish_reason)
 
     def cancel(self) -> list[Piece]:
@@ -91,13 +93,15 @@ class Answer:
         return [] if self.finish_reason else self._show("cancelled")
 
     def _show(self, finish_reason: str | None) -> list[Piece]:
-        if finish_reason:
-            self._waiting.append(Piece(self._stream.flush(), False))
-        text = "".join(piece.text for piece in self._waiting)
-        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
-        partial = 0 if finish_reason else max((partial_stop(text, stop) for stop in self._stops), default=0)
-        shown, rest = split(self._waiting, min(starts, default=len(text) - partial))
-        self._waiting, self.finish_reason = ([], "stop") if starts else (rest, finish_reason)
+        if finish_reason and (last := self._stream.flush()):
+            self._waiting.append(Piece(last, False))
+        shown, self._waiting, self.finish_reason = self._waiting, [], finish_reason
+        if self._stops:
+            text = "".join(piece.text for piece in shown)
+            starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+            partial = 0 if finish_reason else max(partial_stop(text, stop) for stop in self._stops)
+            shown, rest = split(shown, min(starts, default=len(text) - partial))
+            self._waiting, self.finish_reason = ([], "stop") if starts else (rest, finish_reason)
         self.text += "".join(piece.text for piece in shown)
         return shown
 

@@ -35,9 +35,9 @@ class Metrics:
     def count(self, step: Step) -> None:
         """Counts one sequence's step."""
         self._generated.inc(len(step.tokens))
-        if not step.prefill:
+        if step.path:
             self._verified.inc()
-            self._drafted.inc(step.drafted)
+            self._drafted.inc(step.nodes - 1)
             self._accepted.inc(step.accepted)
 
     def page(self) -> bytes:

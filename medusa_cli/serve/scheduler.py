@@ -193,7 +193,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot."""
-        self._decoder.cancel(sequence)
+        sequence.cancel()
         ticket = self._running.pop(sequence)
         if self._prompt is not None and self._prompt[0] is ticket:
             self._prompt = None

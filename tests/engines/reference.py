@@ -60,7 +60,7 @@ def accepted(backbone: Backbone, run: Run, prompts: list[list[int]], tokens: int
     drafter, reached, steps = load_drafter(run.drafter_dir, backbone), [0] * depth, 0
     for prompt in prompts:
         for step in generate(backbone, drafter, Tree.chain(depth), prompt, max_new_tokens=tokens):
-            if not step.prefill:
+            if step.path:
                 steps += 1
                 reached = [count + (step.accepted > position) for position, count in enumerate(reached)]
     return [round(count / steps, 4) for count in reached]
