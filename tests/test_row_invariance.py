@@ -72,7 +72,7 @@ def test_attention_equals_a_slow_reference(size: int, rows: int, groups: int) ->
     mask = torch.zeros(size, rows, wide).masked_fill_(torch.rand(size, rows, wide) < 0.3, torch.finfo().min)
     if start is not None:
         mask[:, torch.arange(wide) > start + torch.arange(rows)[:, None]] = torch.finfo().min
-    pieces, back = pieces_of(size, rows, kv * groups, kv, dim, more)
+    _, pieces, back = pieces_of(size, rows, kv * groups, kv, dim, more, 1, 1)
     masks = [piece.mask(mask, kv, start) for piece in pieces]
     beside = torch.cat([query, torch.randn(size * rows, kv, dim)], dim=1)
     attended = attend(beside, keys, values, masks, [piece.order for piece in pieces], back, 0.3)

@@ -4,6 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -71,7 +72,6 @@ class HeadDrafter(Drafter):
     caches: list[LayerCache]  # what its decoder layers have read of its sequence
     draft_ids: Tensor  # [M], token ids of the scores
     _lm_head_rows: Tensor | None  # of a draft vocabulary, where it has no matrices
-    _kernel: Kernel | None = None  # how it multiplies when it drafts; None: as its type wants it
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class HeadDrafter(Drafter):
             pack_linears(self._packed[name], self.kernel)
         return self._packed[name]
 
-    def traced(self, name: Hashable, compute: Computation, *inputs: Tensor) -> Tensor:
+    def traced(self, name: Hashable, compute: Computation, *inputs: Tensor) -> Any:
         """Returns compute(*inputs), from the third call under a name on by a trace.
 
         Forks share the trace, so nothing of one sequence may be in it but what the inputs bring.
@@ -244,16 +244,16 @@ class HeadDrafter(Drafter):
         if (name, few) not in self._traced:
             never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
             self._traced[name, few] = TracedModule(compute, self._products, never=never)
-        return self._traced[name, few](*inputs)
+        return self._traced[name, few].run(*inputs)
 
     def _products(self) -> list[nn.Module]:
         """Returns everything that multiplies by packed weights."""
         return [*self._packed.values(), *(scorer for scorer in self._scorers if isinstance(scorer, nn.Module))]
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel:
-        """Returns the kernel of its linear layers and vocabulary matrices when it drafts."""
-        return self._kernel or kernels_for(self.dtype, next(self.parameters()).device)[-1]
+        """Returns the kernel of its linear layers and vocabulary matrices when it drafts: as its type wants it."""
+        return kernels_for(self.dtype, next(self.parameters()).device)[-1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -93,8 +93,8 @@ class HydraHeads(HeadDrafter):
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
-            x = self.traced("path", partial(self._path, backbone), x, level.parent_rows, level.tokens)
-            scores = self.traced(("score", head), partial(self._score, backbone, head), x)
+            compute = partial(self._score, backbone, head)
+            x, scores = self.traced(("score", head), compute, x, level.parent_rows, level.tokens)
             return self.best(scores, width, temperature)
 
         return guess
@@ -110,11 +110,11 @@ class HydraHeads(HeadDrafter):
             x = layer.extend(x, positions, caches, self.traced, last=last)
         return x
 
-    def _path(self, backbone: Backbone, x: Tensor, parent_rows: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([x[parent_rows], self.embed(backbone, tokens)], dim=-1)
-
-    def _score(self, backbone: Backbone, head: int, x: Tensor) -> Tensor:
-        return self.score(backbone, head, self.packed("blocks")[head](x))
+    def _score(
+        self, backbone: Backbone, head: int, x: Tensor, parent_rows: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = torch.cat([x[parent_rows], self.embed(backbone, tokens)], dim=-1)
+        return x, self.score(backbone, head, self.packed("blocks")[head](x))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         context, embedded = batch.hidden, self.embed(backbone, batch.next).to(batch.hidden.dtype)

@@ -63,7 +63,7 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
         drafter.draft_ids.copy_(tensors["draft_ids"])
     kernel = backbone.engine.kernel
     # Beside a backbone of few bits, unquantised heads would take much of a step; drafts need not be exact.
-    drafter._kernel = kernel if kernel.few_rows is None else Kernel("int8")
+    drafter.kernel = kernel if kernel.few_rows is None else Kernel("int8")
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 

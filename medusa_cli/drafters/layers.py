@@ -19,7 +19,7 @@ CANDIDATES = 128
 # Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
 OWN_SCORE = 12.0
 # Calls a computation under a name, from its third call on through a trace: `HeadDrafter.traced`.
-Traced = Callable[..., Tensor]
+Traced = Callable[..., Any]
 
 
 class ResidualBlock(nn.Module):
@@ -242,10 +242,10 @@ class DecoderLayer(SelfAttention):
         keys, values = self.keys_values(read, positions)
         return self.leave(x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)]))
 
-    def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> Tensor:
-        """Returns queries, keys and values as one tensor [3, heads, n, D]: a trace gives one."""
+    def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values [heads, n, D]."""
         read = self.reads(x, *embedded)
-        return torch.stack([self.queries(read, positions), *self.keys_values(read, positions)])
+        return self.queries(read, positions), *self.keys_values(read, positions)
 
 
 def last_of(counts: Sequence[int]) -> list[int]:

@@ -82,11 +82,6 @@ def _adds_alike(dim: int, rows: int, width: int) -> bool:
     return True
 
 
-def shares(numbers: int) -> int:
-    """Returns the number of threads that compute on a tensor of so many numbers."""
-    return max(1, min(torch.get_num_threads(), -(-numbers // SHARE)))
-
-
 def sum_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
     """Returns weights [B, M, L] times values [B, C, W], block by block."""
     summed: Tensor = _scripts()[0](weights, values)
@@ -154,13 +149,21 @@ class Piece:
 
 
 @lru_cache(maxsize=128)
-def pieces_of(size: int, rows: int, heads: int, kv: int, dim: int, more: int) -> tuple[list[Piece], Tensor]:
-    """Returns the pieces of a pass over B slots of R rows, and where each row stands in their results.
+def pieces_of(
+    size: int, rows: int, heads: int, kv: int, dim: int, more: int, inner: int, threads: int
+) -> tuple[Tensor, list[Piece], Tensor]:
+    """Returns the rows that products see of a pass over B slots of R rows, its pieces, and each row's place in theirs.
+
+    Products see at least `more` rows more than the pass has: threads share the numbers of an activation, at most
+    `inner` a row, and only whole vectors of them are computed alike.
 
     Queries and keys lie side by side, [B * R * (heads + KV), D]. The places are [(B * R + more) * heads], `more` times
     those of the first row at the end.
     """
-    groups, multiple = heads // kv, padding_of(dim)[0]
+    groups, multiple, count = heads // kv, padding_of(dim)[0], size * rows
+    while (count + more) % max(1, min(threads, -(-(count + more) * inner // SHARE))):
+        more += 1
+    feed = torch.arange(count + more) % count
     every = torch.arange(size * rows * (heads + kv)).view(size, rows, -1)[..., :heads].unflatten(-1, (kv, groups))
     pieces, offset, back = list[Piece](), 0, torch.empty_like(every)
     for first in range(0, rows, PIECE):
@@ -172,7 +175,7 @@ def pieces_of(size: int, rows: int, heads: int, kv: int, dim: int, more: int) ->
         here = torch.arange(offset, offset + len(order)).view(size, kv, -1)[..., :count]
         back[:, first:end] = here.view(size, kv, groups, -1).permute(0, 3, 1, 2)
         offset += len(order)
-    return pieces, torch.cat([back.flatten(), back[0, :1].expand(more, -1, -1).flatten()])
+    return feed, pieces, torch.cat([back.flatten(), back[0, :1].expand(more, -1, -1).flatten()])
 
 
 def attend(

@@ -79,24 +79,25 @@ class Engine(ABC):
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
-        if plan.is_chain and plan.rows > self.prefill_rows:
+        chain, rows = plan.tree_mask is None, plan.tokens.shape[1]
+        if chain and rows > self.prefill_rows:
             return self._in_pieces(plan, cache)
         tokens = plan.tokens.to(self.backbone.device)
         layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device, self.round_to)
         states, final = self.run(tokens, layout, cache, plan.taps)
-        if plan.is_chain:
+        if chain:
             for slot in range(plan.first, plan.first + len(tokens)):
-                cache.lengths[slot] += plan.rows
+                cache.lengths[slot] += rows
         extra = None
         if layout.extra_rows is not None:
-            (states, extra), final = layout.extra_rows.split(states), final[:, : plan.rows]
+            (states, extra), final = layout.extra_rows.split(states), final[:, :rows]
         if plan.logits == "none":
             return Output(None, states, extra)
         return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, extra)
 
     def _in_pieces(self, plan: Plan, cache: Cache) -> Output:
         """Runs a long chain piece by piece; the last one has the extra rows."""
-        cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.rows)
+        cache.reserve(max(cache.lengths[plan.first : plan.first + len(plan.tokens)]) + plan.tokens.shape[1])
         *pieces, last = plan.tokens.split(self.prefill_rows, dim=1)
         before = "none" if plan.logits == "last" else plan.logits
         plans = [replace(plan, tokens=piece, logits=before, extra_rows=None) for piece in pieces]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of, shares
+from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.cuda_attention import columns_read, reads_by_length
 from medusa_cli.engine.engine import Engine
@@ -202,40 +202,29 @@ class FastEngine(Engine):
             segment = Segment(self.layers[first:end], norm, path)
             never = path == "fused" or pieces > 1
             self._segments[key] = TracedModule(segment, lambda: [segment], never=never, late=chunks > LARGEST_TREE)
-        return self._segments[key](x.flatten(0, 1), *inputs, keys, values).view(x.shape)
+        return self._segments[key].run(x.flatten(0, 1), *inputs, keys, values).view(x.shape)
 
     def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
         """Returns the path of attention for the first `rows` rows, and the other inputs of a segment."""
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         # Slots may share their positions.
         positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
-        tables = [self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))]
-        cos, sin = [table[0] for table in tables], [table[1] for table in tables]
+        tables = (self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables)))
+        cos, sin = map(list, zip(*tables, strict=True))
         columns = layout.columns[:, :rows]
         if self.width is None:
             masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
             lengths, capacity = layout.lengths, layout.wide
             reads = [] if lengths is None else columns_read(lengths, rows, self.kv, capacity)
             return "fused", columns, masks, reads, columns, cos, sin, columns
-        count = layout.size * rows
-        more = self._rows_more(count)
-        feed = torch.arange(count + more) % count
-        pieces, back = pieces_of(layout.size, rows, self.kv * self.groups, self.kv, self.dim, more)
+        heads = self.kv * self.groups
+        inner, threads = self.inner, torch.get_num_threads()
+        feed, pieces, back = pieces_of(layout.size, rows, heads, self.kv, self.dim, self._more, inner, threads)
         masks = [piece.mask(mask, self.kv, layout.start) for mask in masks for piece in pieces]
         path = "slots"
         if layout.start is not None:
             path, columns = "slot", columns.new_empty(layout.start, 0)
         return path, feed, masks, [piece.order for piece in pieces], back, cos, sin, columns
-
-    def _rows_more(self, rows: int) -> int:
-        """Returns how many rows more than those of a pass its products see.
-
-        Threads share the numbers of an activation, and only whole vectors of them are computed alike.
-        """
-        more = self._more
-        while (rows + more) % shares((rows + more) * self.inner):
-            more += 1
-        return more
 
     def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [P, 1, D] of positions [P] below `wide`."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from medusa_cli.engine.kernels import Fp16Linear, OneDnnLinear
 
-Computation = Callable[..., Tensor]
+Computation = Callable[..., Any]
 # The call from which on a computation is traced: a trace takes as long as some fifty calls gain by it, and a short
 # answer would wait for it. A `late` one comes so many times as late: prompts in chunks have a trace for each number of
 # chunks, and would wait for one that few others use.
@@ -17,11 +18,13 @@ TRACED_FROM, WAIT = 3, 20
 
 
 class TracedModule:
-    """Calls a computation as it is at first, and later as a graph.
+    """Holds a computation as `run`: as it is at first, and later as a graph.
 
-    The computation takes tensors of any sizes (and lists of them), returns one tensor, and multiplies by packed weights
-    of the modules `within()` alone. never: do not trace, as off the CPU. late: trace WAIT times as late.
+    The computation takes tensors of any sizes (and lists of them), returns tensors, and multiplies by packed weights of
+    the modules `within()` alone. never: do not trace, as off the CPU. late: trace WAIT times as late.
     """
+
+    run: Computation
 
     def __init__(
         self,
@@ -31,15 +34,15 @@ class TracedModule:
         never: bool = False,
         late: bool = False,
     ) -> None:
-        self._run, self._within = compute, within
-        self._left = 0 if never else TRACED_FROM * (WAIT if late else 1)
+        self._compute, self._within = compute, within
+        self._left = TRACED_FROM * (WAIT if late else 1)
+        self.run = compute if never else self._count
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                self._run = trace(self._run, inputs, self._within()) or self._run
-        return self._run(*inputs)
+    def _count(self, *inputs: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            self.run = trace(self._compute, inputs, self._within()) or self._compute
+        return (self._compute if self._left else self.run)(*inputs)
 
 
 def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Module]) -> Computation | None:
@@ -60,7 +63,7 @@ def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Modul
                 if isinstance(module, Fp16Linear):
                     setattr(self, f"packed_{number}", module.packed)
 
-        def forward(self, bank: list[Tensor], *rest: Any) -> Tensor:
+        def forward(self, bank: list[Tensor], *rest: Any) -> Any:
             for product, packed in zip(products, bank, strict=False):
                 product.packed = packed
             return compute(*rest)
@@ -77,7 +80,7 @@ def trace(compute: Computation, inputs: Sequence[Any], within: Iterable[nn.Modul
     finally:
         for product in products:
             product.packed = product.own
-    return lambda *rest: graph(bank, *rest)
+    return partial(graph, bank)
 
 
 def _detached(traced: Any) -> Computation:

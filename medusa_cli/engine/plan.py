@@ -1,11 +1,10 @@
 """The plan of a forward pass: its tokens, their positions and mask, and the outputs wanted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from medusa_cli.engine.attention import padded
 from medusa_cli.engine.cache import Cache
@@ -47,29 +46,6 @@ class Plan:
         """Returns a pass over one sequence's next tokens [n], such as a prompt's."""
         return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, extra_rows)
 
-    @property
-    def rows(self) -> int:
-        """Returns the rows of one sequence without extra rows."""
-        return self.tokens.shape[1]
-
-    @property
-    def is_chain(self) -> bool:
-        return self.tree_mask is None
-
-    def visibility(self, device: torch.device) -> tuple[Tensor, Tensor, ExtraRowStates | None]:
-        """Returns who sees whom [B or 1, R, R], depths [B or 1, R], and extra rows, which are last of the R rows."""
-        every = torch.arange(self.rows, device=device)
-        if self.depth is None or self.tree_mask is None:
-            depth, tree_mask = every[None], (every[:, None] >= every)[None]
-        else:
-            depth, tree_mask = self.depth.to(device), self.tree_mask.to(device)
-            depth = depth if depth.dim() == 2 else depth[None]
-            tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
-        if self.extra_rows is None:
-            return tree_mask, depth, None
-        extra_rows = ExtraRowStates(self.extra_rows, every[-1:] if self.is_chain else every)
-        return *extra_rows.extend(tree_mask, depth), extra_rows
-
 
 @dataclass(frozen=True)
 class Output:
@@ -110,28 +86,27 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     context: the model's; extra rows may stand beyond it, where rotary tables may change. round_to: attention reads a
     multiple of so many columns.
     """
-    tree_mask, depth, extra_rows = plan.visibility(device)
+    every = torch.arange(plan.tokens.shape[1], device=device)
+    if plan.depth is None or plan.tree_mask is None:
+        depth, tree_mask = every[None], (every[:, None] >= every)[None]
+    else:
+        depth, tree_mask = plan.depth.to(device), plan.tree_mask.to(device)
+        depth = depth if depth.dim() == 2 else depth[None]
+        tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
+    extra_rows = None
+    if plan.extra_rows is not None:
+        extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.tree_mask is None else every)
+        tree_mask, depth = extra_rows.extend(tree_mask, depth)
     size, rows = len(plan.tokens), depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
-    wide = padded(end, round_to)
-    if size > 1:
-        used = upload(lengths, device)
-        return lay_out_at(used, tree_mask, depth, masks, context, plan.first, wide, extra_rows)
-    start = lengths[0]
-    if plan.is_chain and not start and extra_rows is None and device.type != "cpu":
+    if plan.tree_mask is None and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
-        every = torch.arange(rows, device=device)
-        return Layout(plan.first, 1, depth, masks.causal(rows, device), start, every[None], rows)
-    visible = F.pad(tree_mask, (start, wide - end), value=False)
-    visible[..., :start] = True
-    columns = start + torch.arange(rows, device=device)
-    positions = start + depth
-    by_column = torch.arange(wide, device=device)
-    by_column[start:end] = positions[0]
-    by_kind = masks.additive(visible, positions, by_column)
-    return Layout(plan.first, 1, positions.clamp(max=context - 1), by_kind, start, columns[None], wide, extra_rows)
+        return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
+    used, wide = upload(lengths, device), padded(end, round_to)
+    layout = lay_out_at(used, tree_mask, depth, masks, context, plan.first, wide, extra_rows)
+    return replace(layout, start=lengths[0]) if size == 1 else layout
 
 
 def lay_out_at(

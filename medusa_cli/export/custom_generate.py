@@ -282,6 +282,6 @@ def load_drafter(source: str, model: Any) -> Loaded:
     drafter.to(model.device, model.dtype).requires_grad_(False)
     # Its modules multiply as they are, and nothing is traced.
     own = {"packed": drafter.get_submodule, "traced": lambda name, compute, *inputs: compute(*inputs)}
-    vars(drafter).update(own, _kernel=Plain)
+    vars(drafter).update(own, kernel=Plain)
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]
