@@ -19,6 +19,7 @@ from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
+from medusa_cli.data.states import rounding
 from medusa_cli.decode import Stats, policy_of
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
@@ -28,7 +29,6 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
-from medusa_cli.train.hidden_states import rounding
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from medusa_cli.cli import app
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, read_dataset
+from medusa_cli.data.states import with_hidden_states
 from medusa_cli.decode import Decoder, DraftPolicy, Request, Step, policy_of
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
@@ -29,7 +30,6 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
-from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.io import save_tree
 

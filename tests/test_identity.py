@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.model import load
 from medusa_cli.model import lora as adapter
-from medusa_cli.model import random_model
 from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.io import read_json, write_json
@@ -107,7 +107,7 @@ def test_pickled_checkpoint_is_refused_and_has_no_digest(model: str, tmp_path: P
 
 def test_random_model_is_identified_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("small", "other"):
-        monkeypatch.setitem(random_model.SHAPES, name, (64, 32, 64, 2, 4, 2, 128))
+        monkeypatch.setitem(load.SHAPES, name, (64, 32, 64, 2, 4, 2, 128))
     options = LoadOptions(dtype="fp32", engine="eager")
     small, again, other = (load_backbone(f"random:{name}", options) for name in ("small", "small", "other"))
     assert small.identity["weights"] == again.identity["weights"] != other.identity["weights"]

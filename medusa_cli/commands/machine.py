@@ -21,8 +21,14 @@ def machine(
     printing.configure()
     import torch
 
-    from medusa_cli.bench.steps import copy_bandwidth
-    from medusa_cli.engine.autotune import EXPECTED, KernelTimings, kernel_timings, processor, timings_file
+    from medusa_cli.engine.autotune import (
+        EXPECTED,
+        KernelTimings,
+        copy_bandwidth,
+        kernel_timings,
+        processor,
+        timings_file,
+    )
     from medusa_cli.engine.kernels import KERNELS
     from medusa_cli.engine.load import choose_kernel
     from medusa_cli.model.load import has_own_code, read_config

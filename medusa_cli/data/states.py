@@ -1,18 +1,33 @@
-"""Hidden states on disk: raw bf16 rows, appended while text is generated and read at random while heads are trained."""
+"""Hidden states: bf16 rows on disk, kept while distilling, cached in a run, or computed once by a prefill."""
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset
+from medusa_cli.drafters.base import with_last_layer
+from medusa_cli.engine import Plan
+from medusa_cli.engine.kernels import BITS
 from medusa_cli.errors import UserError
+from medusa_cli.model import Backbone
+from medusa_cli.model.distributed import Distributed
+from medusa_cli.model.identity import quantization_of
 from medusa_cli.runs.io import check_regular
+from medusa_cli.runs.run import Run, check_backbone, describe_distillation
+
+log = logging.getLogger(__name__)
 
 
 def states_digest(conversation: Conversation, rows: Tensor) -> str:
@@ -81,3 +96,126 @@ class StateStore:
 
     def close(self) -> None:
         self._out.close()
+
+
+def rounding(backbone: Backbone) -> str | None:
+    """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
+    kernel = backbone.engine.kernel.name
+    return kernel if kernel in BITS else quantization_of(backbone.model)
+
+
+def with_hidden_states(
+    dataset: Dataset,
+    run: Run,
+    backbone: Backbone,
+    path: Path,
+    taps: Sequence[int] = (-1,),
+    *,
+    among: Dataset | None = None,
+    world: Distributed | None = None,
+    show: Callable[..., None] = lambda *progress: None,
+) -> Dataset:
+    """Returns the data set of the file `path` with its states: kept while distilling, cached in the run, or computed.
+
+    among: a larger data set, whose states serve if they are cached. world: the processes that share the computation.
+    show: called with a name, the tokens done and their number. Raises UserError for states of other data.
+    """
+    world, owner = world or Distributed(), Run(path.parent).owner
+    if owner is not None:
+        check_backbone(owner, backbone.identity, f"{path}")
+    if kept := _kept(dataset, backbone, path, taps):
+        return kept
+    needed = _in_order(among or dataset)
+    cached = _cache_path(run, backbone, needed, taps)
+    if among is not None and not cached.is_file():
+        needed = _in_order(dataset)
+        cached = _cache_path(run, backbone, needed, taps)
+    starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
+    if not world.gather(cached.is_file())[0]:  # all as the first one sees it
+        _prefill(cached, backbone, needed, starts, taps, world, show)
+    rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
+    train, held_out = (
+        [replace(item, state_rows=rows[item.id], states_digest=None) for item in part]
+        for part in (dataset.train, dataset.held_out)
+    )
+    states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
+    return replace(dataset, train=train, held_out=held_out, states=states)
+
+
+def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
+    """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
+
+    They are those of the model without an adapter, quantized as it was then. Raises UserError for rows of other data.
+    """
+    origin, stored = describe_distillation(path.parent), path.with_name("states.bin")
+    fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
+    layers, items = with_last_layer(origin.taps), _in_order(dataset)
+    if not (fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in items)):
+        return None
+    places = [item.state_rows or (0, 0) for item in items]
+    size = backbone.hidden_size
+    states = read_rows(stored, size * len(layers), 0, max(map(sum, places)))
+    for item, (first, count) in zip(items, places, strict=True):
+        if item.states_digest not in (None, states_digest(item, states[first : first + count])):
+            raise UserError(
+                f"{stored} holds other state rows than were kept for the conversation {item.id!r}",
+                "delete it to compute the states again",
+            )
+    columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
+    return replace(dataset, states=states, kept=True, columns=None if tuple(taps) == layers else columns)
+
+
+def _in_order(dataset: Dataset) -> list[Conversation]:
+    """Returns all conversations in the order of their states, which does not depend on the split."""
+    return sorted((*dataset.train, *dataset.held_out), key=lambda item: item.id)
+
+
+def _cache_path(run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]) -> Path:
+    """Returns where a run keeps the states of conversations: the name is a digest of all that they depend on."""
+    owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
+    digest = hashlib.sha256(json.dumps([owner, rounding(backbone), str(backbone.dtype), list(taps)]).encode())
+    for item in items:
+        digest.update(json.dumps(item.tokens).encode())
+    return run.cache_dir / f"states-{digest.hexdigest()[:16]}.bin"
+
+
+def _prefill(
+    path: Path,
+    backbone: Backbone,
+    conversations: Sequence[Conversation],
+    starts: Sequence[int],
+    taps: Sequence[int],
+    world: Distributed,
+    show: Callable[..., None],
+) -> None:
+    """Computes the states of conversations, all positions but the last, from the rows `starts` on.
+
+    The processes share the conversations, and write to one file of the final size. Over a sharded backbone all run
+    every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
+    """
+    part, width = path.with_name(f"{path.name}.part"), backbone.hidden_size * len(taps)
+    with world.main_process_first():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        store = StateStore(part, width)
+        store.truncate(starts[-1])
+    with closing(store):
+        states = read_rows(part, width, 0, starts[-1])
+        # Rows are written in order, so that the last number is the last to come.
+        left = world.gather([i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]])[0]
+        own = left if world.sharded else world.strided_shard(left)
+        count, total = 0, sum(len(conversations[i].tokens) for i in own)
+        if total:
+            log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
+        for i in own:
+            tokens = conversations[i].tokens
+            cache = backbone.engine.new_cache(capacity=len(tokens))
+            hidden = backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
+            if world.first or not world.sharded:
+                store.write(hidden[:-1], starts[i])
+            count += len(tokens)
+            show("hidden states", count, total)
+        store.sync()
+    world.wait()
+    with world.main_process_first(), suppress(FileNotFoundError):  # another training computed the same
+        if world.first:
+            part.replace(path)

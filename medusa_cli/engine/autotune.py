@@ -58,6 +58,7 @@ UNDISTURBED, RETRY_AFTER = 0.8, 3600
 # A kernel takes the place of the one chosen before if its cost is below this share of the other's.
 GAIN = 0.95
 # Its first line names NVIDIA's driver.
+COPIED_BYTES = 256 * 2**20  # by which the memory's bandwidth is measured
 DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,13 @@ def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -
         synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes a second, read and written, that a plain copy moves."""
+    source = torch.ones(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import ssl
 import sys
 import threading
 import time
+from asyncio import TimerHandle, Transport
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,17 +17,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medusa_cli.api import Medusa
 from medusa_cli.errors import UsageError
 from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
-from medusa_cli.serve.protocol import Protocol
 from medusa_cli.serve.templates import TemplateProcess
 
 # Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
 # for a client that does not read.
 MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 32 << 10
+# Bytes: a client that reads less within `Limits.read_s` reads nothing.
+MIN_READ = 16 << 10
 # Logs to which anybody who connects can make the server write.
 LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 
@@ -95,6 +98,80 @@ class Server:
         if self._web.config.is_ssl:  # uvicorn leaves a silent client asyncio's minute
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._head_s)  # type: ignore
         await self._web.serve(sockets=[listener])
+
+
+class Protocol(H11Protocol):
+    """uvicorn's protocol, which has no deadline but that between two requests.
+
+    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole request.
+    """
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._head: TimerHandle | None = None
+        self._reading: TimerHandle | None = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting_since = self.loop.time()
+        transport.set_write_buffer_limits(high=1, low=0)  # `pause_writing` then reports every answer that is not read
+        self._expect_head()
+        if len(self.connections) > self._limits.max_connections:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._answering:
+            self._expect_head()
+        elif self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def on_response_complete(self) -> None:
+        self._waiting_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)  # resumes writing
+        if self._head is not None:
+            self._head.cancel()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Logs nothing: a server may answer a request to upgrade as any other."""
+
+    def _make_room(self) -> None:
+        others: list[Any] = [other for other in self.connections if not other.transport.is_closing()]
+        waiting = [other for other in others if not other._answering or other.cycle.more_body]
+        if len(others) > self._limits.max_connections:
+            min(waiting, key=lambda other: other._waiting_since).transport.abort()
+
+    def _expect_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(self._limits.head_s, self.transport.abort)
+
+    def _expect_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self._limits.read_s, self._check_reading, unread)
+
+    def _check_reading(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() < MIN_READ:
+            self.transport.abort()
+        else:
+            self._expect_reading()
 
 
 class OnceAMinute(logging.Filter):

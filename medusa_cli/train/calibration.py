@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.data.packing import Dataset, positions_of, read_dataset
+from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import drafter_kind, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
@@ -18,7 +19,6 @@ from medusa_cli.runs.io import Document
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
-from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.train.setup import ROWS, engine_for, longest, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search

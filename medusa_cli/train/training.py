@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
+from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import DRAFTERS, Eagle
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
@@ -30,7 +31,6 @@ from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import set_aside
-from medusa_cli.train.hidden_states import with_hidden_states
 from medusa_cli.train.log import NAME, Stepped, TrainLog, Validated, draw_curves, read_log, shares
 from medusa_cli.train.loop import Trainer
 
