@@ -20,7 +20,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.engine.kernels import QuantizedLinear
 from medusa_cli.errors import UserError
 from medusa_cli.gguf import read_header
-from medusa_cli.model.identity import weights_of
+from medusa_cli.model.backbone import weights_of
 from medusa_cli.model.load import has_bf16
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree

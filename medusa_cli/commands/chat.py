@@ -11,7 +11,7 @@ import typer
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
 from medusa_cli.model_files import check_chat_template
-from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, load
+from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, flag, load
 from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
@@ -29,16 +29,14 @@ HELP = """/help          this list
 
 def chat(
     *,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this once and leave.")] = None,
+    prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this once and leave.")] = None,
     drafting: DraftFlags,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
-    show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour accepted draft tokens.")] = False,
+    system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
+    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token a step.")] = False,
+    show_accepted: Annotated[bool, flag("--show-accepted", "Colour accepted draft tokens.")] = False,
     chat_template: ChatTemplate = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, alone, without a template.")] = False,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End an answer at this text; may be repeated.")
-    ] = None,
+    raw: Annotated[bool, flag("--raw", "Continue each text as it is, alone, without a template.")] = False,
+    stop: Annotated[list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")] = None,
     sampling: SamplingFlags,
     constraint: GrammarFlags,
     loading: LoadFlags,

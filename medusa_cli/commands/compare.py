@@ -41,8 +41,6 @@ def compare(
     if data is not None:
         from medusa_cli.train import evaluate
 
-        if not data.is_file():
-            raise UserError(f"--data {data} does not exist", "give a file of conversations, JSON or JSONL")
         console.info(f"Comparing {loading.of(f'{len(rows)} runs')} on the conversations of {data}")
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):

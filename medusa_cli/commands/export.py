@@ -5,38 +5,26 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 FORMATS = ("hf", "eagle3", "medusa")
+TO = (
+    "hf: model and drafter for transformers' generate, nothing else installed; eagle3: an EAGLE drafter for vLLM, "
+    "SGLang and llama.cpp; medusa: Medusa heads for vLLM up to 0.32 and TGI."
+)
+BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the run's tree]"
 
 
 def export(
     *,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write; it must be new or empty.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="hf: model and drafter for transformers' generate, nothing else installed; eagle3: an EAGLE drafter "
-            "for vLLM, SGLang and llama.cpp; medusa: Medusa heads for vLLM up to 0.32 and TGI.",
-        ),
-    ] = "hf",
+    output: Annotated[Path, flag("--output FOLDER", "The folder to write; it must be new or empty.")],
+    to: Annotated[str, flag("--to FORMAT", TO, show_default=True)] = "hf",
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in that folder.")] = False,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="With --to hf: nodes of the best tree by the calibration. [default: the run's tree]",
-            show_default=False,
-        ),
-    ] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier export in that folder.")] = False,
+    budget: Annotated[int | None, flag("--budget N", BUDGET, min=1)] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:

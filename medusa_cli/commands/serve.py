@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from medusa_cli import assets, console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.options import DraftFlags, LoadFlags
@@ -31,7 +29,7 @@ _CORS = "An origin whose web pages may use the server, such as http://localhost:
 def serve(
     *,
     drafting: DraftFlags,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Plain decoding, one token a step.")] = False,
+    baseline: Annotated[bool, options.flag("--baseline", "Plain decoding, one token a step.")] = False,
     batch_size: Annotated[int, _limit("--batch-size N", "Answers that are decoded side by side.")] = 8,
     queue: Annotated[int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)] = 64,
     max_prompt_tokens: Annotated[int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")] = 4096,

@@ -13,10 +13,13 @@ import typer
 from medusa_cli import assets, console, options
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError
 from medusa_cli.model_files import check_model_files
-from medusa_cli.options import LoadFlags, OutputFlags
+from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
 _RECIPE = "A recipe file, and settings such as drafter=hydra or train.lr=1e-3."
+_DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
+_STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
+_SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
     "Start from another run's heads if they fit (in stage 2 with their adapter). A run without data uses that run's."
 )
@@ -29,22 +32,13 @@ def train(
     recipe: Words = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]")
-    ] = None,
-    start: Annotated[str | None, typer.Option("--from", metavar="RUN", help=_FROM)] = None,
-    stage: Annotated[
-        int | None, typer.Option(help="1: the heads on the frozen model; 2: heads and model together. [default: 1]")
-    ] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."),
-    ] = None,
-    tuning: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Stage 2: lora, qlora (4-bit model) or full.")
-    ] = None,
-    shard: Annotated[bool | None, typer.Option("--shard/--no-shard", help=_SHARD, show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's checkpoint.")] = False,
+    data: Annotated[Path | None, flag("--data FILE", _DATA)] = None,
+    start: Annotated[str | None, flag("--from RUN", _FROM)] = None,
+    stage: Annotated[int | None, flag("--stage N", _STAGE)] = None,
+    schedule: Annotated[str | None, flag("--schedule NAME", _SCHEDULE)] = None,
+    tuning: Annotated[str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")] = None,
+    shard: Annotated[bool | None, flag("--shard/--no-shard", _SHARD)] = None,
+    resume: Annotated[bool, flag("--resume", "Resume from the run's checkpoint.")] = False,
     random_seed: options.RandomSeed = None,
     loading: LoadFlags,
     printing: OutputFlags,
@@ -72,9 +66,9 @@ def train(
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin or target)
     check_model_files(plan.model)
-    for flag, value in (("--schedule", schedule), ("--tuning", tuning)):
+    for name, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:
-            raise UsageError(f"{flag} {value} has no effect with train.stage=1", "leave it out, or give --stage 2")
+            raise UsageError(f"{name} {value} has no effect with train.stage=1", "leave it out, or give --stage 2")
     source = data or (origin.data_path if origin and not target.data_path.is_file() else target.data_path)
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     console.info(

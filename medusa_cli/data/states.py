@@ -22,8 +22,8 @@ from medusa_cli.engine import Plan
 from medusa_cli.engine.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import quantization_of
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.model.identity import quantization_of
 from medusa_cli.runs.io import check_regular
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 

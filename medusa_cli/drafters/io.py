@@ -16,7 +16,7 @@ from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights
-from medusa_cli.runs.run import WHAT, check_backbone, describe_drafter
+from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
 REMEDY = "train it again, or give another @drafter"
@@ -70,7 +70,9 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
 def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, Tensor]]:
     """Reads the config and tensors of a drafter's files; raises UserError for files that do not fit each other."""
     path = Path(folder) / "config.json"
-    config = convert(kind.read_config(read_object(path, WHAT)), kind.config_class, f"{WHAT} {path}", REMEDY)
+    config = convert(
+        kind.read_config(read_object(path, DRAFTER_CONFIG)), kind.config_class, f"{DRAFTER_CONFIG} {path}", REMEDY
+    )
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file
     tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)

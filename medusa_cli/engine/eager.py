@@ -11,9 +11,8 @@ from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import NAME, cache_name
-from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, tapped
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, quantization_of, tapped
 from medusa_cli.model.checks import FAULTS, PROBE, difference
-from medusa_cli.model.identity import quantization_of
 from medusa_cli.model_files import unverifiable
 
 

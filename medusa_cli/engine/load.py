@@ -19,10 +19,9 @@ from medusa_cli.engine.layers import FastLayer
 from medusa_cli.errors import UsageError, first_line
 from medusa_cli.gguf import BLOCKS_FILE
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.backbone import Layers, Unsupported, weights_of
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import FAULTS
-from medusa_cli.model.identity import weights_of
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,

@@ -16,7 +16,7 @@ from medusa_cli.errors import UserError, first_line
 from medusa_cli.runs.io import read_as, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
-WHAT = "the adapter's weights"
+ADAPTER_WEIGHTS = "the adapter's weights"
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def take_up(network: Any, folder: Path) -> None:
     """Copies a saved adapter into the attached one, to train it on; UserError if its shape differs."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
-    saved = read_weights(folder / WEIGHTS, WHAT)
+    saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
     if {name: saved[name].shape for name in saved} != {keys[name]: weights[name].shape for name in weights}:
         raise UserError(
-            f"{WHAT} {folder / WEIGHTS} do not have the shape to be trained",
+            f"{ADAPTER_WEIGHTS} {folder / WEIGHTS} do not have the shape to be trained",
             "keep train.lora_rank as it was",
         )
     with torch.no_grad():
@@ -133,7 +133,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
     if not beside:
         untie(network)
     known = read_as(folder / "adapter_config.json", AdapterConfig, "the adapter's config")
-    saved = read_weights(folder / WEIGHTS, WHAT)
+    saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
     try:
         with _quiet():
             from peft import LoraConfig, PeftModel

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
-WHAT = "the drafter's config"
+DRAFTER_CONFIG = "the drafter's config"
 STAMP = "drafter_stamp"  # the key under which a file that was made for a drafter keeps its stamp
 # A model's id, architecture, sizes, and the digest of its weights.
 Identity = dict[str, str | int | None]
@@ -88,7 +88,7 @@ class DrafterConfig:
 
 def describe_drafter(folder: Path) -> DrafterConfig:
     """Returns a drafter's config; raises UserError if it is missing or invalid."""
-    return read_as(Path(folder) / "config.json", DrafterConfig, WHAT)
+    return read_as(Path(folder) / "config.json", DrafterConfig, DRAFTER_CONFIG)
 
 
 def rounding_in(folder: Path) -> str | None:
