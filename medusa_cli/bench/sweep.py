@@ -19,7 +19,7 @@ from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
-from medusa_cli.model.identity import weights_of
+from medusa_cli.model.backbone import weights_of
 from medusa_cli.runs.io import read_object, write_json
 from medusa_cli.runs.resolve import Choice, read_calibration
 from medusa_cli.runs.run import provenance
