@@ -153,7 +153,7 @@ def test_slow_trees_are_left() -> None:
 def test_quicker_trees_make_plain_steps_quicker_too() -> None:
     policy = adaptive(SizedTree(SMALL, 1.7))
     text = begin(policy)
-    text.draft = DraftState(AcceptanceEstimate(50.0, 14.0, 0.98))
+    text.draft = DraftState(AcceptanceEstimate(0.28, 50.0, 0.98))
     steps(policy, 0.0, 3, text, lambda tree: 0.9 * SECONDS[tree.size])
     assert choose(policy, text) == ROOT
 

@@ -15,7 +15,7 @@ from medusa_cli import console
 from medusa_cli.api import Medusa, Stream
 from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
-from medusa_cli.decode.stream import TextStream
+from medusa_cli.decode.answer import TextStream
 from medusa_cli.errors import INTERRUPTED
 from medusa_cli.model.chat_template import fit
 from tests.helpers import medusa, save_model, save_run

@@ -168,7 +168,6 @@ def test_dynamic_tree_shares_its_budget() -> None:
 def test_paths_are_added_and_no_node_twice() -> None:
     tree = Tree.from_choices([[0], [1], [0, 0]])  # nodes 1 and 2 below the root, 3 below 1
     draft = Draft(torch.tensor([9, 4, 5, 6]), tree)
-    assert add_paths(draft, []) is draft
     known = add_paths(draft, [(4, 6)])
     assert known.tree == tree and known.looked_up == 2
     more = add_paths(draft, [(4, 7, 8), (4, 7, 1)])

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from medusa_cli.decode import Answer, Request, Step
-from medusa_cli.decode.stream import MAX_LINE_TOKENS, TextStream
+from medusa_cli.decode.answer import MAX_LINE_TOKENS, TextStream
 from medusa_cli.tree import Tree
 from tests.helpers import decoder_of, forward, medusa_drafter, steps_of, tiny_backbone, tokens_of
 

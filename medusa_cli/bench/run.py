@@ -33,9 +33,9 @@ from medusa_cli.bench.methods import (
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
 from medusa_cli.decode import DraftPolicy, LogitsOptions, Sampling
+from medusa_cli.decode.answer import likelihoods
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
-from medusa_cli.decode.stats import likelihoods
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.autotune import processor

@@ -114,28 +114,21 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 @dataclass(eq=False)
 class AcceptanceEstimate:
-    """Compares draft tokens that were expected to be accepted with those that were; older ones decay with each update.
+    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
 
-    shared: the estimate of all sequences alike, which learns the same.
+    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences alike, which learns
+    the same.
     """
 
-    expected: float
-    accepted: float
+    ratio: float
+    weight: float
     decay: float
     shared: AcceptanceEstimate | None = None
-
-    @property
-    def ratio(self) -> float:
-        return self.accepted / self.expected
 
     def update(self, expected: float, accepted: float) -> None:
         estimate: AcceptanceEstimate | None = self
         while estimate is not None:
-            estimate.expected = estimate.decay * estimate.expected + expected
-            estimate.accepted = estimate.decay * estimate.accepted + accepted
+            known = estimate.decay * estimate.weight
+            estimate.ratio = (known * estimate.ratio + accepted) / (known + expected)
+            estimate.weight = known + expected
             estimate = estimate.shared
-
-    def weigh(self, weight: float) -> None:
-        """Reduces the weight of what was observed to so many expected draft tokens at most."""
-        factor = min(1.0, weight / self.expected)
-        self.expected, self.accepted = factor * self.expected, factor * self.accepted

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.accept import NO_PARENT, PADDING, accept, longest_path
+from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
-from medusa_cli.decode.stats import Accepted
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors, TreeTensors

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.accept import accept
+from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths, shared_length
 from medusa_cli.decode.policy import ROOT, DraftPolicy, DynamicTreePolicy, Proposal, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
-from medusa_cli.decode.stats import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine import Output, Plan
+from medusa_cli.engine import Plan
 from medusa_cli.engine.device import upload
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -67,7 +67,9 @@ class Decoder:
     @property
     def sequences(self) -> list[Sequence]:
         """Returns the running sequences, whose prompts are through."""
-        return [sequence for sequence in self._slots if sequence is not None and sequence.running]
+        return [
+            s for s in self._slots if s is not None and not s.stop.reason and len(s.tokens) >= len(s.request.prompt)
+        ]
 
     @property
     def free_slots(self) -> int:
@@ -193,15 +195,27 @@ class Decoder:
     def _run_pass(
         self, sequences: Several[Sequence], proposals: Several[Proposal], guesses: dict[int, Draft] | None
     ) -> tuple[list[Draft], list[Accepted]]:
-        """Returns drafts and what a pass without a graph accepts of them; without `guesses` it drafts first."""
-        guesses = self._draft(sequences, proposals) if guesses is None else guesses
-        roots = upload([sequence.root for sequence in sequences], self.backbone.device).split(1)
-        known = [guesses.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
+        """Returns drafts and what a pass without a graph accepts of them, whose rows stay in the cache.
+
+        Without `guesses` it drafts first.
+        """
+        guesses, device = self._draft(sequences, proposals) if guesses is None else guesses, self.backbone.device
+        known = [guesses.get(i) or Draft(upload([s.root], device), ROOT) for i, s in enumerate(sequences)]
         drafts = self._complete(proposals, known, sequences)
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
-        return drafts, self._accept(sequences, drafts, out)
+        assert out.logits is not None
+        accepted, samplers = [], [sequence.sampler for sequence in sequences]
+        for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
+            self.cache.keep(slot, path)
+            rows, likely = upload(path, device), tuple[Likelihood, ...]()
+            extra = None if out.extra is None else out.extra[slot, path[-1]]
+            tokens = [drafts[slot].ids[node] for node in path]
+            if (top := sequences[slot].request.top) is not None:
+                likely = likelihoods(out.logits[slot, rows], [*tokens[1:], bonus], top)
+            accepted.append(Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, likely))
+        return drafts, accepted
 
     def _check_memory(self, tokens: int) -> None:
         """Raises UserError for a text that the cache cannot grow to hold in the device's memory."""
@@ -220,7 +234,7 @@ class Decoder:
         """Returns the proposals as far as they fit into the context."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
         return [
-            (tree.truncate(depth), [path[:depth] for path in paths])
+            (tree if tree.max_depth <= depth else tree.truncate(depth), [path[:depth] for path in paths])
             for (tree, paths), depth in zip(proposals, levels, strict=True)
         ]
 
@@ -239,25 +253,12 @@ class Decoder:
         self, proposals: Several[Proposal], drafts: Several[Draft], sequences: Several[Sequence]
     ) -> list[Draft]:
         """Adds n-gram matches to drafts, and cuts these to what a pass of the engine takes."""
-        return [
-            add_paths(draft, paths).first(self.engine.tree_rows(len(sequence.tokens)))
-            for draft, (_, paths), sequence in zip(drafts, proposals, sequences, strict=True)
-        ]
-
-    def _accept(self, sequences: Several[Sequence], drafts: Several[Draft], out: Output) -> list[Accepted]:
-        """Accepts a path of each draft and keeps its rows in the cache."""
-        assert out.logits is not None
-        accepted = []
-        samplers = [sequence.sampler for sequence in sequences]
-        for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
-            self.cache.keep(slot, path)
-            rows, likely = upload(path, out.hidden.device), tuple[Likelihood, ...]()
-            extra = None if out.extra is None else out.extra[slot, path[-1]]
-            tokens = [drafts[slot].ids[node] for node in path]
-            if (top := sequences[slot].request.top) is not None:
-                likely = likelihoods(out.logits[slot, rows], [*tokens[1:], bonus], top)
-            accepted.append(Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, likely))
-        return accepted
+        complete = []
+        for draft, (_, paths), sequence in zip(drafts, proposals, sequences, strict=True):
+            draft = add_paths(draft, paths) if paths else draft
+            nodes = self.engine.tree_rows(len(sequence.tokens))
+            complete.append(draft.first(nodes) if draft.tree.size > nodes else draft)
+        return complete
 
     def clear_prefix_cache(self) -> None:
         """Drops the cached prefixes of idle slots."""

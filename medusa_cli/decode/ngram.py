@@ -52,9 +52,9 @@ NgramTrust = dict[int, AcceptanceEstimate]
 def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH) -> NgramTrust:
     """Returns the prior trust, or that of a text among others: half way from the prior to what they taught."""
     return {
-        length: AcceptanceEstimate(PRIOR, PRIOR * prior, DECAY)
+        length: AcceptanceEstimate(prior, PRIOR, DECAY)
         if shared is None
-        else AcceptanceEstimate(PRIOR, PRIOR * (shared[length].ratio + prior) / 2, DECAY, shared[length])
+        else AcceptanceEstimate((shared[length].ratio + prior) / 2, PRIOR, DECAY, shared[length])
         for length, prior in priors.items()
     }
 
@@ -208,8 +208,6 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
 
 def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
     """Adds paths of tokens from the root to a draft; tokens that the draft has already are not added twice."""
-    if not paths:
-        return draft
     tokens, parents, ranks = list(draft.ids), list(draft.tree.parents), list(draft.tree.ranks)
     children: list[list[int]] = [list(nodes) for nodes in draft.tree.children]
     for path in paths:

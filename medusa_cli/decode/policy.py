@@ -31,8 +31,8 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, SizedTree, StepTimes, node_values
 
 if TYPE_CHECKING:
+    from medusa_cli.decode.answer import Step
     from medusa_cli.decode.sequence import Sequence
-    from medusa_cli.decode.stats import Step
 
 ROOT = Tree.root_only()
 # A node below this chance is not worth a row of any tree.
@@ -225,7 +225,7 @@ class AdaptivePolicy(DraftPolicy):
         return np.array(measured), np.ones(len(measured)), np.zeros(len(measured), bool)
 
     def _reset(self) -> None:
-        self._sequences = [AcceptanceEstimate(PRIOR, PRIOR, SEQUENCE_DECAY)]
+        self._sequences = [AcceptanceEstimate(1.0, PRIOR, SEQUENCE_DECAY)]
         self._plain_steps, self._retry_after, self._trial_left = 0, RETRY_STEPS, 0
         self._outlier = False
         self._current, _ = self._best()  # an index of `_trees`
@@ -243,14 +243,14 @@ class AdaptivePolicy(DraftPolicy):
     @property
     def acceptance(self) -> float:
         """Returns the mean ratio of accepted to expected tokens of the running sequences."""
-        return sum(sequence.accepted / sequence.expected for sequence in self._sequences) / len(self._sequences)
+        return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def begin(self, sampling: Sampling) -> DraftState:
         """Returns a new sequence's state; trials start over, however rare they had become."""
         state, (kind, prior) = super().begin(sampling), sampling_kind(sampling)
         self._plain_steps, self._retry_after = 0, RETRY_STEPS
-        shared = self._kinds.setdefault(kind, AcceptanceEstimate(PRIOR, PRIOR * prior, KIND_DECAY))
-        state.acceptance = AcceptanceEstimate(PRIOR, PRIOR * shared.ratio, SEQUENCE_DECAY, shared)
+        shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, PRIOR, KIND_DECAY))
+        state.acceptance = AcceptanceEstimate(shared.ratio, PRIOR, SEQUENCE_DECAY, shared)
         return state
 
     def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
@@ -333,7 +333,7 @@ class AdaptivePolicy(DraftPolicy):
         if self._plain_steps >= self._retry_after and len(self._trees) > 1:
             self._plain_steps, self._trial_left = 0, TRIAL_STEPS
             for sequence in self._sequences:
-                sequence.weigh(PRIOR)
+                sequence.weight = min(sequence.weight, PRIOR)  # what was observed weighs less
             measured, corrections, _ = self._times(len(self._sequences))
             self._current = 1 + int((measured * corrections)[1:].argmin())
 

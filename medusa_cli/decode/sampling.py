@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,12 +72,12 @@ class Sampling:
             return cls()
         return cls("exact", temperature, seed=int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Returns True if every token is the most likely one; temperature 0 is greedy in every mode."""
         return self.mode == "greedy" or self.temperature < MIN_TEMPERATURE
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Returns True if tokens are drawn from the model's own distribution, after temperature and cuts."""
         return self.mode == "exact" and not self.greedy

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.policy import DraftState
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampling import Sampler, Sampling
-from medusa_cli.decode.stats import Accepted
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError, UserError
@@ -123,11 +123,6 @@ class Sequence:
     @property
     def done(self) -> bool:
         return self.stop.reason is not None
-
-    @property
-    def running(self) -> bool:
-        """Returns True from the end of its prompt to the end of its answer."""
-        return self.stop.reason is None and len(self.tokens) >= len(self.request.prompt)
 
     def cancel(self) -> None:
         """Ends the answer where it is, unless it has ended."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from medusa_cli.decode.answer import Step
 from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
-from medusa_cli.decode.stats import Step
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine.autotune import (
     Curve,

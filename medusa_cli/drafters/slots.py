@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache
 from medusa_cli.drafters.levels import Frontier, Guess
-from medusa_cli.engine.cuda_attention import behind, columns_read, reads_by_length, visible_behind
+from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive
 

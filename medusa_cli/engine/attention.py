@@ -1,11 +1,14 @@
-"""Attention over the KV cache on a CPU, where a row's bits do not depend on the rows beside it.
+"""Attention over the KV cache: on a CPU, and after it on a GPU.
 
-A product adds the terms of one result in the order of its inner dimension, so the exact zeros of masked columns change
-nothing, wherever they stand. What does change bits: kernels for few rows, an inner dimension whose blocks depend on its
-length, softmax's own sum, whose lanes shift with the columns in between, and the ends of threads' shares of a tensor,
-which are computed number by number. So queries are padded to a multiple of rows, values are summed in blocks of
-columns, the denominator is a column of ones beside the values, and shares are whole vectors. A tree must not cross a
-block: its nodes would be summed apart from where they would stand alone.
+On a CPU a row's bits do not depend on the rows beside it. A product adds the terms of one result in the order of its
+inner dimension, so the exact zeros of masked columns change nothing, wherever they stand. What does change bits:
+kernels for few rows, an inner dimension whose blocks depend on its length, softmax's own sum, whose lanes shift with
+the columns in between, and the ends of threads' shares of a tensor, which are computed number by number. So queries are
+padded to a multiple of rows, values are summed in blocks of columns, the denominator is a column of ones beside the
+values, and shares are whole vectors. A tree must not cross a block: its nodes would be summed apart from where they
+would stand alone.
+
+On a GPU torch's fused attention runs under masks, and in CUDA graphs by lengths that are data.
 """
 
 import math
@@ -16,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.model.attention import additive
 
 # Columns that one product sums, and the multiple of columns that is read of the last block, if the CPU adds alike then.
 BLOCK, COLUMNS = 256, 64
@@ -199,3 +205,121 @@ def attend(
     summed = (results[0] if len(results) == 1 else torch.cat(results)).index_select(0, back)
     attended = summed.narrow(1, 0, dim) / summed.narrow(1, dim, 1)
     return attended if attended.dtype == rows.dtype else attended.to(rows.dtype)
+
+
+def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
+    """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
+
+    mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
+    """
+    size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
+    query = query.view(size, -1, heads, dim).transpose(1, 2)
+    if not mask.numel():
+        rows = query.shape[2]
+        key, value = (cached[:, :rows].unflatten(0, (size, kv)) for cached in (keys, values))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv
+        )
+        return attended.transpose(1, 2).reshape(-1, heads * dim)
+    query = query.reshape(size, kv, -1, dim)
+    # Only products of four dimensions have fused kernels.
+    seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
+    attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
+    return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
+
+
+def behind(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    mask: Tensor,
+    reads: list[Tensor],
+    scale: float,
+) -> Tensor:
+    """Attends R rows of each of B slots to what the slot held before, and under a mask to one another.
+
+    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both parts merge them.
+    query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows, too; new_keys, new_values
+    [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of `columns_read`. Returns [B * R, heads * D].
+    """
+    (count, heads, dim), kv, rows = query.shape, new_keys.shape[1], mask.shape[-1]
+    size, capacity = count // rows, keys.shape[1]
+    starts, places, used = reads
+    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no head reads.
+    shape, strides = (size * kv * capacity - (kv - 1) * capacity, kv, dim), (dim, capacity * dim, 1)
+    far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        *(cached.as_strided(shape, strides) for cached in (keys, values)),
+        starts,
+        places,
+        rows,
+        capacity,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=used,
+    )
+    if rows == 1:  # it has read its own column
+        return far.reshape(count, heads * dim)
+    grouped = query.view(size, rows, kv, -1, dim).permute(0, 2, 3, 1, 4).reshape(size, kv, -1, dim)
+    key, value = (new.reshape(size, rows, kv, dim).transpose(1, 2) for new in (new_keys, new_values))
+    near, near_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        grouped, key, value, mask.expand(size, kv, -1, -1), True, scale=scale
+    )
+    near_sum = near_sum[..., : grouped.shape[2]]  # the kernel pads it
+    near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).reshape(far.shape)
+    near_sum = near_sum.unflatten(2, (-1, rows)).permute(0, 3, 1, 2).reshape(count, heads)
+    return merged(far, far_sum.transpose(0, 1), near, near_sum).to(query.dtype).view(count, heads * dim)
+
+
+def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
+    """Returns what rows see [.., D] in two sets of columns, by what they see in each and its log-sum-exp [..]."""
+    return far + (near_sum - far_sum).sigmoid()[..., None] * (near - far)
+
+
+def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
+    """Returns where the R rows and the keys of each slot begin [B + 1], and how many of its columns are read [B]."""
+    slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    # What rows behind an empty slot see is of no meaning, but must be finite.
+    used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
+    return [slots * rows, slots * (kv * capacity), used.int()]
+
+
+def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
+    """Returns which of a slot's first columns R rows see [B, R, L]: the first lengths[b], and one another by a mask.
+
+    tree_mask bool [B or 1, R, R].
+    """
+    rows = tree_mask.shape[1]
+    row = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
+    among = tree_mask.expand(len(lengths), -1, -1).gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
+    return (row < 0)[:, None] | (among & (row < rows)[:, None])
+
+
+@cache
+def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int) -> bool:
+    """Returns True if `behind` runs on a device and sees what attention under a mask sees."""
+    if device.type == "cpu":
+        return False
+    size, rows, capacity = 2, 16, 64
+    lengths, every = torch.tensor([5, 40], device=device), torch.arange(rows, device=device)
+    wave = torch.arange(2 * size * kv * capacity * dim, device=device).sin().to(dtype)
+    keys, values = wave.view(2, size * kv, capacity, dim).unbind()
+    query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(-1, heads, dim)
+    slots, columns = torch.arange(size, device=device)[:, None], lengths[:, None] + every
+    new_keys, new_values = (
+        cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
+    )
+    tree_mask = (every <= every[:, None]).expand(size, -1, -1)
+    masks = [additive(seen, dtype) for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))]
+    among, whole = (mask.repeat(1, heads // kv, 1)[:, None] for mask in masks)
+    try:
+        reads = columns_read(lengths, rows, kv, capacity)
+        ours = behind(query, keys, values, new_keys, new_values, among, reads, dim**-0.5)
+    except RuntimeError:
+        return False
+    expected = fused(query, keys, values, whole, kv, dim**-0.5)
+    return bool((ours - expected).float().norm() < 0.02 * expected.float().norm())

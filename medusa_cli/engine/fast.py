@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.attention import BLOCK, padding_of, pieces_of
+from medusa_cli.engine.attention import BLOCK, columns_read, padding_of, pieces_of, reads_by_length
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
-from medusa_cli.engine.cuda_attention import columns_read, reads_by_length
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.jit import TracedModule
 from medusa_cli.engine.kernels import Kernel, OneDnnLinear

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.attention import attend
-from medusa_cli.engine.cuda_attention import behind, fused
+from medusa_cli.engine.attention import attend, behind, fused
 from medusa_cli.engine.kernels import Kernel
 from medusa_cli.model.backbone import Unsupported
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.attention import padded
+from medusa_cli.engine.attention import padded, visible_behind
 from medusa_cli.engine.cache import Cache
-from medusa_cli.engine.cuda_attention import visible_behind
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.model.attention import FULL, Masks, additive

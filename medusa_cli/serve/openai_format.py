@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from medusa_cli.decode import Likelihood, Stats
-from medusa_cli.decode.stream import REPLACEMENT
+from medusa_cli.decode.answer import REPLACEMENT
 from medusa_cli.model import Backbone
 from medusa_cli.serve.errors import failure
 from medusa_cli.serve.scheduler import Event, Ticket

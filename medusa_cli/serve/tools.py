@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_cli.decode.answer import partial_stop
 from medusa_cli.decode.grammar import Grammar, closed, inline
-from medusa_cli.decode.stream import partial_stop
 from medusa_cli.model import Backbone
 
 # Tokens of some vocabularies, plain text in others.

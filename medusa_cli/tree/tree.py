@@ -235,8 +235,6 @@ class Draft:
 
     def first(self, nodes: int) -> "Draft":
         """Returns the draft of the first nodes; a parent stands before its children."""
-        if self.tree.size <= nodes:
-            return self
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
         return Draft(self.tokens[:nodes], tree, self.looked_up)
 
