@@ -323,19 +323,6 @@ def test_prompt_given_up_between_its_pieces_frees_the_slot(monkeypatch: Any) -> 
     )
 
 
-def test_closed_iterator_frees_the_slot() -> None:
-    backbone = tiny_backbone()
-    decoder = decoder_of(backbone, medusa_drafter(backbone), SPARSE)
-    rules = {"max_new_tokens": 30, "stop_ids": ()}
-    steps = answer(decoder, PROMPTS[0], **rules)
-    next(steps)
-    next(steps)
-    assert not decoder.free_slots
-    steps.close()
-    assert decoder.free_slots == 1
-    assert tokens_of(answer(decoder, PROMPTS[2], **rules)) == alone(backbone, PROMPTS[2], 30)
-
-
 def test_context_limit_of_one_row_leaves_the_others_alone() -> None:
     backbone = tiny_backbone(positions=32)
     prompts = [PROMPTS[2] * 2, PROMPTS[1], PROMPTS[0]]

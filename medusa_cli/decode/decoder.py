@@ -107,7 +107,7 @@ class Decoder:
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
         self.cache.reserve(len(request.prompt))
-        self._slots[self._slot_with_longest_prefix(sequence)] = sequence
+        self._take_slot(sequence)
         try:
             step = yield from self._run_prompt(sequence)
         except BaseException:  # an error, or nobody asks for the rest
@@ -264,27 +264,28 @@ class Decoder:
         """Drops the cached prefixes of idle slots."""
         self._slots = [None if previous is None or previous.done else previous for previous in self._slots]
 
-    def _slot_with_longest_prefix(self, sequence: Sequence) -> int:
-        """Returns the idle slot that shares most with the sequence's prompt; the sequence takes over what it holds.
+    def _take_slot(self, sequence: Sequence) -> None:
+        """Gives a sequence the idle slot that shares most with its prompt; it takes over what that holds.
 
         At least the prompt's last token is left to run. Raises ValueError where no slot is idle.
         """
         prompt, reuse = sequence.request.prompt, 0 if sequence.request.scores_prompt else sequence.request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
-        idle = [(slot, previous) for slot, previous in enumerate(self._slots) if previous is None or previous.done]
+
+        def share(slot: int) -> tuple[int, int]:
+            previous = self._slots[slot]
+            if previous is None:
+                return 0, 0
+            return min(shared_length(previous.tokens, prompt), limit), -len(previous.tokens)
+
+        idle = [slot for slot, previous in enumerate(self._slots) if previous is None or previous.done]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
-        shares = [
-            (min(shared_length(previous.tokens, prompt), limit), -len(previous.tokens)) if previous else (0, 0)
-            for _, previous in idle
-        ]
-        best = max(range(len(idle)), key=shares.__getitem__)
-        slot, previous = idle[best]
-        self._slots[slot] = None
-        sequence.reuse_prefix(previous, shares[best][0], self.drafter)
+        slot = max(idle, key=share)
+        sequence.reuse_prefix(self._slots[slot], share(slot)[0], self.drafter)
+        self._slots[slot] = sequence
         self.cache.truncate(slot, sequence.reused)
-        return slot
 
     def _running_first(self) -> list[Sequence]:
         """Moves running sequences from the last slots into idle ones before them: a pass runs over the first slots."""

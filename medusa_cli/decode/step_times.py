@@ -63,7 +63,6 @@ def measure_step_times(
     context: int = CONTEXT,
     rounds: int = ROUNDS,
     sizes: Sequence[int] = SIZES,
-    cuda_graphs: bool | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
     """Times steps by nodes of the tree, and drafts by levels, after `context` tokens; returns the least of the rounds.
@@ -74,7 +73,7 @@ def measure_step_times(
     steps = (1 + late) * (len(sizes) + heads)
     context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
-    decoder = Decoder(backbone, drafter, cuda_graphs=cuda_graphs)
+    decoder = Decoder(backbone, drafter)
     known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
     chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
     bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}

@@ -92,9 +92,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
 
-def head_count(hidden_size: int, head_dim: int = 64) -> int:
-    """Returns the most heads of at least head_dim that share a width evenly, with an even width to rotate."""
-    counts = range(max(1, hidden_size // head_dim), 1, -1)
+def head_count(hidden_size: int) -> int:
+    """Returns the most heads of at least 64 numbers that share a width evenly, with an even width to rotate."""
+    counts = range(max(1, hidden_size // 64), 1, -1)
     return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
 
