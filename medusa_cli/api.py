@@ -146,7 +146,9 @@ def load_drafting(
     policy: DraftPolicy
     if choice.auto:
         step_times = step_times_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
-        policy = AdaptivePolicy(_sized_trees(choice, drafter, tree, step_times), step_times)
+        max_nodes = backbone.engine.few_nodes
+        sized = _sized_trees(choice, drafter, tree, step_times, max_nodes)
+        policy = AdaptivePolicy(sized, step_times, max_nodes=max_nodes)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
         paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
@@ -159,13 +161,16 @@ def load_drafting(
     return drafter, policy
 
 
-def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
-    """Returns the best tree of each size by calibration; without one, the given tree."""
+def _sized_trees(
+    choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes, max_nodes: int | None
+) -> list[SizedTree]:
+    """Returns the best tree of each size up to `max_nodes` by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
     known = len(getattr(drafter, "draft_ids", ())) or None
-    return list(budgets([row[:known] for row in accuracies], step_times))
+    sized = budgets([row[:known] for row in accuracies], step_times)
+    return [budget for budget in sized if max_nodes is None or budget.tree.size <= max_nodes]
 
 
 def add_ngrams(choice: Choice, backbone: Backbone, policy: DraftPolicy, drafter: Drafter | None) -> None:
@@ -184,7 +189,8 @@ def ngrams_alone(
     choice: Choice, backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None
 ) -> DraftPolicy:
     """Returns the policy that drafts n-gram matches without a drafter."""
-    policy = AdaptivePolicy([], step_times_for(backbone, None, None, on_progress=on_progress))
+    step_times = step_times_for(backbone, None, None, on_progress=on_progress)
+    policy = AdaptivePolicy([], step_times, max_nodes=backbone.engine.few_nodes)
     add_ngrams(replace(choice, lookup=True), backbone, policy, None)
     return policy
 

@@ -185,6 +185,9 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
         [(_, count)] = policy.weigh_matches([0.95], MAX_TOKENS)
         assert fewest <= count <= limit
         assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
+    bounded = AdaptivePolicy([sized], CHEAP, max_nodes=6)
+    [(tree, count)] = bounded.weigh_matches([0.95], MAX_TOKENS)
+    assert 1 < tree.size + count <= 6
     # A nearly sure match saves the drafter's own time.
     slow = StepTimes({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
     assert AdaptivePolicy([sized], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()

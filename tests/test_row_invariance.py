@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from medusa_cli.decode import Decoder
+from medusa_cli.decode.policy import AdaptivePolicy
 from medusa_cli.engine import Plan, attach
 from medusa_cli.engine.attention import BLOCK, PIECE, attend, padding_of, pieces_of, powers
 from medusa_cli.engine.kernels import Kernel, can_pack, has_fp16_weights
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import has_bf16
 from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree.search import SizedTree, StepTimes
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -134,6 +136,20 @@ def test_greedy_output_over_drafts_is_plain_decodings_in_every_number_type(kerne
         for _ in range(2):  # the second time the prompt is in the cache
             steps = list(answer(decoder, PROMPT, max_new_tokens=300, stop_ids=()))
             assert tokens_of(steps) == expected and len(steps) < 200
+
+
+@pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels")
+def test_few_bits_keep_plain_decodings_bits_in_trees_that_auto_takes() -> None:
+    """Over 600 tokens trees meet the ends of blocks, and matches would make them wider than the kernel's few rows."""
+    backbone, rules = backbone_of("int4", layers=4), {"max_new_tokens": 600, "stop_ids": ()}
+    nodes = backbone.engine.few_nodes
+    assert nodes is not None and nodes >= 8 and not backbone.engine.row_invariant
+    expected = tokens_of(answer(Decoder(backbone), PROMPT, **rules))
+    free = StepTimes({1: 0.01, 64: 0.01}, {1: 0.0001})
+    policy = AdaptivePolicy([SizedTree(Tree.dense([2, 1, 1]), 3.0)], free, ngrams=True, max_nodes=nodes)
+    steps = list(answer(Decoder(backbone, Oracle(expected, 0.6), policy), PROMPT, **rules))
+    assert tokens_of(steps) == expected and any(step.looked_up for step in steps)
+    assert 7 < max(step.nodes for step in steps) <= nodes
 
 
 @pytest.mark.parametrize("tree", [SPARSE, DynamicTree(24, 4)], ids=["static", "dynamic"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
@@ -205,8 +206,12 @@ class AdaptivePolicy(DraftPolicy):
     draft the same tree. A new sequence starts from the estimate of its kind of sampling.
     """
 
-    def __init__(self, trees: Several[SizedTree], step_times: StepTimes, ngrams: bool = False) -> None:
+    def __init__(
+        self, trees: Several[SizedTree], step_times: StepTimes, ngrams: bool = False, max_nodes: int | None = None
+    ) -> None:
+        """Takes trees of all sizes; max_nodes: of a tree with the matched tokens beside it."""
         super().__init__(ngrams)
+        self._max_nodes = math.inf if max_nodes is None else max_nodes
         self._trees = [SizedTree(ROOT, 1.0), *(sized for sized in trees if sized.tree.size > 1)]
         self._index = {sized.tree.size: i for i, sized in enumerate(self._trees)}
         self._expected = np.array([sized.expected for sized in self._trees])
@@ -280,7 +285,7 @@ class AdaptivePolicy(DraftPolicy):
         choice = [(current.tree, 0)] * batch
         for options in [(plain,), (current, plain)] if current is not plain else [(plain,)]:
             widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS if count <= limit}
-            for rows in sorted(width for width in widths if width >= options[0].tree.size):
+            for rows in sorted(width for width in widths if options[0].tree.size <= width <= self._max_nodes):
                 drafts = [best_in_rows(options, ratio, chance, rows, limit) for chance in chances]
                 seconds = correction * self._measured(rows, options[0].tree.max_depth, batch)
                 rate = sum(tokens for tokens, _, _ in drafts) / seconds

@@ -37,6 +37,8 @@ class Engine(ABC):
     # True if a row of a pass has the same bits alone, in a tree, in a batch and in a prompt: then greedy output over
     # drafts is that of plain decoding in every number type.
     row_invariant = False
+    # Of an engine that is not: up to how many nodes a tree's rows have the bits of plain decoding all the same.
+    few_nodes: int | None = None
     # Attention reads a multiple of so many columns, and a row-invariant engine's trees lie within one block of columns.
     round_to = block = 1
     # The width of a row of values in the cache, if attention wants one of its own.
@@ -74,7 +76,8 @@ class Engine(ABC):
 
     def tree_rows(self, length: int) -> int:
         """Returns how many nodes a tree behind `length` tokens may have."""
-        return self.block - length % self.block if self.row_invariant else self.backbone.max_positions
+        exact = self.row_invariant or self.few_nodes is not None
+        return self.block - length % self.block if exact else self.backbone.max_positions
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:

@@ -113,7 +113,8 @@ class FastEngine(Engine):
         for more, chunk in feeds:
             self._feed(more, chunk)
             if self._rows_agree():
-                self.row_invariant = self.kernel.few_rows is None
+                few = self.kernel.few_rows
+                self.row_invariant, self.few_nodes = few is None, None if few is None else few - more
                 return
         self._feed(*FEEDS[0])
 
