@@ -180,7 +180,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
-@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1"])
+@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps 9"])
 def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
@@ -195,7 +195,8 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
-    medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", "--max-new-tokens", "2")
+    short = [] if "--steps" in words else ["--max-new-tokens", "2"]
+    medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", *short)
     assert alive == [0, 0]
 
 

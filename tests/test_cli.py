@@ -64,6 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BENCH = "bench --questions {place}/q.jsonl --run {place}/mine --quiet"
 SWEEP = f"{BENCH} --sweep"
+STEPS = "bench --run {place}/mine --engine eager --steps"
 REPORT = "report {place}/mine"
 TREE = "tree --run {place}/mine"
 CALIBRATE = "calibrate --run {place}/mine --quiet"
@@ -161,6 +162,13 @@ MISTAKES = [
     (2, f"{SWEEP} nodes --tree static", "--tree"),
     (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
     (2, f"{SWEEP} nodes --methods ar", "--methods"),
+    (2, f"{STEPS} 9 --limit 2", "--limit"),
+    (2, f"{STEPS} 9 --methods ar", "--methods"),
+    (2, f"{STEPS} 9 --batch-size 1", "--batch-size"),
+    (2, f"{STEPS} 9 --mt-bench", "--mt-bench"),
+    (2, f"{STEPS} 5000", "--steps"),
+    (2, f"{STEPS} 20,510", "--steps"),
+    (2, f"{STEPS} many", "--steps"),
     (1, "report nowhere", "nowhere"),
     (1, "report {place}/model", "medusa bench"),
     (1, "report {place}/nowhere.json", "nowhere.json"),

@@ -57,8 +57,9 @@ LAP_BYTES, HEAD_BYTES = 64 * 2**20, 8 * 2**20
 UNDISTURBED, RETRY_AFTER = 0.8, 3600
 # A kernel takes the place of the one chosen before if its cost is below this share of the other's.
 GAIN = 0.95
+# Bytes copied to measure the memory's bandwidth.
+COPIED_BYTES = 256 * 2**20
 # Its first line names NVIDIA's driver.
-COPIED_BYTES = 256 * 2**20  # by which the memory's bandwidth is measured
 DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 

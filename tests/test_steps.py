@@ -1,4 +1,4 @@
-"""`medusa bench --sweep`: points, and going on after kill -9; and step times of GPUs."""
+"""`medusa bench --steps` and `--sweep`: sizes, engines and points, and going on after kill -9."""
 
 import itertools
 import json
@@ -10,25 +10,52 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from typer.testing import Result
 
 from medusa_cli.bench import sweep as sweeping
 from medusa_cli.bench.questions import Question
+from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
 from medusa_cli.bench.sweep import fill
 from medusa_cli.engine import attach
 from medusa_cli.engine.kernels import Kernel
-from medusa_cli.model import Backbone, load
+from medusa_cli.model import Backbone
+from medusa_cli.model import load as model_load
 from tests.bench import gpu_steps
 from tests.helpers import (
     medusa,
+    medusa_json,
     save_model,
     save_questions,
     save_run,
+    tiny_backbone,
     tiny_model,
     tiny_tokenizer,
 )
+
+
+def steps(model: str, contexts: str, *words: str, exit_code: int = 0) -> Result:
+    common = ["--model", model, "--dtype", "fp32"]
+    return medusa("bench", "--steps", contexts, *common, *words, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_every_size_is_timed(engine: str) -> None:
+    times = time_rows(tiny_backbone(engine=engine), (1, 2, 7), context=9, rounds=2)
+    assert list(times["step_ms"]) == ["1", "2", "7"] and min(times["prefill_s"], *times["step_ms"].values()) > 0
+    # Two layers, keys and values, two key heads, 9 + 7 positions, 8 wide, fp32; the fast engine's cache has blocks.
+    exact = 2 * 2 * 2 * 16 * 8 * 4
+    assert times["cache_bytes"] == exact if engine == "eager" else times["cache_bytes"] >= exact
+    assert copy_bandwidth(torch.device("cpu")) > 1e8
+
+
+def test_a_random_model_of_a_named_shape_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_load.SHAPES, "small", (64, 32, 64, 2, 4, 2, 128))
+    document = json.loads(steps("random:small", "20", "--json").stdout)
+    assert document["model"] == "random:small" and document["dtype"] == "float32"
+    assert "huge" in steps("random:huge", "20", exit_code=2).stderr
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
@@ -43,11 +70,31 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
     assert attach(backbone, "fast", Kernel("fp32")).weight_bytes == every - spared - vectors
 
 
+def test_the_command_prints_a_table_or_json(model: str) -> None:
+    shown = steps(model, "20")
+    assert "eager" in shown.stdout and "fast" in shown.stdout
+    document = json.loads(steps(model, "440,20", "--json", "--engine", "fast").stdout)
+    assert list(document["contexts"]) == ["20", "440"] and list(document["contexts"]["440"]) == ["fast"]
+    small, large = (document["contexts"][size]["fast"] for size in ("20", "440"))
+    assert list(small["step_ms"]) == [str(n) for n in ROWS] and small["cache_bytes"] < large["cache_bytes"]
+    assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
+
+
+def test_a_run_names_the_model(model: str, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", model, tree=None)
+    words = ["bench", "--steps", "9", "--run", str(run.path), "--engine", "eager", "--dtype", "fp32"]
+    assert medusa_json(*words)["model"] == model
+
+
+def test_the_longest_context_is_timed(model: str) -> None:
+    steps(model, "509", "--engine", "eager", "--json")
+
+
 def test_bench_gpu_runs_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A dry run on the CPU; captured steps run as they are."""
-    monkeypatch.setitem(load.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
+    monkeypatch.setitem(model_load.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
     monkeypatch.setattr(gpu_steps, "ROUNDS", 1)
     monkeypatch.setattr(gpu_steps, "ANSWER", 24)
     monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
@@ -67,7 +114,7 @@ def test_bench_gpu_runs_from_end_to_end(
 def test_bench_gpu_keeps_its_budget_and_names_what_it_skips(
     seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(load.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
+    monkeypatch.setitem(model_load.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
     monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
     # A clock that runs a second at each look.
     monkeypatch.setattr(gpu_steps.time, "perf_counter", itertools.count().__next__)
@@ -102,7 +149,7 @@ def words(place: Path, *more: str) -> list[str]:
     return [*common, "--max-new-tokens", "8", "--limit", "1", *more]
 
 
-def sweep(place: Path, axis: str, *more: str) -> Any:
+def sweep(place: Path, axis: str, *more: str) -> Result:
     return medusa(*words(place, "--sweep", axis, "--json", *more))
 
 
