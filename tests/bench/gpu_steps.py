@@ -131,7 +131,8 @@ def time_model(model: str, device: str, budget: Budget, graphs: bool | None = No
 def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[str, Any]:
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
-    measure = partial(measure_step_times, rounds=ROUNDS, cuda_graphs=cuda_graphs, on_progress=budget.check)
+    backbone.engine.captures = cuda_graphs
+    measure = partial(measure_step_times, rounds=ROUNDS, on_progress=budget.check)
     verify, costs = measure(backbone, NullDrafter(), sizes=ROWS).verify, measure(backbone, heads, sizes=(1, 16))
     drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
