@@ -94,8 +94,8 @@ def load_model(
     check_generation_config(backbone)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
-    if choice.drafter is None:
-        return LoadedModel(backbone, policy=ngrams_alone(choice, backbone, on_progress) if choice.lookup else None)
+    if choice.drafter is None and not choice.lookup:
+        return LoadedModel(backbone)
     return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
 
 
@@ -137,17 +137,21 @@ def _calibration(choice: Choice) -> Calibration:
 
 def load_drafting(
     choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
-) -> tuple[Drafter, DraftPolicy]:
-    """Loads the chosen drafter and makes its policy; raises UserError where they do not fit."""
-    assert choice.drafter is not None
-    drafter = load_drafter(choice.drafter, backbone)
-    if tree is not None:
+) -> tuple[Drafter | None, DraftPolicy]:
+    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches alone.
+
+    Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
+    drafter and tree do not fit.
+    """
+    drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
+    if drafter is not None and tree is not None:
         check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
     policy: DraftPolicy
-    if choice.auto:
-        step_times = step_times_for(backbone, drafter, stamp_of(choice.drafter), on_progress=on_progress)
+    if drafter is None or choice.auto:
+        stamp = None if choice.drafter is None else stamp_of(choice.drafter)
+        step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
         max_nodes = backbone.engine.few_nodes
-        sized = _sized_trees(choice, drafter, tree, step_times, max_nodes)
+        sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times, max_nodes)
         policy = AdaptivePolicy(sized, step_times, max_nodes=max_nodes)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
@@ -157,7 +161,11 @@ def load_drafting(
     else:
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
-    add_ngrams(choice, backbone, policy, drafter)
+    policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
+    if policy.ngrams and choice.corpus is not None:
+        policy.corpora = [load_corpus(choice.corpus, backbone)]
+    if drafter is not None and choice.lookup_named and not policy.ngrams:
+        log.warning("@lookup has no effect with a %s drafter", drafter.name)
     return drafter, policy
 
 
@@ -171,28 +179,6 @@ def _sized_trees(
     known = len(getattr(drafter, "draft_ids", ())) or None
     sized = budgets([row[:known] for row in accuracies], step_times)
     return [budget for budget in sized if max_nodes is None or budget.tree.size <= max_nodes]
-
-
-def add_ngrams(choice: Choice, backbone: Backbone, policy: DraftPolicy, drafter: Drafter | None) -> None:
-    """Lets a policy draft n-gram matches if they were chosen; warns if they were named and cannot be.
-
-    They do not pay with FIRP, whose nodes cost extra rows each.
-    """
-    policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
-    if policy.ngrams and choice.corpus is not None:
-        policy.corpora = [load_corpus(choice.corpus, backbone)]
-    if drafter is not None and choice.lookup_named and not policy.ngrams:
-        log.warning("@lookup has no effect with a %s drafter", drafter.name)
-
-
-def ngrams_alone(
-    choice: Choice, backbone: Backbone, on_progress: Callable[[int], None] = lambda steps: None
-) -> DraftPolicy:
-    """Returns the policy that drafts n-gram matches without a drafter."""
-    step_times = step_times_for(backbone, None, None, on_progress=on_progress)
-    policy = AdaptivePolicy([], step_times, max_nodes=backbone.engine.few_nodes)
-    add_ngrams(replace(choice, lookup=True), backbone, policy, None)
-    return policy
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:

@@ -182,15 +182,15 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
     for costs, fewest, limit in ((CHEAP, 8, MAX_TOKENS), (DEAR, 0, 0)):
         policy = AdaptivePolicy([sized], costs)
         policy.next([begin(policy, [], 0)])
-        [(_, count)] = policy.weigh_matches([0.95], MAX_TOKENS)
+        [(_, count)] = policy.weigh_matches([0.95])
         assert fewest <= count <= limit
-        assert policy.weigh_matches([0.01], MAX_TOKENS) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
+        assert policy.weigh_matches([0.01]) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
     bounded = AdaptivePolicy([sized], CHEAP, max_nodes=6)
-    [(tree, count)] = bounded.weigh_matches([0.95], MAX_TOKENS)
+    [(tree, count)] = bounded.weigh_matches([0.95])
     assert 1 < tree.size + count <= 6
     # A nearly sure match saves the drafter's own time.
     slow = StepTimes({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
-    assert AdaptivePolicy([sized], slow).weigh_matches([0.97], MAX_TOKENS)[0][0] == Tree.root_only()
+    assert AdaptivePolicy([sized], slow).weigh_matches([0.97])[0][0] == Tree.root_only()
 
 
 @pytest.mark.parametrize("chances", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str)
@@ -218,7 +218,7 @@ def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: Ste
             every.append(
                 [max(own, key=lambda d, c=chance: tokens(c, *d)) for chance, own in zip(chances, options, strict=True)]
             )
-    drafts = [(tree.size, count) for tree, count in policy.weigh_matches(chances, MAX_TOKENS)]
+    drafts = [(tree.size, count) for tree, count in policy.weigh_matches(chances)]
     assert all(chance or not count for chance, (_, count) in zip(chances, drafts, strict=True))
     assert rate(drafts) >= 0.96 * max(map(rate, every)) and rate(drafts) >= rate([(now.size, 0)] * len(chances))
 

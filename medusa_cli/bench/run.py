@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli.api import load_drafting, ngrams_alone, static_tree
+from medusa_cli.api import load_drafting, static_tree
 from medusa_cli.assets import gguf_path
 from medusa_cli.bench.methods import (
     LLAMA,
@@ -131,6 +131,7 @@ class Bench:
         drafts = [
             f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
             for name, (drafter, policy) in loaded.items()
+            if drafter is not None
         ]
         rules = {**vars(self.sampling), **self.logits_options.given}
         summary = summarise(results, differences)
@@ -214,7 +215,9 @@ class Bench:
             )
         return network.eval()
 
-    def _our_methods(self, backbone: Backbone, loaded: Mapping[str, tuple[Drafter, DraftPolicy]]) -> dict[str, Method]:
+    def _our_methods(
+        self, backbone: Backbone, loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]]
+    ) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
             if name in LLAMA:
@@ -222,16 +225,18 @@ class Bench:
                 assert file is not None  # check_llama has seen to it
                 methods[name] = llama_method(name, file, backbone)
             elif name not in TRANSFORMERS:
-                alone = ngrams_alone(self.choice, backbone) if name == "lookup" else None
-                drafter, policy = loaded.get(name, (None, alone))
+                drafter, policy = loaded.get(name, (None, None))
+                if name == "lookup":
+                    alone = replace(self.choice, drafter=None, lookup=True)
+                    _, policy = load_drafting(alone, backbone, None)
                 rules = self.sampling, self.logits_options
                 methods[name] = our_method(backbone, drafter, policy, *rules, self.batch_size)
         return methods
 
 
-def _describe(choice: Choice, drafter: Drafter, policy: DraftPolicy) -> dict[str, Any]:
+def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
     """Returns what a method drafted with. tree: the file it is from, None if it was searched."""
-    assert choice.drafter is not None
+    assert choice.drafter is not None and drafter is not None
     return {
         "drafter": str(choice.drafter),
         "kind": drafter.name,

@@ -272,8 +272,8 @@ class AdaptivePolicy(DraftPolicy):
             for (tree, count), of_sequence in zip(self.weigh_matches(chances), matches, strict=True)
         ]
 
-    def weigh_matches(self, chances: Several[float], limit: int = MAX_TOKENS) -> list[tuple[Tree, int]]:
-        """Returns each sequence's tree and how many matched tokens it drafts beside it, at most `limit`.
+    def weigh_matches(self, chances: Several[float]) -> list[tuple[Tree, int]]:
+        """Returns each sequence's tree and how many matched tokens it drafts beside it.
 
         chances: that a matched token is right if those before it are; 0 without a match. The widest draft sets the
         time of the pass, and the drafter runs for all sequences or for none: sizes are chosen for all together.
@@ -284,9 +284,9 @@ class AdaptivePolicy(DraftPolicy):
         best_rate = MARGIN * batch * (1 + ratio * (current.expected - 1)) / seconds
         choice = [(current.tree, 0)] * batch
         for options in [(plain,), (current, plain)] if current is not plain else [(plain,)]:
-            widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS if count <= limit}
+            widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS}
             for rows in sorted(width for width in widths if options[0].tree.size <= width <= self._max_nodes):
-                drafts = [best_in_rows(options, ratio, chance, rows, limit) for chance in chances]
+                drafts = [best_in_rows(options, ratio, chance, rows) for chance in chances]
                 seconds = correction * self._measured(rows, options[0].tree.max_depth, batch)
                 rate = sum(tokens for tokens, _, _ in drafts) / seconds
                 if rate > best_rate:
@@ -365,7 +365,7 @@ class AdaptivePolicy(DraftPolicy):
 
 
 def best_in_rows(
-    options: Several[SizedTree], acceptance: float, chance: float, rows: int, limit: int
+    options: Several[SizedTree], acceptance: float, chance: float, rows: int
 ) -> tuple[float, SizedTree, int]:
     """Returns the most tokens to be expected in so many rows, the tree that gives them, and its matched tokens.
 
@@ -373,7 +373,7 @@ def best_in_rows(
     """
     drafts = []
     for sized in options:
-        count = min(rows - sized.tree.size, limit) if chance else 0
+        count = min(rows - sized.tree.size, MAX_TOKENS) if chance else 0
         matched = chance * (1 - chance**count) / (1 - chance)
         failed = 1 - chance if count else 1.0
         drafts.append((1 + matched + failed * acceptance * (sized.expected - 1), sized, count))

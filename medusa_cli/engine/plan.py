@@ -128,9 +128,10 @@ def lay_out_at(
     positions, by_kind = lengths[:, None] + depth, dict[str, Tensor]()
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
-        inside = (column - lengths[:, None]).clamp(0, rows - 1)
-        by_column = torch.where(column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside))
-        by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, by_column[:, None])
+        if masks.kinds != [FULL]:  # windows count positions
+            inside = (column - lengths[:, None]).clamp(0, rows - 1)
+            column = torch.where(column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside))
+        by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, column[:, None])
     if by_length:
         by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
