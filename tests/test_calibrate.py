@@ -15,7 +15,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
-from medusa_cli.train.calibration import measure
+from medusa_cli.train.calibration import MISSED, accuracies_at_roots, measure
 from tests.helpers import answers_of, conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
 
 
@@ -61,10 +61,19 @@ class Unlucky(Oracle):
 
 
 def test_accuracies_are_those_where_steps_begin() -> None:
-    result = measured(Unlucky(0), torch.randint(0, 64, (301,)))
+    result = measured(Unlucky(0), torch.randint(0, 64, (3001,)))
     # Steps begin at 0 and 1, 3 and 4, ...: two accept three tokens, bonus tokens included.
     assert result["accuracies"][0][0] == pytest.approx(0.5, abs=0.01)
-    assert (result["roots"], result["counted"]) == (201, [300])
+    assert (result["roots"], result["counted"]) == (2001, [3000])
+
+
+def test_heads_that_few_steps_reach_lean_on_all_positions() -> None:
+    asked_never, _ = accuracies_at_roots(torch.tensor([[MISSED, 0], [MISSED, 1]] * 30), 2)
+    assert asked_never[1] == pytest.approx([0.5, 0.5])
+    # Asked once and wrong: the head's share among all positions tells more.
+    ranks = torch.tensor([[MISSED, 0]] * 40 + [[0, 1]] + [[MISSED, 0]] * 40)
+    [_, second], _ = accuracies_at_roots(ranks, 2)
+    assert 0.9 < second[0] < 80 / 81
 
 
 class Unsure(Oracle):

@@ -30,6 +30,8 @@ TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
 # The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64 give, within 2.5 %.
 NODES, ROUNDS = 14, 3
+# Weight of the share among all positions, in steps.
+PRIOR = 20
 # Ranks of a token beyond the guesses, and past its answer's end.
 MISSED, PAST_END = 1 << 30, (1 << 30) + 1
 # Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a few minutes.
@@ -153,14 +155,17 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
     ranks [n, K]: where the right token stands among each head's guesses at the positions of whole answers, given the
     right ones before. A step begins where the one before failed, which is where guesses are hard, and a head counts
     where the heads before it were accepted. Decoding is simulated over the best tree of NODES nodes, which follows from
-    the accuracies: three rounds settle both. A head that no step reaches counts everywhere.
+    the accuracies: three rounds settle both. Few steps reach the last heads, so the share among all positions counts
+    as much as PRIOR more steps.
     """
+    known = (ranks != PAST_END).double()
+    right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]
+    everywhere = right.sum(0) / known.sum(0)[:, None]
     asked = torch.ones_like(ranks, dtype=torch.bool)
     for _ in range(ROUNDS + 1):
-        accuracies = []
-        for head, at in enumerate((asked & (ranks != PAST_END)).T):
-            own = ranks[at, head] if at.any() else ranks[ranks[:, head] != PAST_END, head]
-            accuracies.append((own[:, None] == torch.arange(top)).double().mean(0).tolist())
+        steps = asked.double() * known
+        counted = (right * steps[..., None]).sum(0) + PRIOR * everywhere
+        accuracies = (counted / (steps.sum(0) + PRIOR)[:, None]).tolist()
         lengths = accepted(ranks, search(accuracies, min(NODES, largest(accuracies))))
         roots = begins(lengths)
         asked = roots[:, None] & (torch.arange(ranks.shape[1]) <= lengths[:, None])
