@@ -135,128 +135,92 @@ _BETWEEN = re.compile(r"[\s,;}\]]*(?:\[\s*(?=\{))?")
 _decode = json.JSONDecoder().raw_decode
 
 
-class CallReader:
-    """Splits an answer, as it comes, into its content and its calls of tools.
+def read_calls(text: str, names: Collection[str], last: bool) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
     A call begins with a marker of any style, or with the answer. What is no call of a tool of these names is content.
+    last: the answer ends here; else the arguments of the last call may go on.
     """
+    content, calls, at, begun = "", list[tuple[str, str]](), 0, False
+    while True:
+        bare = not (begun or calls) and text[at:].lstrip().startswith("{")
+        marker = None if bare else _BEGIN.search(text, at)
+        start = at if bare else marker.start() if marker else len(text)
+        if not (bare or marker or last):  # a marker may be under way
+            start -= max(partial_stop(text[at:], marker) for marker in BEGIN)
+        if text[at:start].strip() or (begun and not calls):  # blanks beside a call are none of the content
+            content += text[at:start]
+        if not (bare or marker):
+            return content, calls
+        at, begun = marker.end() if marker else start, begun or bool(content)
+        while True:  # calls, until no other follows; `start`: of the text that is content if no call comes of it
+            if between := _BETWEEN.match(text, at):
+                at = between.end()
+            if text.startswith(END, at) or (last and at == len(text) and not bare):
+                at += len(END)
+                break
+            if marker := _BEGIN.match(text, at):
+                (start, at), bare = marker.span(), False
+                continue
+            head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
+            if head and head[1] in names:
+                end = _end(text, head.end())
+                calls.append((head[1], text[head.end() : end]))
+            elif not head and not bare and (call := _whole_call(text, at, names)):
+                end = _end(text, at)
+                calls.append(call)
+            else:
+                squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
+                hopeless = head or last or END in text[at:] or (bare and squeezed != _NAME_HEAD[: len(squeezed)])
+                if at == len(text) or not hopeless:
+                    return content, calls
+                content, begun = content + text[start:at], True
+                break
+            if end is None:
+                return content, calls
+            start, at, bare = end, end, False
+
+
+def _end(text: str, start: int) -> int | None:
+    """Returns the end of the JSON value at a place of a text; None while it goes on."""
+    try:
+        return _decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _whole_call(text: str, start: int, names: Collection[str]) -> tuple[str, str] | None:
+    """Returns name and arguments of a call in another order, or with its arguments in a text."""
+    end = _end(text, start)
+    call = _decode(text, start)[0] if end else None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+class CallReader:
+    """Splits an answer, as it comes, into its content and its calls of tools."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._rest = ""  # text that has not been decided on
-        self._held = ""  # text of the call under way, as long as it may prove to be content
-        self._arguments: str | None = None  # of the call under way, as far as they were handed on
-        self._state, self._bare = self._content, False
-        self._begun = False  # content or a call came
+        self._names, self._text = names, ""
+        self._sent = self._arguments = 0  # characters of the content, and of the last call's arguments, so far
         self.count = 0
 
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
         """Takes more of the answer; returns the content and the calls that it adds, as a delta of OpenAI's API."""
-        self._rest += text
-        self._delta: dict[str, Any] = {}
-        while self._state(last):
-            pass
-        return self._delta
-
-    def _content(self, last: bool) -> bool:
-        """Reads content up to the next marker; returns True if more can be read, as all states do."""
-        start = self._rest.lstrip()
-        if not self._begun and start.startswith("{"):
-            return self._begin_call(self._rest, "", bare=True)
-        if match := _BEGIN.search(self._rest):
-            if self._rest[: match.start()].strip():
-                self._say(self._rest[: match.start()])
-            return self._begin_call(match[0], self._rest[match.end() :])
-        kept = 0 if last else max(partial_stop(self._rest, marker) for marker in BEGIN)
-        text = self._rest[: len(self._rest) - kept]
-        if not text.strip() and (self.count or not self._begun):  # blanks beside a call are none of the content
-            return False
-        self._rest = self._rest[len(text) :]
-        self._say(text)
-        return False
-
-    def _begin_call(self, held: str, rest: str, bare: bool = False) -> bool:
-        self._held, self._bare, self._state = ("" if bare else held), bare, self._call
-        self._rest = held if bare else rest
-        return True
-
-    def _call(self, last: bool) -> bool:
-        """Reads the head of a call, or what ends a group of calls."""
-        between = _BETWEEN.match(self._rest)
-        text = self._rest = self._rest[between.end() if between else 0 :]
-        self._held += between[0] if between else ""
-        if text.startswith(END) or (last and not text and not self._bare):
-            self._rest, self._held, self._state = text.removeprefix(END), "", self._content
-            return bool(self._rest)
-        if match := _BEGIN.match(text):
-            return self._begin_call(match[0], text[match.end() :])
-        if match := _JSON_HEAD.match(text) or _ARGS_HEAD.match(text):
-            if match[1] not in self._names:
-                return self._give_up()
-            self._open(match[1])
-            self._rest, self._arguments, self._state = text[match.end() :], "", self._read_arguments
-            return True
-        if (call := self._whole(text)) is not None:
-            return self._take_whole(*call)
-        squeezed = "".join(text[:40].split())[: len(_NAME_HEAD)]
-        hopeless = self._bare and squeezed != _NAME_HEAD[: len(squeezed)]
-        if text and (last or END in text or hopeless):
-            return self._give_up()
-        return False
-
-    def _whole(self, text: str) -> tuple[str, str, int] | None:
-        """Returns name, arguments and end of a call in another order, or with its arguments in a text."""
-        if not text.startswith("{") or self._bare:
-            return None
-        try:
-            call, end = _decode(text)
-        except (ValueError, RecursionError):
-            return None
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if not isinstance(call.get("name"), str) or call["name"] not in self._names:
-            return None
-        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments), end
-
-    def _take_whole(self, name: str, arguments: str, end: int) -> bool:
-        self._open(name)
-        self._delta["tool_calls"][-1]["function"]["arguments"] = arguments
-        self._rest, self._held, self._begun = self._rest[end:], "", True
-        return True
-
-    def _read_arguments(self, last: bool) -> bool:
-        """Hands arguments on up to their end."""
-        assert self._arguments is not None
-        text, known = self._arguments + self._rest, len(self._arguments)
-        end = None
-        if "}" in self._rest:
-            try:
-                end = _decode(text)[1]
-            except (ValueError, RecursionError):
-                end = None
-        if new := text[known:end]:
-            calls = self._delta.setdefault("tool_calls", [])
-            if not calls or calls[-1]["index"] != self.count - 1:
-                calls.append({"index": self.count - 1, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += new
-        self._arguments, self._rest = text[:end], "" if end is None else text[end:]
-        if end is None:
-            return False
-        self._arguments, self._state = None, self._call
-        return True
-
-    def _open(self, name: str) -> None:
-        """Begins a call."""
-        call = {"index": self.count, "id": secrets.token_hex(5)[:9], "type": "function"}  # as long as Mistral's
-        self._delta.setdefault("tool_calls", []).append({**call, "function": {"name": name, "arguments": ""}})
-        self.count, self._held, self._begun, self._bare = self.count + 1, "", True, False
-
-    def _give_up(self) -> bool:
-        """Takes what was held for content; what follows may yet hold a call."""
-        self._say(self._held)
-        self._held, self._begun, self._state = "", True, self._content
-        return True
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._begun = True
-            self._delta["content"] = self._delta.get("content", "") + text
+        self._text += text
+        content, calls = read_calls(self._text, self._names, last)
+        delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
+        self._sent, parts = max(self._sent, len(content)), []
+        for index in range(max(0, self.count - 1), len(calls)):
+            name, arguments = calls[index]
+            if index == self.count:
+                id = secrets.token_hex(5)[:9]  # as long as Mistral's
+                function = {"name": name, "arguments": arguments}
+                parts.append({"index": index, "id": id, "type": "function", "function": function})
+                self.count += 1
+            elif len(arguments) > self._arguments:
+                parts.append({"index": index, "function": {"arguments": arguments[self._arguments :]}})
+            self._arguments = len(arguments)
+        return {**delta, "tool_calls": parts} if parts else delta
