@@ -568,10 +568,10 @@ def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(server: Serv
 def test_events_are_ascii_because_clients_end_lines_at_other_characters(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OpenAIFormat, "usage_chunk", lambda *_: {"text": "a\u2028b\u0085c"})
+    monkeypatch.setattr(OpenAIFormat, "_usage", lambda *_: {"text": "a\u2028b\u0085c"})
     body = {"model": MODEL, "prompt": IDS, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     lines = server.request("POST", "/v1/completions", body)[2].splitlines()
-    assert json.loads(lines[-4].removeprefix("data: ")) == {"text": "a\u2028b\u0085c"}
+    assert json.loads(lines[-4].removeprefix("data: "))["usage"] == {"text": "a\u2028b\u0085c"}
 
 
 def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import requests
@@ -23,17 +22,13 @@ TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 KEY = "MEDUSA_API_KEY"
 
 
-@dataclass
-class _Server:
-    """Address of a server, when it may be asked again (of time.monotonic), and how often in a row it failed."""
+class _Session(threading.local):
+    """A thread's own connections: a session must not be shared."""
 
-    url: str
-    retry_at: float = 0.0
-    failures: int = 0
-
-
-class _ThreadLocal(threading.local):
-    session: requests.Session | None = None
+    def __init__(self) -> None:
+        self.http = requests.Session()
+        if key := os.environ.get(KEY):
+            self.http.headers["Authorization"] = f"Bearer {key}"
 
 
 class ChatServers:
@@ -45,18 +40,10 @@ class ChatServers:
 
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
         self.model, self.flag = model, flag
-        self.servers = [_Server(url.strip().rstrip("/").removesuffix("/v1")) for url in urls]
-        self._local, self._lock, self._stopped = _ThreadLocal(), threading.Lock(), threading.Event()
-        self._last = 0
-
-    @property
-    def _session(self) -> requests.Session:
-        """Returns this thread's own connections: a session must not be shared."""
-        if (session := self._local.session) is None:
-            session = self._local.session = requests.Session()
-            if key := os.environ.get(KEY):
-                session.headers["Authorization"] = f"Bearer {key}"
-        return session
+        self.urls = [url.strip().rstrip("/").removesuffix("/v1") for url in urls]  # the one that is asked next first
+        self._session, self._lock, self._stopped = _Session(), threading.Lock(), threading.Event()
+        # When each server may be asked again (of time.monotonic), and how often in a row it failed.
+        self._retry_at, self._failures = dict.fromkeys(self.urls, 0.0), dict.fromkeys(self.urls, 0)
 
     def check(self) -> tuple[list[str], list[str]]:
         """Returns the names under which servers list models, and a line for each server that does not answer.
@@ -64,19 +51,19 @@ class ChatServers:
         Raises UserError unless one of them answers.
         """
         names, silent = [], []
-        for server in self.servers:
+        for url in self.urls:
             try:
-                reply = self._session.get(f"{server.url}/v1/models", timeout=LIST_S)
+                reply = self._session.http.get(f"{url}/v1/models", timeout=LIST_S)
             except ValueError as reason:  # an address that requests cannot read
-                fault = f"{self.flag} {server.url} is no address"
+                fault = f"{self.flag} {url} is no address"
                 raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
-                silent.append(f"{server.url} does not answer ({type(reason).__name__})")
-                self._back_off(server, time.monotonic())
+                silent.append(f"{url} does not answer ({type(reason).__name__})")
+                self._back_off(url, time.monotonic())
                 continue
             with suppress(ValueError, KeyError, TypeError):  # a server may list none
                 names += [str(model["id"]) for model in reply.json()["data"]]
-        if len(silent) == len(self.servers):
+        if len(silent) == len(self.urls):
             raise UserError(f"{self.flag} {', '.join(silent)}", "start it, or give another address")
         return names, silent
 
@@ -94,14 +81,14 @@ class ChatServers:
         for attempt in range(ATTEMPTS):
             if self._stopped.is_set():
                 break
-            server, start, pause = self._next(), time.monotonic(), 0.0
+            url, start, pause = self._next(), time.monotonic(), 0.0
             try:
-                url = f"{server.url}/v1/chat/completions"
-                reply = self._session.post(url, json=body, timeout=(CONNECT_S, ANSWER_S))
+                address = f"{url}/v1/chat/completions"
+                reply = self._session.http.post(address, json=body, timeout=(CONNECT_S, ANSWER_S))
                 if reply.status_code == 200:
                     choice = reply.json()["choices"][0]
                     answer = str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
-                    server.failures = 0
+                    self._failures[url] = 0
                     return answer
                 fault = f"status {reply.status_code}: {reply.text[:200]}"
                 if reply.status_code not in TRANSIENT:
@@ -110,28 +97,27 @@ class ChatServers:
                 pause = min(float(wait), ANSWER_S) if wait.isdigit() else 0.0
             except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as reason:
                 fault = f"{type(reason).__name__}: {reason}"
-            self._back_off(server, start, pause)
+            self._back_off(url, start, pause)
             if attempt + 1 < ATTEMPTS:
-                self._stopped.wait(min(server.retry_at for server in self.servers) - time.monotonic())
-        urls = ", ".join(server.url for server in self.servers)
-        raise UserError(f"{self.flag} {urls}: {fault}", "see the server's log")
+                self._stopped.wait(min(self._retry_at.values()) - time.monotonic())
+        raise UserError(f"{self.flag} {', '.join(sorted(self.urls))}: {fault}", "see the server's log")
 
-    def _next(self) -> _Server:
+    def _next(self) -> str:
         """Returns the next server that is not left alone, else the one that is to be asked again first."""
         with self._lock:
-            now, count = time.monotonic(), len(self.servers)
-            self._last = (self._last + 1) % count
-            order = [self.servers[(self._last + step) % count] for step in range(count)]
-            return min(order, key=lambda server: max(server.retry_at, now))
+            self.urls.append(self.urls.pop(0))
+            now = time.monotonic()
+            return min(self.urls, key=lambda url: max(self._retry_at[url], now))
 
-    def _back_off(self, server: _Server, start: float, pause: float = 0.0) -> None:
+    def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
         """Leaves a server alone that failed a request begun at `start`: for `pause`, or longer every time.
 
         Requests that were under way when it began to fail count as one failure.
         """
         with self._lock:
-            if start >= server.retry_at:
-                seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**server.failures) * random.uniform(0.5, 1.0)
-                server.failures += 1
-                server.retry_at = time.monotonic() + seconds
-            server.retry_at = max(server.retry_at, time.monotonic() + pause)
+            now = time.monotonic()
+            if start >= self._retry_at[url]:
+                seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self._failures[url]) * random.uniform(0.5, 1.0)
+                self._failures[url] += 1
+                self._retry_at[url] = now + seconds
+            self._retry_at[url] = max(self._retry_at[url], now + pause)

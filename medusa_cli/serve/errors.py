@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, shown
-from medusa_cli.serve.schema import FIXED, FORMS, ITEMS
+from medusa_cli.serve.schema import FORMS, ITEMS
 
 LONGEST_NAME = 100  # characters of a field's name
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -113,8 +113,4 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":
         return Refusal(400, f"the parameter {param!r} is not supported; leave it out", param=param, code="unsupported")
-    fixed = next((name for name in path if name in FIXED), None)
-    if fixed is not None:
-        text = f"{fixed!r} is only supported at its default: {text}"
-        return Refusal(400, text, param=param, code="unsupported")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

@@ -49,16 +49,19 @@ class OpenAIFormat:
         """Yields the answers as server-sent events, one a step of a choice."""
         no_usage = {"usage": None} if self._stream_usage else {}
         async with aclosing(events):
-            for chunk in self._first_chunks():
-                yield sse({**chunk, **no_usage})
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            for index, text in enumerate(self._echoes):
+                if self._chat or text:  # the role, or what is echoed, comes before the first text
+                    choice = self._choice(index, delta if self._chat else {"text": text}, None, None)
+                    yield sse({**self._body([choice]), **no_usage})
             async for index, event in events:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
                     return
                 if event.pieces or event.likelihoods or event.last:
                     yield sse({**self.chunk(index, event), **no_usage})
-        if self._stream_usage:
-            yield sse(self.usage_chunk())
+        if self._stream_usage:  # after the last choice, alone
+            yield sse({**self._body([]), "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
@@ -76,12 +79,6 @@ class OpenAIFormat:
             choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason))
         return {**self._body(choices, "chat.completion"), "usage": self._usage()}
 
-    def _first_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks before the first text: the role in a chat, else what is echoed."""
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        contents = [delta if self._chat else {"text": text} for text in self._echoes if self._chat or text]
-        return [self._body([self._choice(index, content, None, None)]) for index, content in enumerate(contents)]
-
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk of one step of a choice."""
         text = "".join(piece.text for piece in event.pieces)
@@ -92,10 +89,6 @@ class OpenAIFormat:
         reason = self._tickets[index].answer.finish_reason if event.last else None
         choice = self._choice(index, content, event.likelihoods, reason)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """Returns the chunk after the last one, with the usage alone."""
-        return {**self._body([]), "usage": self._usage()}
 
     def _body(self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk") -> dict[str, Any]:
         kind = kind if self._chat else "text_completion"
@@ -121,19 +114,21 @@ class OpenAIFormat:
         }
 
     def _choice(
-        self, index: int, content: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
+        self, index: int, text: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
     ) -> dict[str, Any]:
-        logprobs = None
+        logprobs: dict[str, Any] | None = None
         if self._tickets[index].request.top is not None and likelihoods is not None:
             rows = [self._tokens[index].row(likelihood) for likelihood in likelihoods]
-            logprobs = self._chat_logprobs(rows) if self._chat else self._completion_logprobs(index, rows)
+            if self._chat:
+                content = [
+                    {**_entry(*token), "top_logprobs": [_entry(*other) for other in top]} for token, *top in rows
+                ]
+                logprobs = {"content": content, "refusal": None}
+            else:
+                logprobs = self._completion_logprobs(index, rows)
         if reason == "stop" and (calls := self._calls[index]) and calls.count:
             reason = "tool_calls"
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-
-    def _chat_logprobs(self, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
-        content = [{**_entry(*token), "top_logprobs": [_entry(*other) for other in top]} for token, *top in rows]
-        return {"content": content, "refusal": None}
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def _completion_logprobs(self, index: int, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
         offsets, likeliest = list[int](), list[dict[str, float | None] | None]()

@@ -11,8 +11,6 @@ from medusa_cli.errors import UsageError
 
 # OpenAI allows 4 and 128.
 MAX_STOPS, MAX_CHOICES, MAX_NAME, MAX_TOOLS = 16, 128, 256, 128
-# Fields with a single possible value: clients send them, and any other value is refused.
-FIXED = {"best_of", "suffix", "annotations"}
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
