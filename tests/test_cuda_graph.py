@@ -1,5 +1,6 @@
 """The step that CUDA graphs capture, run without a graph, against the ordinary step; and the trial that chooses."""
 
+import itertools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from medusa_cli.decode import Decoder, LogitsOptions, Request, Sampling, cuda_graph
-from medusa_cli.decode.policy import AdaptivePolicy, DynamicTreePolicy, SizedTree, StaticTreePolicy
+from medusa_cli.decode.policy import AdaptivePolicy, DynamicTreePolicy, SizedTree, StaticTreePolicy, policy_of
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
+from medusa_cli.tree.tree import PADDING
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -77,6 +79,9 @@ def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sam
     assert graphs.runs == len(steps) - 1 and sum(step.accepted for step in steps) > 5
 
 
+SHALLOW = SPARSE.truncate(3)  # as deep as drafters have heads
+
+
 @pytest.mark.parametrize("policy", ["dynamic", "adaptive", "n-grams"])
 def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: StandIn) -> None:
     backbone = tiny_backbone("qwen3", engine="fast")
@@ -84,7 +89,7 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     expected = tokens_of(answer(decoder_of(backbone), prompt, max_new_tokens=60, stop_ids=()))
     trees = [SizedTree(SPARSE.truncate(2), 1.5), SizedTree(SPARSE, 2.0)]
     policies = {
-        "dynamic": DynamicTreePolicy(DynamicTree(12, 4)),
+        "dynamic": DynamicTreePolicy(DynamicTree(12, 4), ngrams=True),
         "adaptive": AdaptivePolicy(trees, StepTimes({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
         "n-grams": StaticTreePolicy(SPARSE, ngrams=True),
     }
@@ -92,14 +97,18 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     captured = graphs.captured
     steps = list(answer(decoder, prompt, max_new_tokens=60, stop_ids=()))
     assert tokens_of(steps) == expected and graphs.runs == len(steps) - 1
-    assert len({step.nodes for step in steps}) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
+    assert len({(step.nodes, step.looked_up) for step in steps}) > 1 and graphs.captured == captured == 2 * len(
+        cuda_graph.ROWS
+    )
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle-draft"])
-def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(kind: str, graphs: StandIn) -> None:
+@pytest.mark.parametrize(("kind", "dynamic"), [("medusa", False), ("eagle-draft", False), ("eagle-draft", True)])
+def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
+    kind: str, dynamic: bool, graphs: StandIn
+) -> None:
     backbone = tiny_backbone("qwen3", layers=4, engine="fast")
-    policy = StaticTreePolicy(SPARSE, ngrams=True)
-    decoder = Decoder(backbone, drafter_of(backbone, kind), policy, slots=8, cuda_graphs=True)
+    tree = DynamicTreePolicy(DynamicTree(20, 3), ngrams=True) if dynamic else StaticTreePolicy(SHALLOW, ngrams=True)
+    decoder = Decoder(backbone, drafter_of(backbone, kind), tree, slots=8, cuda_graphs=True)
     before = graphs.captured
     assert before <= 24
     requests = [
@@ -112,24 +121,35 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(kind:
     assert graphs.captured == before and graphs.runs > 20
 
 
-@pytest.mark.parametrize("kind", ["hydra++", "hydra++-prompt", "amphista-prompt", "amphista", "eagle-draft"])
-def test_graphs_draft_what_drafters_with_caches_draft(
-    kind: str, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+DYNAMIC = DynamicTree(12, 3, (0.5,), min_chance=0.01, width=6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *itertools.product(["hydra++", "hydra++-prompt", "amphista-prompt", "amphista"], [SHALLOW]),
+        *itertools.product(["medusa", "medusa-bias", "hydra", "hydra++", "amphista-prompt"], [DYNAMIC]),
+        *itertools.product(["eagle-draft"], [SHALLOW, DYNAMIC]),
+    ],
+)
+def test_graphs_draft_what_drafters_draft(
+    kind: str, shape: Tree | DynamicTree, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots change owners, prompts share prefixes, and sequences of other sampling run beside the graphs."""
-    backbone, shape, steps, drafts = tiny_backbone("qwen3", layers=4, engine="fast"), SPARSE.truncate(3), [], []
+    backbone, steps, drafts = tiny_backbone("qwen3", layers=4, engine="fast"), [], []
     drafter = drafter_of(backbone, kind)
     draft, fill = type(drafter).draft, type(drafter).fill
 
     def record_draft(*args: Any) -> Any:
         drafted = draft(*args)
-        drafts[-1].update(tuple(own.ids) for own in drafted)
+        drafts[-1].update((*own.ids, *own.tree.parents) for own in drafted)
         return drafted
 
-    def record_fill(*args: Any) -> Any:
-        tokens = fill(*args)
-        drafts[-1].update(tuple(row) for row in tokens[:, : shape.size].tolist())
-        return tokens
+    def record_fill(*args: Any) -> None:
+        fill(*args)
+        for tokens, parents in zip(args[-1].tokens.tolist(), args[-1].parents.tolist(), strict=True):
+            size = len(parents) - parents.count(PADDING)
+            drafts[-1].add((*tokens[:size], *parents[:size]))
 
     monkeypatch.setattr(type(drafter), "draft", record_draft)
     monkeypatch.setattr(type(drafter), "fill", record_fill)
@@ -138,7 +158,7 @@ def test_graphs_draft_what_drafters_with_caches_draft(
     requests[2:2] = [Request([9, 9, 21], 6, sampling=Sampling("typical", 0.7), stop_ids=())]
     for captured in (False, True):
         drafts.append(set[tuple[int, ...]]())
-        decoder = Decoder(backbone, drafter, StaticTreePolicy(shape), slots=3, cuda_graphs=captured)
+        decoder = Decoder(backbone, drafter, policy_of(shape), slots=3, cuda_graphs=captured)
         before = graphs.captured
         steps.append([(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)])
         assert graphs.captured == before
@@ -148,7 +168,7 @@ def test_graphs_draft_what_drafters_with_caches_draft(
 
 def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, read = tiny_backbone("qwen3", layers=4, engine="fast"), []
-    decoder = Decoder(backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SPARSE), cuda_graphs=True)
+    decoder = Decoder(backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SHALLOW), cuda_graphs=True)
     inner = type(decoder.drafter).read
     monkeypatch.setattr(
         type(decoder.drafter), "read", lambda *args: read.append(len(args[3][0].tokens)) or inner(*args)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_cli.decode.ngram import add_paths
 from medusa_cli.decode.step_times import measure_step_times
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import write_json
@@ -26,6 +27,8 @@ from medusa_cli.tree.search import (
     node_values,
     search,
 )
+from medusa_cli.tree.tensors import GrowingTrees, outline
+from medusa_cli.tree.tree import PADDING, unread_draft
 from tests.helpers import medusa, save_model, save_run, tiny_backbone
 from tests.test_drafters import drafter_of
 
@@ -105,7 +108,7 @@ def random_chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], f
     return chances
 
 
-def grow(limits: DynamicTree, chances: dict[tuple[int, ...], float]) -> tuple[list[list[int]], list[int]]:
+def grow_on_host(limits: DynamicTree, chances: dict[tuple[int, ...], float]) -> tuple[Tree, list[int]]:
     """Grows a tree over these chances; a node's token is its path of ranks, read as a number after a 1."""
     builder, nodes = TreeBuilder(limits, 1), [0]
     for _ in range(limits.max_depth):
@@ -113,8 +116,37 @@ def grow(limits: DynamicTree, chances: dict[tuple[int, ...], float]) -> tuple[li
         log_p = [[math.log(chances[(*path, rank)]) for rank in range(limits.width)] for path in paths]
         tokens = [[10 * builder.tokens[node] + rank for rank in range(limits.width)] for node in nodes]
         nodes = builder.extend(nodes, log_p, tokens)
-    tree, tokens_kept = builder.tree()
-    return tree.choices, tokens_kept
+    return builder.tree()
+
+
+def outlined(limits: DynamicTree, paths: list[list[int]], rows: int) -> GrowingTrees:
+    """Returns a tree that is to grow beside paths of known tokens, in a number of rows."""
+    draft = add_paths(unread_draft(1, outline(limits)), paths)
+    tree, rest = draft.tree, rows - draft.tree.size
+    fields = [(*tree.depths, *[0] * rest), (*tree.parents, *[PADDING] * rest), (*tree.ranks, *[0] * rest)]
+    mask = torch.eye(rows, dtype=torch.bool)
+    mask[: tree.size, : tree.size] = tree.mask
+    depth, parents, ranks, tokens = torch.tensor([*fields, (*draft.ids, *[0] * rest)])[:, None]
+    return GrowingTrees(limits, depth, parents, ranks, tokens, mask[None])
+
+
+def grow_tensors(
+    limits: DynamicTree, chances: dict[tuple[int, ...], float], *paths: list[int]
+) -> tuple[Tree, list[int]]:
+    """Grows the tree of `grow_on_host` by tensors, beside paths of known tokens."""
+    trees, width = outlined(limits, list(paths), limits.budget + 9), limits.width
+    for head in range(limits.max_depth):
+        tokens = trees.tokens[0].tolist()
+        ranks = [tuple(map(int, str(token)[1:])) for token in tokens]
+        log_p = [[math.log(chances.get((*path, rank), 0.9)) for rank in range(width)] for path in ranks]
+        ids = [[10 * token + rank for rank in range(width)] for token in tokens]
+        trees.extend(head, torch.tensor([log_p]), torch.tensor([ids]))
+    size = int((trees.parents != PADDING).sum())
+    tree = Tree(tuple(trees.parents[0, :size].tolist()), tuple(trees.ranks[0, :size].tolist()))
+    assert trees.depth[0, :size].tolist() == list(tree.depths)
+    assert torch.equal(trees.mask[0, :size, :size], tree.mask) and not trees.mask[0, :size, size:].any()
+    assert (trees.parents[0, size:] == PADDING).all() and not trees.depth[0, size:].any()
+    return tree, trees.tokens[0, :size].tolist()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -124,9 +156,28 @@ def test_dynamic_trees_hold_the_most_likely_paths(seed: int, budget: int, min_ch
     chances = random_chances(seed, 3, 3)
     value = {path: math.prod(chances[path[: i + 1]] for i in range(len(path))) for path in chances}
     best = [path for path in sorted(value, key=lambda path: -value[path])[: budget - 1] if value[path] >= min_chance]
-    choices, tokens = grow(DynamicTree(budget, 3, width=3, min_chance=min_chance), chances)
-    assert sorted(map(tuple, choices)) == sorted(best)
-    assert tokens == [1, *(int("1" + "".join(map(str, path))) for path in choices)]
+    limits = DynamicTree(budget, 3, width=3, min_chance=min_chance)
+    tree, tokens = grow_on_host(limits, chances)
+    assert sorted(map(tuple, tree.choices)) == sorted(best)
+    assert tokens == [1, *(int("1" + "".join(map(str, path))) for path in tree.choices)]
+    assert grow_tensors(limits, chances) == (tree, tokens)
+
+
+@pytest.mark.parametrize("paths", [[[5, 7, 8], [5, 9]], [[10, 100, 1000, 6]]], ids=["others", "the same"])
+def test_dynamic_trees_grow_beside_known_tokens(paths: list[list[int]]) -> None:
+    limits, chances = DynamicTree(6, 3, width=3), random_chances(1, 3, 3)
+    alone, tokens = grow_tensors(limits, chances)
+    beside, all_tokens = grow_tensors(limits, chances, *paths)
+    held = [[all_tokens[node] for node in beside.path(leaf)[1:]] for leaf in range(1, beside.size)]
+    assert all(path in held for path in paths) and beside.size == alone.size + 4
+    assert all([tokens[node] for node in alone.path(leaf)[1:]] in held for leaf in range(1, alone.size))
+
+
+def test_equal_guesses_leave_no_node_without_its_parent() -> None:
+    trees = outlined(DynamicTree(4, 3, width=2), [], 5)
+    for head in range(3):
+        trees.extend(head, torch.zeros(1, 5, 2), torch.ones(1, 5, 2, dtype=torch.long))
+    assert trees.parents[0].tolist() == [-1, 0, 0, 1, PADDING] and trees.depth[0].tolist() == [0, 1, 1, 2, 0]
 
 
 def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:

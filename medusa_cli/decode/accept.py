@@ -11,9 +11,8 @@ from torch import Tensor
 from medusa_cli.decode.sampling import Sampler
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft
+from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 
-# Parents of the root, and of nodes beyond a tree, where trees are tensors.
-NO_PARENT, PADDING = -1, -2
 # The accepted nodes from the root on, and the bonus token that the model adds after them.
 Path = tuple[list[int], int]
 
@@ -70,7 +69,7 @@ def longest_path(
     the accepted nodes' number and the last one [B, 1], all of them in order [B, P], and which they are [B, N].
     """
     nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
-    matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == NO_PARENT)
+    matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
     # A node and all its ancestors match. The deepest wins, of equals the first.
     accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)
     worth = depth * len(nodes) + (len(nodes) - 1 - nodes)

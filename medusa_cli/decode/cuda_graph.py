@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_cli.decode.accept import NO_PARENT, PADDING, accept, longest_path
+from medusa_cli.decode.accept import accept, longest_path
 from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors, TreeTensors
+from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.autotune import best_time
 from medusa_cli.engine.device import upload
@@ -29,8 +29,9 @@ from medusa_cli.engine.fast import TOLERANCE
 from medusa_cli.engine.plan import lay_out_at
 from medusa_cli.errors import first_line
 from medusa_cli.model.load import free_memory
-from medusa_cli.tree import Draft, Tree
-from medusa_cli.tree.tree import UNREAD
+from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.tensors import GrowingTrees, TreeTensors
+from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD
 
 # Nodes that a graph has room for; batches are powers of two.
 ROWS = (1, 16, 64)
@@ -96,7 +97,8 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 class CudaGraphs:
     """Runs steps over a cache by its first B slots; each reads one small tensor back from the device.
 
-    capture: makes a graph of a step; None captures CUDA graphs, and on other devices runs steps as they are.
+    limits: those of the dynamic trees that it grows, None for static trees. capture: makes a graph of a step; None
+    captures CUDA graphs, and on other devices runs steps as they are.
     """
 
     def __init__(
@@ -105,9 +107,11 @@ class CudaGraphs:
         cache: Cache,
         taps: tuple[int, ...],
         drafter: Drafter | None = None,
+        limits: DynamicTree | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
+        self._limits = limits
         self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.fill is not None else None
         self._slots: LayerSlots | None = None  # of the drafter's layers
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
@@ -126,7 +130,7 @@ class CudaGraphs:
 
     @property
     def drafts(self) -> bool:
-        """Returns True if graphs draft the tokens of static trees that the host does not know."""
+        """Returns True if graphs draft the tokens that the host does not know."""
         return self._drafter is not None
 
     def warm_up(self) -> None:
@@ -232,7 +236,7 @@ class CudaGraphs:
         key = batch, rows, sampled
         if key not in self._steps:
             fill = None if self._drafter is None else self._drafter.fill
-            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, fill, self._slots)
+            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, fill, self._limits, self._slots)
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key], self.count = step, self.count + 1
         self._buffer = cache.values
@@ -267,7 +271,8 @@ def _drafter_of(sequence: Sequence) -> HeadDrafter:
 class _GraphStep:
     """One step for a number of sequences and of nodes, on buffers that hold its inputs.
 
-    fill, over slots for the drafter's layers, drafts the tokens that the host does not know.
+    fill, over slots for the drafter's layers, drafts the tokens that the host does not know; within limits it grows
+    dynamic trees in their place.
     """
 
     def __init__(
@@ -279,11 +284,13 @@ class _GraphStep:
         taps: tuple[int, ...],
         sampled: bool,
         fill: Fill | None,
+        limits: DynamicTree | None,
         slots: LayerSlots | None,
     ) -> None:
         device, self._rows, self._count = engine.backbone.device, rows, min(rows, DEPTHS)
         self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
         self._fill, self._slots = (fill, slots) if rows > 1 else (None, None)
+        self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
         # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes that each one sees;
         # what NewTensors has of P new tokens, with their places in `hidden`.
@@ -307,7 +314,7 @@ class _GraphStep:
             tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT_ALONE, [0])
             rest = self._rows - tree.size
             padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
-            parents = [NO_PARENT, *tree.parents[1:], *[PADDING] * rest]
+            parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
             zeros = [0] * rest
             row = [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
             if self._slots is not None:
@@ -354,15 +361,17 @@ class _GraphStep:
 
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step; it reads no value of a tensor."""
-        engine, depth, parents = self._engine, self.depth, self.parents
+        engine = self._engine
         tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
-        tokens = self.tokens
+        nodes = self.depth, self.parents, self.ranks, self.tokens, tree_mask
+        trees = TreeTensors(*nodes)
         if self._fill is not None and self._slots is not None:
             start, held, count, *_ = self._new.unbind(1)
             places, following = self._new[:, 3:].chunk(2, dim=1)
             new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
-            trees = TreeTensors(depth, parents, self.ranks, tokens[:, 0], tree_mask)
-            tokens = torch.where(tokens == UNREAD, self._fill(engine.backbone, new, trees), tokens)
+            trees = trees if self._limits is None else GrowingTrees(self._limits, *nodes)
+            self._fill(engine.backbone, new, trees)
+        depth, parents, tokens, tree_mask = trees.depth, trees.parents, trees.tokens, trees.mask
         context, wide = engine.backbone.max_positions, self._cache.capacity
         layout = lay_out_at(self.lengths, tree_mask, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
         states, final = engine.run(tokens, layout, self._cache, self._taps)

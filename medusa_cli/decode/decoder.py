@@ -22,7 +22,8 @@ from medusa_cli.engine.device import upload
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import free_memory
-from medusa_cli.tree import Draft, Tree
+from medusa_cli.tree import Draft
+from medusa_cli.tree.tensors import outline
 from medusa_cli.tree.tree import batch_drafts, unread_draft
 
 # Rows of a pass over a prompt whose tokens' log probabilities are wanted.
@@ -57,9 +58,8 @@ class Decoder:
         self.cache = self.engine.new_cache(slots)
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         graphs = graphs and not (drafter is not None and drafter.uses_verify_pass)
-        # A dynamic tree is grown on the host.
-        captured = None if isinstance(self.policy, DynamicTreePolicy) else drafter
-        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, captured) if graphs else None
+        limits = self.policy.tree if isinstance(self.policy, DynamicTreePolicy) else None
+        self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, drafter, limits) if graphs else None
         if self.cuda_graphs is not None:
             self.cuda_graphs.warm_up()
         self._slots: list[Sequence | None] = [None] * slots  # running, or done and a prefix for others
@@ -157,8 +157,7 @@ class Decoder:
             return []
         proposals = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
-        in_graph = graphs is not None and graphs.drafts and all(isinstance(tree, Tree) for tree, _ in proposals)
-        guesses = None if in_graph else self._draft(sequences, proposals)
+        guesses = None if graphs is not None and graphs.drafts else self._draft(sequences, proposals)
         drafted = time.perf_counter()
         result = None if graphs is None else self._run_graph(graphs, sequences, proposals, guesses)
         drafts, accepted = result or self._run_pass(sequences, proposals, guesses)
@@ -184,7 +183,7 @@ class Decoder:
         The host does not read what a drafter drafts. Without `guesses` the graph drafts.
         """
         if guesses is None:
-            trees, guesses = [tree for tree, _ in proposals if isinstance(tree, Tree)], {}
+            trees, guesses = [outline(tree) for tree, _ in proposals], {}
         else:
             trees = [guesses[i].tree if i in guesses else ROOT for i in range(len(sequences))]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]

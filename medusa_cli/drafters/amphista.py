@@ -12,10 +12,11 @@ from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
 from medusa_cli.drafters.levels import Guess, draft_by_level
-from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
+from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.tensors import TreeTensors
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Amphista(HeadDrafter):
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))
 
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         x, rows, embedded, adapted = new.hidden.to(self.dtype), new.rows(), self.embed(backbone, new.following), []
         for stage, cached in zip(self.packed("stages"), new.caches, strict=True):
             x = stage.layer.extend_slots(stage.join(x, embedded), rows, cached)
             adapted.append(new.last(x))
-        return fill_by_level(trees, self.num_heads, self._guesses(backbone, adapted, self.num_heads))
+        fill_by_level(trees, self.num_heads, self._guesses(backbone, adapted, self.num_heads))
 
     def _guesses(self, backbone: Backbone, adapted: Sequence[Tensor], depth: int) -> Guess:
         def compute(*adapted: Tensor) -> list[Tensor]:

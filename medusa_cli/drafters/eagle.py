@@ -15,9 +15,10 @@ from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_l
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
 from medusa_cli.drafters.levels import Frontier, draft_by_level
-from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
+from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.tensors import TreeTensors
 
 
 @dataclass(frozen=True)
@@ -129,22 +130,22 @@ class Eagle(HeadDrafter):
         return self.packed("midlayer").extend(fused, places, caches, self.traced, embedded, last=True)
 
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         """Drafts level by level; each runs over all nodes, whose states are right as soon as their parents' are."""
-        layer, nodes, (cached,), size = self.packed("midlayer"), new.nodes(trees), new.caches, len(new.hidden)
+        layer, (cached,), size = self.packed("midlayer"), new.caches, len(new.hidden)
         fused, embedded = self.packed("fc")(self._lower(new.hidden)), self.embed(backbone, new.following)
         last = states = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H], then [B * N, H]
-        at_root = (trees.depth == 0)[..., None]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states
             if head:
                 above = states[level.parent_rows].unflatten(0, (size, -1))
-                below = layer.extend_slots(above, nodes, cached, self.embed(backbone, level.tokens).view_as(above))
-                states = torch.where(at_root, last[:, None], below).flatten(0, 1)
+                embedded = self.embed(backbone, level.tokens).view_as(above)
+                below = layer.extend_slots(above, new.nodes(trees), cached, embedded)
+                states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(0, 1)
             return self.best(self._score(backbone, states), width, temperature)
 
-        return fill_by_level(trees, self.num_heads, guess)
+        fill_by_level(trees, self.num_heads, guess)
 
     def _score(self, backbone: Backbone, states: Tensor) -> Tensor:
         return self.score(backbone, 0, self.norm(states))

@@ -14,9 +14,10 @@ from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
 from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level
-from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
+from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.tensors import TreeTensors
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class HydraHeads(HeadDrafter):
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
 
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         x, rows = new.hidden.to(self.dtype), new.rows()
         for layer, cached in zip(self.packed("prefix"), new.caches, strict=True):
             x = layer.extend_slots(x, rows, cached)
-        return fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
+        fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
         """Returns the guesses after states x [B, H]; x is then [N, (1 + depth) H], with a path's embeddings."""

@@ -10,9 +10,10 @@ from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
 from medusa_cli.drafters.levels import Guess, draft_by_level
-from medusa_cli.drafters.slots import NewTensors, TreeTensors, fill_by_level
+from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
+from medusa_cli.tree.tensors import TreeTensors
 
 
 class MedusaHeads(HeadDrafter):
@@ -35,8 +36,8 @@ class MedusaHeads(HeadDrafter):
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))
 
     @torch.inference_mode()
-    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> Tensor:
-        return fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(new.hidden), self.num_heads))
+    def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
+        fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(new.hidden), self.num_heads))
 
     def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:
         def compute(states: Tensor) -> list[Tensor]:

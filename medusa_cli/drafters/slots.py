@@ -17,20 +17,7 @@ from medusa_cli.drafters.levels import Frontier, Guess
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive
-
-
-@dataclass(frozen=True)
-class TreeTensors:
-    """B trees of up to N nodes each: depths, parents and ranks [B, N], roots [B], and what nodes see bool [B, N, N].
-
-    A node beyond a tree has depth 0.
-    """
-
-    depth: Tensor
-    parents: Tensor
-    ranks: Tensor
-    roots: Tensor
-    mask: Tensor
+from medusa_cli.tree.tensors import TreeTensors
 
 
 @dataclass(frozen=True)
@@ -65,8 +52,8 @@ class NewTensors:
         return x.gather(1, (self.count - 1)[:, None, None].expand(-1, -1, x.shape[-1]))[:, 0]
 
 
-# fill(backbone, new, trees): a token for every node [B, N].
-Fill = Callable[[Backbone, NewTensors, TreeTensors], Tensor]
+# fill(backbone, new, trees): drafts the nodes of the trees whose tokens are not known.
+Fill = Callable[[Backbone, NewTensors, TreeTensors], None]
 
 
 class SlotRows:
@@ -128,20 +115,13 @@ class LayerSlots:
         return owner.length if owner is not None and owner.rows is self._views[0][slot] else 0
 
 
-def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> Tensor:
-    """Returns tokens [B, N] for all nodes; every level runs over all nodes."""
-    size, count = trees.parents.shape
-    sequences = torch.arange(size, device=trees.parents.device)
-    parents = trees.parents.clamp(min=0)
-    tokens, frontier = trees.roots[:, None].expand(-1, count), Frontier([1] * size, sequences, trees.roots)
+def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
+    """Drafts the nodes of trees whose tokens are not known; every level runs over all nodes."""
+    size, count = trees.depth.shape
+    sequences = torch.arange(size, device=trees.depth.device)
+    frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])
     for head in range(levels):
-        best = guess(head, count, None, frontier)[1].unflatten(0, (size, -1))  # [B, 1 or N, width]
-        width = best.shape[-1]
-        if head:
-            best = best.gather(1, parents[..., None].expand(-1, -1, width))
-        ranks = trees.ranks.clamp(max=width - 1)[..., None]
-        chosen = best.expand(-1, count, -1).gather(2, ranks)[..., 0]
-        tokens = torch.where(trees.depth == head + 1, chosen, tokens)
-        parent_rows = sequences[:, None].expand(-1, count) if head == 0 else parents + count * sequences[:, None]
-        frontier = Frontier([count] * size, parent_rows.flatten(), tokens.flatten())
-    return tokens
+        log_p, ids = guess(head, trees.width, trees.temperature(head), frontier)
+        above = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
+        parent_rows = above + count * sequences[:, None] if head else sequences[:, None].expand(-1, count)
+        frontier = Frontier([count] * size, parent_rows.flatten(), trees.tokens.clamp(min=0).flatten())

@@ -39,7 +39,7 @@ class Meta:
 
 
 Backbone = Computation = ExtraRows = Fill = Kernel = NewTensors = Sampler = Sampling = SlotRows = object
-Trace = TracedModule = TreeTensors = object
+Trace = TracedModule = object
 fill_by_level = kernels_for = pack_linears = write_json = None
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"

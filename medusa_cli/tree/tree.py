@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The token of a node whose token the host does not know.
+UNREAD = -1
+# Parents of the root, and of nodes beyond a tree, where trees are tensors.
+ROOT_PARENT, PADDING = -1, -2
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -182,7 +187,7 @@ class TreeBuilder:
     """Grows one step's tree level by level; the best `budget - 1` candidates stay.
 
     A node's value is the product of the confidences along its path, never more than its parent's: the ancestors of a
-    node among the best are among the best, too.
+    node among the best are among the best, too. GrowingTrees does the same by tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
@@ -237,10 +242,6 @@ class Draft:
         """Returns the draft of the first nodes; a parent stands before its children."""
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
         return Draft(self.tokens[:nodes], tree, self.looked_up)
-
-
-# The token of a node whose token the host does not know.
-UNREAD = -1
 
 
 def unread_draft(root: int, tree: Tree) -> Draft:
