@@ -143,13 +143,14 @@ class Device(TorchDispatchMode):
         return module
 
     def _record(self, events: list[str], what: Any) -> None:
-        if self.capturing and events is self.kernels:
-            return
-        ours = [frame for frame in traceback.extract_stack() if "medusa_cli" in frame.filename]
-        line = f"{what} at {ours[-1].filename.rpartition('medusa_cli/')[2]}:{ours[-1].lineno}" if ours else str(what)
-        if self.capturing:
-            raise Stray(f"a CUDA graph cannot hold {line}")
-        events.append(line)
+        if events is not self.waits and not self.capturing:
+            events.append(str(what))
+        elif events is not self.kernels:
+            ours = [frame for frame in traceback.extract_stack() if "medusa_cli" in frame.filename]
+            line = f"{what} at {ours[-1].filename.rpartition('medusa_cli/')[2]}:{ours[-1].lineno}" if ours else what
+            if self.capturing:
+                raise Stray(f"a CUDA graph cannot hold {line}")
+            events.append(line)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
