@@ -29,6 +29,7 @@ LEFT_OUT = {
     "engine.kernels",
     "model",
     "runs.io",
+    "tree.tensors",
 }
 UNUSED = '''"""Names for training, files, packed weights and CUDA graphs, which `generate` does not use."""
 
@@ -39,7 +40,7 @@ class Meta:
 
 
 Backbone = Computation = ExtraRows = Fill = Kernel = NewTensors = Sampler = Sampling = SlotRows = object
-Trace = TracedModule = object
+Trace = TracedModule = TreeTensors = object
 fill_by_level = kernels_for = pack_linears = write_json = None
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
