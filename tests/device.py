@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 # Builds of torch without CUDA cannot name a tensor's device so, but every build has this one.
 NAME = "meta"
@@ -55,6 +54,20 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: An
 
 STANDS = {aten._flash_attention_forward.default: flash, aten._scaled_dot_product_efficient_attention.default: efficient}
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "lift_fresh", "detach_", "_unsafe_view", "_reshape_alias"}
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns what an operation's arguments hold; torch's own functions take most of these tests' time."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+
+
+def mapped(change: Any, value: Any) -> Any:
+    """Returns the arguments or results of an operation, each changed."""
+    if isinstance(value, dict):
+        return {key: mapped(change, item) for key, item in value.items()}
+    return type(value)(mapped(change, item) for item in value) if isinstance(value, list | tuple) else change(value)
 
 
 class Stray(Exception):
@@ -154,7 +167,7 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         remote = [value for value in given if isinstance(value, Remote)]
         target = kwargs.get("device")
         if not remote and (target is None or torch.device(target).type != NAME):
@@ -181,7 +194,7 @@ class Device(TorchDispatchMode):
                 raise Stray(f"{func} mixes tensors of the host and of the device")
             looks = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
             if func._opname.startswith("index"):  # by places they are of fixed shapes
-                looks = any(getattr(value, "dtype", None) == torch.bool for value in tree_leaves(args[1:2]))
+                looks = any(getattr(value, "dtype", None) == torch.bool for value in leaves(args[1:2]))
             if looks:
                 self._record(self.waits, func)
             returns = func._schema.returns
@@ -190,10 +203,10 @@ class Device(TorchDispatchMode):
                 self._record(self.kernels, func)
         if target is not None:
             kwargs["device"] = "cpu"
-        values, named = tree_map(lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs))
+        values, named = mapped(lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs))
         out = STANDS.get(func, func)(*values, **named)
         known = {id(value.inner): value for value in remote}
         known |= {id(value): value for value in given if not isinstance(value, Remote)}
         if not here:
             return out
-        return tree_map_only(Tensor, lambda value: known[id(value)] if id(value) in known else Remote(value), out)
+        return mapped(lambda x: known[id(x)] if id(x) in known else Remote(x) if isinstance(x, Tensor) else x, out)
