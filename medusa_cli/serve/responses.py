@@ -14,13 +14,13 @@ from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     FORM,
     LIST,
-    MAX_NAME,
     MAX_TOOLS,
     TEXT,
     ChatRequest,
     Common,
     Content,
     Function,
+    NamedSchema,
     NoList,
     Strict,
     ToolChoice,
@@ -88,14 +88,10 @@ Item = Annotated[
 ]
 
 
-class TextFormat(Strict):
+class TextFormat(NamedSchema):
     """Form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    description: Unused = None
-    strict: Unused = None
 
 
 class TextOptions(Strict):

@@ -41,10 +41,10 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """JSON schema with a name; it is followed, strict or not."""
+    """JSON schema with a name; it is followed, strict or not. Without a schema any object will do."""
 
-    name: str = Field("answer", max_length=MAX_NAME)
-    schema_: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
+    name: str | None = Field(default=None, max_length=MAX_NAME)
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     description: Unused = None
     strict: Unused = None
 
@@ -65,7 +65,8 @@ class ResponseFormat(Strict):
     def grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
-        return Grammar.of(json_schema=self.json_schema.schema_ if self.json_schema else ANY_OBJECT)
+        schema = self.json_schema and self.json_schema.schema_
+        return Grammar.of(json_schema=ANY_OBJECT if schema is None else schema)
 
 
 class StructuredOutputs(Strict):
