@@ -68,16 +68,13 @@ class GrowingTrees(TreeTensors):
     def temperature(self, head: int) -> float | None:
         return self._limits.temperature(head)
 
-    def open(self, head: int) -> Tensor:
-        """Returns the nodes bool [B, N] whose children the head guesses."""
-        return (self.depth == head) & self._values.isfinite() & (head < self._levels)
-
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
         (_, count), width = self.depth.shape, ids.shape[-1]
         every = torch.arange(count, device=ids.device)
         floor = math.log(self._limits.min_chance) if self._limits.min_chance > 0 else -math.inf
         below = self._values[..., None] + log_p  # [B, N, W]
-        below = below.masked_fill(~self.open(head)[..., None] | (below < floor), -torch.inf)
+        extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
+        below = below.masked_fill(~extended[..., None] | (below < floor), -torch.inf)
         values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
         best = values.sort(dim=1, descending=True, stable=True)  # of equals the earlier one, which is never deeper
         kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
