@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import Decoder
-from medusa_cli.decode.policy import AdaptivePolicy
+from medusa_cli.decode.policy import ROOT, AdaptivePolicy, StaticTreePolicy
 from medusa_cli.engine import Plan, attach
 from medusa_cli.engine.attention import BLOCK, PIECE, attend, padding_of, pieces_of, powers
 from medusa_cli.engine.kernels import Kernel, can_pack, has_fp16_weights
@@ -150,6 +150,11 @@ def test_few_bits_keep_plain_decodings_bits_in_trees_that_auto_takes() -> None:
     steps = list(answer(Decoder(backbone, Oracle(expected, 0.6), policy), PROMPT, **rules))
     assert tokens_of(steps) == expected and any(step.looked_up for step in steps)
     assert 7 < max(step.nodes for step in steps) <= nodes
+    # A grammar may force a longer path.
+    text, forced = [*PROMPT, *expected], StaticTreePolicy(ROOT)
+    forced.next = lambda of: [(ROOT, [tuple(text[len(sequence.tokens) + 1 :][:40])]) for sequence in of]  # type: ignore
+    steps = list(answer(Decoder(backbone, None, forced), PROMPT, **rules))
+    assert tokens_of(steps) == expected and max(step.nodes for step in steps) == nodes
 
 
 @pytest.mark.parametrize("tree", [SPARSE, DynamicTree(24, 4)], ids=["static", "dynamic"])

@@ -230,10 +230,11 @@ class Decoder:
             )
 
     def _fit(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> list[Proposal]:
-        """Returns the proposals as far as they fit into the context."""
+        """Returns the proposals as far as they fit into the context, and paths into the rows of few bits."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
+        longest = (self.engine.few_nodes or self.backbone.max_positions) - 1
         return [
-            (tree if tree.max_depth <= depth else tree.truncate(depth), [path[:depth] for path in paths])
+            (tree if tree.max_depth <= depth else tree.truncate(depth), [path[: min(depth, longest)] for path in paths])
             for (tree, paths), depth in zip(proposals, levels, strict=True)
         ]
 
