@@ -208,6 +208,7 @@ def test_bytes_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         ("medusa", "draft_vocab_size", 21, r"is of shape \[20"),
         ("medusa", "vocabulary", "all", "invalid enum value 'all' at vocabulary"),
         ("medusa", "hidden_size", "32", "expected int, got str at hidden_size"),
+        ("medusa", "hidden_size", 10**12, "[1000000000000, 1000000000000]"),
         ("medusa", "provenance", "x", "expected object, got str at provenance"),
         ("medusa", "provenance", {"backbone": {"id": ["x"]}}, "got array at provenance.backbone"),
         ("medusa", "drafter", ["medusa"], "got array at drafter"),

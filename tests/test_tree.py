@@ -52,7 +52,9 @@ def test_shape_is_derived_from_the_parents() -> None:
     assert Tree.chain(3).parents == (-1, 0, 1, 2) and Tree.chain(0).parents == Tree.root_only().parents == (-1,)
 
 
-@pytest.mark.parametrize(("parents", "ranks"), [((), ()), ((0,), (0,)), ((-1, 2, 0), (0, 0, 0)), ((-1, 0), (0,))])
+@pytest.mark.parametrize(
+    ("parents", "ranks"), [((), ()), ((0,), (0,)), ((-1, 2, 0), (0, 0, 0)), ((-1, 0), (0,)), ((-1, 0), (10**30, 0))]
+)
 def test_impossible_shapes_are_refused(parents: tuple, ranks: tuple) -> None:
     with pytest.raises(ValueError):
         Tree(parents, ranks)

@@ -13,7 +13,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.engine.kernels import Kernel
-from medusa_cli.errors import UserError, shown
+from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
@@ -84,6 +84,9 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
 
 
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every weight of a kind of drafter by its config; nothing is allocated."""
-    with torch.device("meta"):
-        return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
+    """Returns the shapes of a drafter's weights by its config, without memory; raises UserError for impossible ones."""
+    try:
+        with torch.device("meta"):
+            return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
+    except RuntimeError as reason:  # of sizes whose product overflows
+        raise UserError(f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY) from reason

@@ -26,8 +26,8 @@ class Tree:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or not self.parents or self.parents[0] != -1:
-            raise ValueError("a tree needs one parent and one rank a node, the root's parent being -1")
+        if len(self.parents) != len(self.ranks) or (self.parents[:1], self.ranks[:1]) != ((-1,), (0,)):
+            raise ValueError("a tree needs one parent and one rank a node, those of the root being -1 and 0")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
         if any(rank < 0 for rank in self.ranks):
