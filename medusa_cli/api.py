@@ -150,9 +150,8 @@ def load_drafting(
     if drafter is None or choice.auto:
         stamp = None if choice.drafter is None else stamp_of(choice.drafter)
         step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
-        max_nodes = backbone.engine.few_nodes
-        sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times, max_nodes)
-        policy = AdaptivePolicy(sized, step_times, max_nodes=max_nodes)
+        sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
+        policy = AdaptivePolicy(sized, step_times, max_nodes=backbone.engine.few_nodes)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
         paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
@@ -169,16 +168,13 @@ def load_drafting(
     return drafter, policy
 
 
-def _sized_trees(
-    choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes, max_nodes: int | None
-) -> list[SizedTree]:
-    """Returns the best tree of each size up to `max_nodes` by calibration; without one, the given tree."""
+def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
+    """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
     known = len(getattr(drafter, "draft_ids", ())) or None
-    sized = budgets([row[:known] for row in accuracies], step_times)
-    return [budget for budget in sized if max_nodes is None or budget.tree.size <= max_nodes]
+    return list(budgets([row[:known] for row in accuracies], step_times))
 
 
 def check_fit(tree: Tree, drafter: Any, name: str) -> None:

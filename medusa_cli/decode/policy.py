@@ -209,10 +209,11 @@ class AdaptivePolicy(DraftPolicy):
     def __init__(
         self, trees: Several[SizedTree], step_times: StepTimes, ngrams: bool = False, max_nodes: int | None = None
     ) -> None:
-        """Takes trees of all sizes; max_nodes: of a tree with the matched tokens beside it."""
+        """Takes trees of all sizes; max_nodes: of a tree with the matched tokens beside it, if any tree is so small."""
         super().__init__(ngrams)
         self._max_nodes = math.inf if max_nodes is None else max_nodes
-        self._trees = [SizedTree(ROOT, 1.0), *(sized for sized in trees if sized.tree.size > 1)]
+        fitting = [sized for sized in trees if sized.tree.size <= self._max_nodes] or trees
+        self._trees = [SizedTree(ROOT, 1.0), *(sized for sized in fitting if sized.tree.size > 1)]
         self._index = {sized.tree.size: i for i, sized in enumerate(self._trees)}
         self._expected = np.array([sized.expected for sized in self._trees])
         self._measured = cache(step_times.step)  # seconds by nodes, depth and batch
