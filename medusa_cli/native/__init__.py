@@ -1,0 +1,20 @@
+"""The native step: C++ for the one thing that is arithmetic, a decoder's pass, behind a plain C interface.
+
+pool.h: threads; formats.h: weights in tiles; simd.h: vectors of an instruction set; matmul.h, attention.h, ops.h: the
+parts of a layer; step.cpp: one pass; library.cpp: the interface. `library.py` loads it, `matrix.py` packs matrices.
+"""
+
+from medusa_cli.native.library import Unavailable, cpu_count, instructions, is_available, library, why_unavailable
+from medusa_cli.native.matrix import Format, PackedMatrix, RawMatrix
+
+__all__ = [
+    "Format",
+    "PackedMatrix",
+    "RawMatrix",
+    "Unavailable",
+    "cpu_count",
+    "instructions",
+    "is_available",
+    "library",
+    "why_unavailable",
+]

@@ -1,0 +1,193 @@
+// Attention of a step's rows to what their slot holds, and to each other by a draft tree's mask.
+//
+// Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column; values row by row [columns, D], so
+// that a lane is a dimension. A score is a sum over D in order, an output a sum over columns in order, in which masked
+// columns count exactly nothing: a path of a tree gets the bits of the same tokens in a chain, wherever its columns lie.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+namespace medusa {
+
+// Which columns the rows of one slot see. Row r sees column c < prefix if c >= lowest[r], and column prefix + j by bit
+// masks over tiles of 16 columns: tile i of row r is the columns 16 * (prefix / 16 + i) ..
+struct Sight {
+  int64_t prefix;
+  int64_t tiles;                 // masks of a row
+  std::vector<int64_t> lowest;   // [rows], of a window
+  std::vector<int64_t> last;     // [rows], one behind the last column that it sees
+  std::vector<uint16_t> masks;   // [rows, tiles]
+};
+
+// Sets what `rows` rows see: each other by seen [rows, stride], at positions, within a window (0: no bound).
+inline void look(Sight& sight, int64_t rows, int64_t prefix, const uint8_t* seen, int64_t stride,
+                 const int32_t* positions, int64_t window) {
+  const int64_t first = prefix / 16, tiles = (prefix + rows - 1) / 16 - first + 1;
+  sight.prefix = prefix;
+  sight.tiles = tiles;
+  sight.lowest.assign(rows, 0);
+  sight.last.assign(rows, 0);
+  sight.masks.assign(rows * tiles, 0);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t lowest = window ? std::max<int64_t>(0, positions[r] - window + 1) : 0;
+    sight.lowest[r] = lowest;
+    uint16_t* masks = &sight.masks[r * tiles];
+    for (int64_t c = std::max(16 * first, lowest); c < prefix; c++) masks[0] |= 1u << (c % 16);
+    for (int64_t j = 0; j < rows; j++) {
+      if (!seen[r * stride + j] || (window && positions[j] < lowest)) continue;
+      const int64_t column = prefix + j;
+      masks[column / 16 - first] |= 1u << (column % 16);
+      sight.last[r] = column + 1;
+    }
+  }
+}
+
+namespace ISA {
+
+inline uint16_t visible(const Sight& sight, int64_t row, int64_t tile) {
+  const int64_t first = sight.prefix / 16;
+  if (tile >= first) return sight.masks[row * sight.tiles + tile - first];
+  const int64_t lowest = sight.lowest[row] - 16 * tile;
+  if (lowest <= 0) return 0xffff;
+  return lowest >= 16 ? 0 : static_cast<uint16_t>(0xffff << lowest);
+}
+
+// Query rows that read keys and values together, and vectors of 16 dimensions that they sum at once.
+#if defined(__AVX512BW__)
+constexpr int QUERIES = 8, SUMS = 4, DEEP = 4;
+#else
+constexpr int QUERIES = 4, SUMS = 2, DEEP = 2;
+#endif
+
+// Scores of R queries [R, dim] with columns of tiles first .. end - 1, masked with -inf; scores [R, stride].
+template <int R>
+inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end, const Sight& sight,
+                  const int64_t* rows, float* scores, int64_t stride) {
+  for (int64_t tile = first; tile < end; tile++) {
+    const float* key = keys + tile * dim * 16;
+    F total[R];
+    for (int r = 0; r < R; r++) total[r] = set(0.0f);
+    for (int64_t d = 0; d < dim; d++) {
+      const F k = load(key + d * 16);
+      for (int r = 0; r < R; r++) total[r] = fma(set(queries[r * dim + d]), k, total[r]);
+    }
+    for (int r = 0; r < R; r++) {
+      const uint16_t mask = visible(sight, rows[r], tile);
+      if (mask != 0xffff) total[r] = choose(mask, total[r], set(-INFINITY));
+      store(scores + r * stride + tile * 16, total[r]);
+    }
+  }
+}
+
+// Sums V vectors of values from dimension `d` on, weighted by R rows of weights, over columns first .. end - 1. Where
+// `totals` is given, it gets the sums of the weights.
+template <int R, int V>
+inline void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first, int64_t end,
+                  float* out, int64_t out_stride, float* totals) {
+  F sums[R][V], total[R];
+  for (int r = 0; r < R; r++) {
+    total[r] = set(0.0f);
+    for (int v = 0; v < V; v++) sums[r][v] = set(0.0f);
+  }
+  for (int64_t c = first; c < end; c++) {
+    F value[V];
+    for (int v = 0; v < V; v++) value[v] = load(values + c * dim + 16 * v);
+    for (int r = 0; r < R; r++) {
+      const F weight = set(weights[r * stride + c]);
+      for (int v = 0; v < V; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
+      if (totals) total[r] = add(total[r], weight);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int v = 0; v < V; v++) store(out + r * out_stride + 16 * v, sums[r][v]);
+    if (totals) {
+      alignas(64) float lanes[16];
+      store(lanes, total[r]);
+      totals[r] = lanes[0];
+    }
+  }
+}
+
+template <int R>
+inline void weigh_rows(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first,
+                       int64_t end, float* out, float* totals) {
+  int64_t d = 0;
+  for (; d + 16 * DEEP <= dim; d += 16 * DEEP) {
+    weigh<R, DEEP>(weights, stride, values + d, dim, first, end, out + d, dim, d ? nullptr : totals);
+  }
+  for (; d < dim; d += 16) {
+    weigh<R, 1>(weights, stride, values + d, dim, first, end, out + d, dim, d ? nullptr : totals);
+  }
+}
+
+// Room for one thread's attention.
+struct AttentionRoom {
+  std::vector<float> scores, queries, out;
+};
+
+// Attends `count` <= QUERIES queries of one key head. queries: pointers to [dim] numbers; rows: the row of each in the
+// slot; keys, values: of the slot and head; outputs: pointers to [dim] numbers. padded: dim in whole vectors.
+inline void attend(const float* const* queries, const int64_t* rows, int count, const Sight& sight, const float* keys,
+                   const float* values, int64_t dim, int64_t padded, float scale, AttentionRoom& room,
+                   float* const* outputs) {
+  int64_t lowest = sight.lowest[rows[0]], last = 0;
+  for (int i = 0; i < count; i++) {
+    lowest = std::min(lowest, sight.lowest[rows[i]]);
+    last = std::max(last, sight.last[rows[i]]);
+  }
+  const int64_t first = lowest / 16, end = (last + 15) / 16, stride = 16 * end;
+  room.scores.resize(std::max<size_t>(room.scores.size(), QUERIES * stride));
+  room.queries.resize(QUERIES * padded);
+  room.out.resize(QUERIES * padded);
+  for (int i = 0; i < count; i++) {
+    for (int64_t d = 0; d < dim; d++) room.queries[i * dim + d] = queries[i][d] * scale;
+  }
+  float totals[QUERIES];
+  float* scores = room.scores.data();
+  for (int i = 0; i < count;) {
+    const float* query = &room.queries[i * dim];
+    if (count - i >= QUERIES) {
+      score<QUERIES>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      i += QUERIES;
+    } else if (count - i >= 4) {
+      score<4>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      i += 4;
+    } else if (count - i >= 2) {
+      score<2>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      i += 2;
+    } else {
+      score<1>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      i += 1;
+    }
+  }
+  for (int i = 0; i < count; i++) {
+    float* row = scores + i * stride;
+    F most = set(-INFINITY);
+    for (int64_t c = 16 * first; c < 16 * end; c += 16) most = max(most, load(row + c));
+    const F shift = set(largest(most));
+    for (int64_t c = 16 * first; c < 16 * end; c += 16) store(row + c, exp(sub(load(row + c), shift)));
+  }
+  for (int i = 0; i < count;) {
+    float* out = &room.out[i * padded];
+    const float* weights = scores + i * stride;
+    if (count - i >= SUMS) {
+      weigh_rows<SUMS>(weights, stride, values, padded, 16 * first, last, out, totals + i);
+      i += SUMS;
+    } else {
+      weigh_rows<1>(weights, stride, values, padded, 16 * first, last, out, totals + i);
+      i += 1;
+    }
+  }
+  for (int i = 0; i < count; i++) {
+    const F inverse = set(1.0f / totals[i]);
+    float* out = &room.out[i * padded];
+    for (int64_t d = 0; d < padded; d += 16) store(out + d, mul(load(out + d), inverse));
+    std::memcpy(outputs[i], out, dim * sizeof(float));
+  }
+}
+
+}  // namespace ISA
+}  // namespace medusa

@@ -1,0 +1,102 @@
+"""Compiles the native library, when the package is built or installed. It needs nothing but the standard library.
+
+The compiler is $CXX, else the system's, else the one in the `ziglang` package, which `backend.py` asks for where there
+is no other. Without a compiler the package is built without the library: the eager engine runs in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+SOURCES = Path(__file__).parent
+LIBRARY = "libmedusa.so"
+# A product's rows must not depend on what a compiler contracts to one operation.
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
+# GCC 12 says of its own header of AVX-512 that it reads what is not set.
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
+COMMON = ("pool", "formats", "library")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+# step.cpp is compiled once for each.
+INSTRUCTIONS = {
+    "avx2": AVX2,
+    "avxvnni": [*AVX2, "-mavxvnni"],
+    "avx512": AVX512,
+    "avx512vnni": [*AVX512, "-mavx512vnni"],
+}
+
+
+def compiler() -> list[str] | None:
+    """Returns the command of a C++ compiler; None if there is none."""
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
+
+
+def compile_library(target: Path, flags: list[str] | None = None) -> None:
+    """Writes the library; raises CalledProcessError where the compiler fails. flags: more of the compiler's."""
+    command = compiler()
+    if command is None:
+        raise FileNotFoundError("no C++ compiler")
+    options = [*FLAGS, *QUIET, *(flags or [])]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(name, name, list[str]()) for name in COMMON]
+        jobs.append(("step", "generic", ["-DISA=generic"]))
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in INSTRUCTIONS.items()]
+
+        def compile_one(job: tuple[str, str, list[str]]) -> str:
+            source, name, own = job
+            output = str(Path(folder) / f"{name}.o")
+            subprocess.run([*command, *options, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", output], check=True)
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            # The longest first.
+            objects = list(pool.map(compile_one, reversed(jobs)))
+        part = target.with_name(target.name + ".part")
+        subprocess.run([*command, *(flags or []), "-shared", *objects, "-o", str(part), "-lpthread"], check=True)
+        part.replace(target)
+
+
+class BuildPy(build_py):
+    """Copies the package and compiles the library into it; in place for an editable install."""
+
+    def run(self) -> None:
+        super().run()
+        folder = SOURCES if self.editable_mode else Path(self.build_lib) / "medusa_cli" / "native"
+        try:
+            compile_library(folder / LIBRARY)
+        except (FileNotFoundError, subprocess.CalledProcessError) as reason:
+            print(f"medusa-cli: the native library was not compiled: {reason}", file=sys.stderr)
+
+
+class BdistWheel(bdist_wheel):
+    """Makes a wheel for any Python 3 on one platform."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        *_, platform_tag = super().get_tag()
+        return "py3", "none", os.environ.get("MEDUSA_PLATFORM", platform_tag)
+
+
+if __name__ == "__main__":
+    compile_library(SOURCES / LIBRARY, sys.argv[1:])

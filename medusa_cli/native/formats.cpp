@@ -1,0 +1,309 @@
+#include "formats.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace medusa {
+
+namespace {
+
+const FormatInfo kInfos[kFormats] = {
+    {0, 1, 32, 0, false, 4, 4 * kTile},
+    {0, 1, 16, 0, false, 2, 2 * kTile},
+    {0, 1, 16, 0, false, 2, 2 * kTile},
+    {32, 32, 4, 8, false, 18, sizeof(TileQ4_0)},
+    {32, 32, 4, 0, true, 20, sizeof(TileQ4_1)},
+    {32, 32, 5, 16, false, 22, sizeof(TileQ5_0)},
+    {32, 32, 5, 0, true, 24, sizeof(TileQ5_1)},
+    {32, 32, 8, 128, false, 34, sizeof(TileQ8_0)},
+    {32, 256, 4, 0, true, 144, sizeof(TileQ4_K)},
+    {32, 256, 5, 0, true, 176, sizeof(TileQ5_K)},
+    {16, 256, 6, 32, false, 210, sizeof(TileQ6_K)},
+    {16, 256, 4, 4, false, 110, sizeof(TileQ3_K)},
+    {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
+};
+
+uint16_t read16(const uint8_t* bytes) {
+  uint16_t value;
+  std::memcpy(&value, bytes, 2);
+  return value;
+}
+
+uint32_t read32(const uint8_t* bytes) {
+  uint32_t value;
+  std::memcpy(&value, bytes, 4);
+  return value;
+}
+
+// Puts the low 4 bits of a unit's 32 numbers of channel c into its vectors, and the bits above into planes.
+void put_nibbles(const uint8_t* numbers, int c, uint8_t (*q)[64]) {
+  for (int j = 0; j < 4; j++) {
+    for (int i = 0; i < 4; i++) {
+      q[j][4 * c + i] = (numbers[8 * j + i] & 15) | (numbers[8 * j + 4 + i] & 15) << 4;
+    }
+  }
+}
+
+// Bit j of byte 4c + i of the plane is the fifth bit of input 4j + i.
+void put_fifth_bits(const uint8_t* numbers, int c, uint8_t* plane) {
+  for (int i = 0; i < 4; i++) {
+    uint8_t bits = 0;
+    for (int j = 0; j < 8; j++) bits |= (numbers[4 * j + i] >> 4 & 1) << j;
+    plane[4 * c + i] = bits;
+  }
+}
+
+// Bits 2j, 2j + 1 of byte 4c + i of plane p are bits 4 and 5 of input 16p + 4j + i.
+void put_upper_pairs(const uint8_t* numbers, int c, uint8_t (*planes)[64]) {
+  for (int p = 0; p < 2; p++) {
+    for (int i = 0; i < 4; i++) {
+      uint8_t bits = 0;
+      for (int j = 0; j < 4; j++) bits |= (numbers[16 * p + 4 * j + i] >> 4 & 3) << (2 * j);
+      planes[p][4 * c + i] = bits;
+    }
+  }
+}
+
+void put_bytes(const uint8_t* numbers, int c, uint8_t (*q)[64]) {
+  for (int j = 0; j < 8; j++) {
+    std::memcpy(&q[j][4 * c], numbers + 4 * j, 4);
+  }
+}
+
+// Low halves of 16 bytes are inputs 0 .. 15, high halves 16 .. 31.
+void split_halves(const uint8_t* bytes, uint8_t* numbers) {
+  for (int k = 0; k < 16; k++) {
+    numbers[k] = bytes[k] & 15;
+    numbers[k + 16] = bytes[k] >> 4;
+  }
+}
+
+void add_fifth_bits(uint32_t bits, uint8_t* numbers) {
+  for (int k = 0; k < 32; k++) numbers[k] |= (bits >> k & 1) << 4;
+}
+
+// The 6-bit scales and mins of eight groups in 12 bytes, as Q4_K and Q5_K have them.
+void read_scales(const uint8_t* bytes, int group, uint8_t* scale, uint8_t* min) {
+  if (group < 4) {
+    *scale = bytes[group] & 63;
+    *min = bytes[group + 4] & 63;
+  } else {
+    *scale = (bytes[group + 4] & 15) | (bytes[group - 4] >> 6) << 4;
+    *min = (bytes[group + 4] >> 4) | (bytes[group] >> 6) << 4;
+  }
+}
+
+// Packs one block of one channel.
+void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
+  uint8_t numbers[256];
+  switch (format) {
+    case Q4_0: {
+      auto* tile = reinterpret_cast<TileQ4_0*>(out);
+      split_halves(file + 2, numbers);
+      put_nibbles(numbers, c, tile->q);
+      tile->d[c] = read16(file);
+      break;
+    }
+    case Q4_1: {
+      auto* tile = reinterpret_cast<TileQ4_1*>(out);
+      split_halves(file + 4, numbers);
+      put_nibbles(numbers, c, tile->q);
+      tile->d[c] = read16(file);
+      tile->m[c] = read16(file + 2);
+      break;
+    }
+    case Q5_0: {
+      auto* tile = reinterpret_cast<TileQ5_0*>(out);
+      split_halves(file + 6, numbers);
+      add_fifth_bits(read32(file + 2), numbers);
+      put_nibbles(numbers, c, tile->q);
+      put_fifth_bits(numbers, c, tile->h);
+      tile->d[c] = read16(file);
+      break;
+    }
+    case Q5_1: {
+      auto* tile = reinterpret_cast<TileQ5_1*>(out);
+      split_halves(file + 8, numbers);
+      add_fifth_bits(read32(file + 4), numbers);
+      put_nibbles(numbers, c, tile->q);
+      put_fifth_bits(numbers, c, tile->h);
+      tile->d[c] = read16(file);
+      tile->m[c] = read16(file + 2);
+      break;
+    }
+    case Q8_0: {
+      auto* tile = reinterpret_cast<TileQ8_0*>(out);
+      for (int k = 0; k < 32; k++) numbers[k] = file[2 + k] ^ 0x80;
+      put_bytes(numbers, c, tile->q);
+      tile->d[c] = read16(file);
+      break;
+    }
+    case Q4_K:
+    case Q5_K: {
+      const bool five = format == Q5_K;
+      const uint8_t* low = file + (five ? 48 : 16);
+      for (int k = 0; k < 256; k++) {
+        const int pair = k / 64, in_pair = k % 64;
+        const uint8_t byte = low[32 * pair + in_pair % 32];
+        numbers[k] = in_pair < 32 ? byte & 15 : byte >> 4;
+        if (five) numbers[k] |= (file[16 + k % 32] >> (k / 32) & 1) << 4;
+      }
+      for (int group = 0; group < 8; group++) {
+        uint8_t scale, min;
+        read_scales(file + 4, group, &scale, &min);
+        if (five) {
+          auto* tile = reinterpret_cast<TileQ5_K*>(out);
+          put_nibbles(numbers + 32 * group, c, tile->q[group]);
+          put_fifth_bits(numbers + 32 * group, c, tile->h[group]);
+          tile->scale[group][c] = scale;
+          tile->min[group][c] = min;
+          tile->d[c] = read16(file);
+          tile->dmin[c] = read16(file + 2);
+        } else {
+          auto* tile = reinterpret_cast<TileQ4_K*>(out);
+          put_nibbles(numbers + 32 * group, c, tile->q[group]);
+          tile->scale[group][c] = scale;
+          tile->min[group][c] = min;
+          tile->d[c] = read16(file);
+          tile->dmin[c] = read16(file + 2);
+        }
+      }
+      break;
+    }
+    case Q6_K: {
+      auto* tile = reinterpret_cast<TileQ6_K*>(out);
+      for (int k = 0; k < 256; k++) {
+        const int half = k / 128, quarter = k % 128 / 32, i = k % 32;
+        const uint8_t byte = file[64 * half + 32 * (quarter % 2) + i];
+        const uint8_t low = quarter < 2 ? byte & 15 : byte >> 4;
+        numbers[k] = low | (file[128 + 32 * half + i] >> (2 * quarter) & 3) << 4;
+      }
+      for (int unit = 0; unit < 8; unit++) {
+        put_nibbles(numbers + 32 * unit, c, tile->q[unit]);
+        put_upper_pairs(numbers + 32 * unit, c, tile->h[unit]);
+      }
+      for (int group = 0; group < 16; group++) tile->scale[group][c] = static_cast<int8_t>(file[192 + group]);
+      tile->d[c] = read16(file + 208);
+      break;
+    }
+    case Q3_K: {
+      auto* tile = reinterpret_cast<TileQ3_K*>(out);
+      for (int k = 0; k < 256; k++) {
+        const int half = k / 128, quarter = k % 128 / 32, i = k % 32;
+        const uint8_t low = file[32 + 32 * half + i] >> (2 * quarter) & 3;
+        numbers[k] = low | (file[i] >> (k / 32) & 1) << 2;
+      }
+      for (int unit = 0; unit < 8; unit++) put_nibbles(numbers + 32 * unit, c, tile->q[unit]);
+      const uint8_t* scales = file + 96;
+      for (int group = 0; group < 16; group++) {
+        const uint8_t low = group < 8 ? scales[group] & 15 : scales[group - 8] >> 4;
+        const uint8_t high = scales[8 + group % 4] >> (2 * (group / 4)) & 3;
+        tile->scale[group][c] = static_cast<int8_t>((low | high << 4) - 32);
+      }
+      tile->d[c] = read16(file + 108);
+      break;
+    }
+    case Q2_K: {
+      auto* tile = reinterpret_cast<TileQ2_K*>(out);
+      for (int k = 0; k < 256; k++) {
+        const int half = k / 128, quarter = k % 128 / 32, i = k % 32;
+        numbers[k] = file[16 + 32 * half + i] >> (2 * quarter) & 3;
+      }
+      for (int unit = 0; unit < 8; unit++) put_nibbles(numbers + 32 * unit, c, tile->q[unit]);
+      for (int group = 0; group < 16; group++) {
+        tile->scale[group][c] = file[group] & 15;
+        tile->min[group][c] = file[group] >> 4;
+      }
+      tile->d[c] = read16(file + 80);
+      tile->dmin[c] = read16(file + 82);
+      break;
+    }
+  }
+}
+
+}  // namespace
+
+const FormatInfo& info(int32_t format) { return kInfos[format]; }
+
+int64_t tiled_bytes(int32_t format, int64_t n, int64_t k) {
+  const FormatInfo& f = info(format);
+  return (n + kTile - 1) / kTile * (k / f.block) * f.tile_bytes;
+}
+
+void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
+  const FormatInfo& f = info(format);
+  const int64_t blocks = k / f.block, row_bytes = blocks * f.file_bytes, tile_bytes = blocks * f.tile_bytes;
+  for (int64_t channel = first; channel < end; channel++) {
+    const uint8_t* row = file + channel * row_bytes;
+    uint8_t* tile = tiles + channel / kTile * tile_bytes;
+    const int c = channel % kTile;
+    if (is_float(format)) {
+      for (int64_t i = 0; i < k; i++) {
+        std::memcpy(tile + i * f.tile_bytes + c * f.file_bytes, row + i * f.file_bytes, f.file_bytes);
+      }
+      continue;
+    }
+    for (int64_t b = 0; b < blocks; b++) put_block(format, row + b * f.file_bytes, c, tile + b * f.tile_bytes);
+  }
+}
+
+void round_q8_0(const float* weights, int64_t k, uint8_t* file) {
+  for (int64_t b = 0; b < k / 32; b++, weights += 32, file += 34) {
+    float largest = 0;
+    for (int i = 0; i < 32; i++) largest = std::fmax(largest, std::fabs(weights[i]));
+    const uint16_t d = float_to_half(largest / 127);
+    const float scale = half_to_float(d);
+    std::memcpy(file, &d, 2);
+    for (int i = 0; i < 32; i++) {
+      const float level = scale > 0 ? std::nearbyint(weights[i] / scale) : 0;
+      file[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::fmax(-127, std::fmin(127, level))));
+    }
+  }
+}
+
+void round_q4_1(const float* weights, int64_t k, uint8_t* file) {
+  for (int64_t b = 0; b < k / 32; b++, weights += 32, file += 20) {
+    float low = weights[0], high = weights[0];
+    for (int i = 1; i < 32; i++) {
+      low = std::fmin(low, weights[i]);
+      high = std::fmax(high, weights[i]);
+    }
+    const uint16_t d = float_to_half((high - low) / 15), m = float_to_half(low);
+    const float scale = half_to_float(d), offset = half_to_float(m);
+    std::memcpy(file, &d, 2);
+    std::memcpy(file + 2, &m, 2);
+    uint8_t levels[32];
+    for (int i = 0; i < 32; i++) {
+      const float level = scale > 0 ? std::nearbyint((weights[i] - offset) / scale) : 0;
+      levels[i] = static_cast<uint8_t>(std::fmax(0, std::fmin(15, level)));
+    }
+    for (int i = 0; i < 16; i++) file[4 + i] = levels[i] | levels[i + 16] << 4;
+  }
+}
+
+float half_to_float(uint16_t half) {
+  const uint32_t sign = uint32_t(half >> 15) << 31, exponent = half >> 10 & 31, fraction = half & 1023;
+  float value;
+  if (exponent == 0) {
+    value = std::ldexp(float(fraction), -24);
+    return sign ? -value : value;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+uint16_t float_to_half(float value) {
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const float size = std::fabs(value);
+  if (!(size < 65520.0f)) return sign | 0x7c00 | (std::isnan(value) ? 0x200 : 0);
+  int exponent;
+  std::frexp(size, &exponent);
+  // One unit in the last place of a half of this size, at least of the smallest ones.
+  const int unit = std::fmax(exponent - 11, -24);
+  const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -unit)));
+  // Carries into the exponent are right by themselves.
+  return sign | static_cast<uint16_t>(unit == -24 ? units : units + (uint32_t(unit + 24) << 10));
+}
+
+}  // namespace medusa

@@ -1,0 +1,250 @@
+// The C interface: chooses an instruction set, keeps the pool of threads, checks what could leave the buffers.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#include "step.h"
+
+namespace medusa {
+
+#if defined(__x86_64__)
+namespace avx2 { extern const Functions functions; }
+namespace avxvnni { extern const Functions functions; }
+namespace avx512 { extern const Functions functions; }
+namespace avx512vnni { extern const Functions functions; }
+#endif
+namespace generic { extern const Functions functions; }
+
+namespace {
+
+struct Choice {
+  const char* name;
+  const Functions* functions;
+};
+
+#if defined(__x86_64__)
+
+struct Features {
+  bool avx2 = false, avxvnni = false, avx512 = false, avx512vnni = false;
+
+  Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool xsave = c >> 27 & 1, fma = c >> 12 & 1, f16c = c >> 29 & 1;
+    if (!xsave) return;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    const bool ymm = (low & 6) == 6, zmm = (low & 0xe6) == 0xe6;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = ymm && fma && f16c && (b >> 5 & 1);
+    // F, DQ, BW, VL
+    avx512 = avx2 && zmm && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
+    avx512vnni = avx512 && (c >> 11 & 1);
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+    avxvnni = avx2 && (a >> 4 & 1);
+  }
+};
+
+// From the fastest to the one that every machine has.
+int choices(Choice* out) {
+  const Features has;
+  int count = 0;
+  if (has.avx512vnni) out[count++] = {"avx512vnni", &avx512vnni::functions};
+  if (has.avx512) out[count++] = {"avx512", &avx512::functions};
+  if (has.avxvnni) out[count++] = {"avxvnni", &avxvnni::functions};
+  if (has.avx2) out[count++] = {"avx2", &avx2::functions};
+  out[count++] = {"generic", &generic::functions};
+  return count;
+}
+
+#else
+
+int choices(Choice* out) {
+  out[0] = {"generic", &generic::functions};
+  return 1;
+}
+
+#endif
+
+std::mutex running;
+Pool* pool = nullptr;
+int wanted = 1;
+Choice chosen = {nullptr, nullptr};
+
+Pool& threads() {
+  if (!pool || pool->threads() != wanted) {
+    delete pool;
+    pool = new Pool(wanted);
+  }
+  return *pool;
+}
+
+const Functions& functions() {
+  if (!chosen.functions) {
+    Choice all[8];
+    choices(all);
+    chosen = all[0];
+  }
+  return *chosen.functions;
+}
+
+#if !defined(_WIN32)
+// A forked process has no threads but its own: the pool is made anew.
+void forked() {
+  pool = nullptr;
+  new (&running) std::mutex;
+}
+const int registered = pthread_atfork(nullptr, nullptr, forked);
+#endif
+
+bool fits(const Matrix& m) {
+  if (m.format < 0 || m.format >= kFormats || m.n < 1 || m.k < 1 || !m.tiles) return false;
+  if (m.int8_rows && is_float(m.format)) return false;
+  return m.k % info(m.format).block == 0;
+}
+
+}  // namespace
+}  // namespace medusa
+
+using namespace medusa;
+
+extern "C" {
+
+// Returns the names of the instruction sets that this machine has, the fastest first, with commas.
+const char* medusa_instructions() {
+  static char names[128];
+  Choice all[8];
+  const int count = choices(all);
+  names[0] = 0;
+  for (int i = 0; i < count; i++) {
+    if (i) std::strcat(names, ",");
+    std::strcat(names, all[i].name);
+  }
+  return names;
+}
+
+// Takes an instruction set by its name; returns 0, or -1 if this machine lacks it.
+int medusa_use(const char* name) {
+  std::lock_guard<std::mutex> lock(running);
+  Choice all[8];
+  const int count = choices(all);
+  for (int i = 0; i < count; i++) {
+    if (!std::strcmp(all[i].name, name)) {
+      chosen = all[i];
+      return 0;
+    }
+  }
+  return -1;
+}
+
+void medusa_threads(int count) {
+  std::lock_guard<std::mutex> lock(running);
+  wanted = count < 1 ? 1 : count;
+}
+
+// The sizes of structures, for Python to compare with its own.
+int64_t medusa_size(int which) {
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step)};
+  return which >= 0 && which < 5 ? sizes[which] : -1;
+}
+
+// group, block, bits, zero, has_offset, file_bytes, tile_bytes of a format.
+int medusa_format(int format, int64_t* out) {
+  if (format < 0 || format >= kFormats) return -1;
+  const FormatInfo& f = info(format);
+  const int64_t values[] = {f.group, f.block, f.bits, f.zero, f.has_offset, f.file_bytes, f.tile_bytes};
+  std::memcpy(out, values, sizeof values);
+  return 0;
+}
+
+int64_t medusa_tiled_bytes(int format, int64_t n, int64_t k) { return tiled_bytes(format, n, k); }
+
+void medusa_pack(int format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
+  pack(format, file, n, k, first, end, tiles);
+}
+
+// Rounds rows [n, k] of floats to a file's blocks of Q8_0 or Q4_1.
+int medusa_round(int format, const float* weights, int64_t n, int64_t k, uint8_t* file) {
+  if ((format != Q8_0 && format != Q4_1) || k % 32) return -1;
+  const int64_t bytes = k / 32 * info(format).file_bytes;
+  for (int64_t row = 0; row < n; row++) {
+    if (format == Q8_0) round_q8_0(weights + row * k, k, file + row * bytes);
+    else round_q4_1(weights + row * k, k, file + row * bytes);
+  }
+  return 0;
+}
+
+int medusa_run(const Model* model, const Cache* cache, const Step* step) {
+  std::lock_guard<std::mutex> lock(running);
+  if (step->rows < 1 || step->slots < 1 || step->first_slot < 0) return -1;
+  if (step->first_slot + step->slots > cache->slots || cache->capacity % 16) return -1;
+  if (step->first < 0 || step->end > model->layers || step->first > step->end) return -1;
+  for (int64_t s = 0; s < step->slots; s++) {
+    if (step->lengths[s] < 0 || step->lengths[s] + step->rows > cache->capacity) return -1;
+  }
+  for (int64_t r = 0; r < step->slots * step->rows; r++) {
+    if (step->positions[r] < 0 || step->positions[r] >= model->positions) return -1;
+  }
+  functions().run(threads(), *model, *cache, *step);
+  return 0;
+}
+
+int medusa_logits(const Matrix* head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
+                  int32_t* best) {
+  std::lock_guard<std::mutex> lock(running);
+  if (!fits(*head) || stride < head->k || ldy < padded(head->n, kTile)) return -1;
+  functions().logits(threads(), *head, states, rows, stride, out, ldy, best);
+  return 0;
+}
+
+int medusa_multiply(const Matrix* matrix, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
+  std::lock_guard<std::mutex> lock(running);
+  if (!fits(*matrix) || ldy < padded(matrix->n, kTile)) return -1;
+  functions().multiply(threads(), *matrix, x, rows, ldx, y, ldy);
+  return 0;
+}
+
+int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) {
+  std::lock_guard<std::mutex> lock(running);
+  if (!fits(*matrix) || ldo < matrix->k) return -1;
+  for (int64_t i = 0; i < count; i++) {
+    if (ids[i] < 0 || ids[i] >= matrix->n) return -1;
+  }
+  functions().embed(threads(), *matrix, ids, count, scale, out, ldo);
+  return 0;
+}
+
+// Moves the columns length + path[i] of a slot to length + i; path rises.
+int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
+                int64_t count) {
+  if (slot < 0 || slot >= cache->slots || length < 0) return -1;
+  for (int64_t i = 0; i < count; i++) {
+    if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
+  }
+  const int64_t dim = model->dim, wide = padded(dim, 16);
+  for (int64_t layer = 0; layer < model->layers; layer++) {
+    for (int64_t head = 0; head < model->kv; head++) {
+      const int64_t part = (layer * cache->slots + slot) * model->kv + head;
+      float* keys = cache->keys + part * cache->capacity * dim;
+      float* values = cache->values + part * cache->capacity * wide;
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t from = length + path[i], to = length + i;
+        if (from == to) continue;
+        float* target = keys + to / 16 * 16 * dim + to % 16;
+        const float* source = keys + from / 16 * 16 * dim + from % 16;
+        for (int64_t d = 0; d < dim; d++) target[16 * d] = source[16 * d];
+        std::memcpy(values + to * wide, values + from * wide, wide * sizeof(float));
+      }
+    }
+  }
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,162 @@
+"""The compiled library: its structures, its functions, and the instruction set and threads that it runs on."""
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIBRARY = Path(__file__).parent / "libmedusa.so"
+TABLES = 4  # of rotary positions that a model may have
+TILE, UNIT = 16, 32
+
+
+class Unavailable(Exception):
+    """Says why the native library cannot be used."""
+
+
+class Matrix(Structure):
+    """A matrix [n, k] in tiles; see matmul.h."""
+
+    _fields_ = [
+        ("format", c_int32),
+        ("int8_rows", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+MATRICES = ("query", "key", "value", "out", "gate", "up", "down")
+NORMS = ("attention_norm", "query_norm", "key_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+
+
+class Layer(Structure):
+    """One decoder layer; see step.h."""
+
+    _fields_ = [
+        *((name, Matrix) for name in MATRICES),
+        *((name, c_void_p) for name in NORMS),
+        ("table", c_int64),
+        ("window", c_int64),
+    ]
+
+
+class Model(Structure):
+    """A decoder's sizes and layers; see step.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "inner", "vocab")),
+        *((name, c_int64) for name in ("rotary", "positions", "activation")),
+        *((name, c_float) for name in ("eps", "scale", "embedding_scale")),
+        ("cos", c_void_p * TABLES),
+        ("sin", c_void_p * TABLES),
+        ("norm", c_void_p),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("layer", POINTER(Layer)),
+    ]
+
+
+class CacheBuffers(Structure):
+    """The buffers of a KV cache; see step.h."""
+
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("slots", c_int64), ("capacity", c_int64)]
+
+
+class Step(Structure):
+    """A pass over some layers; see step.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("first_slot", "slots", "rows")),
+        *((name, c_void_p) for name in ("lengths", "positions", "seen")),
+        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end")),
+        ("x", c_void_p),
+        ("taps", c_int64),
+        ("tap_layers", c_void_p),
+        ("tapped", c_void_p),
+    ]
+
+
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "instructions": (c_char_p, []),
+    "use": (c_int, [c_char_p]),
+    "threads": (None, [c_int]),
+    "size": (c_int64, [c_int]),
+    "format": (c_int, [c_int, c_void_p]),
+    "tiled_bytes": (c_int64, [c_int, c_int64, c_int64]),
+    "pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+    "round": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p]),
+    "run": (c_int, [POINTER(Model), POINTER(CacheBuffers), POINTER(Step)]),
+    "logits": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
+    "multiply": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "embed": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64]),
+    "keep": (c_int, [POINTER(Model), POINTER(CacheBuffers), c_int64, c_int64, c_void_p, c_int64]),
+}
+
+
+@cache
+def library() -> Any:
+    """Loads the library once; raises Unavailable where it was not compiled, or for another machine.
+
+    It runs the best instructions of this CPU, or those that MEDUSA_CPU names, on as many threads as `cpu_count` says.
+    """
+    if not LIBRARY.is_file():
+        raise Unavailable(
+            "the native library was not compiled; install the package again with a C++ compiler, or ziglang"
+        )
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+    except OSError as reason:
+        raise Unavailable(f"the native library cannot be loaded: {reason}") from reason
+    functions = {}
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(loaded, f"medusa_{name}")
+        function.restype, function.argtypes = result, arguments
+        functions[name] = function
+    sizes = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, CacheBuffers, Step)]
+    if sizes != [functions["size"](which) for which in range(len(sizes))]:
+        raise Unavailable("the native library is of another version; install the package again")
+    native = type("Native", (), {name: staticmethod(function) for name, function in functions.items()})()
+    wanted = os.environ.get("MEDUSA_CPU", "").lower()
+    if wanted and native.use(wanted.encode()):
+        raise Unavailable(
+            f"MEDUSA_CPU={wanted} names none of this CPU's instruction sets: {', '.join(instructions(native))}"
+        )
+    native.threads(cpu_count())
+    return native
+
+
+def instructions(native: Any = None) -> list[str]:
+    """Returns the instruction sets that this machine has and the library is compiled for, the fastest first."""
+    names: bytes = (native or library()).instructions()
+    return names.decode().split(",")
+
+
+def is_available() -> bool:
+    """Returns True if the library can be used."""
+    return why_unavailable() is None
+
+
+def why_unavailable() -> str | None:
+    """Returns why the library cannot be used; None if it can."""
+    try:
+        library()
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+def cpu_count() -> int:
+    """Returns the threads to use: OMP_NUM_THREADS, else what the process's affinity and container allow."""
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdigit() and int(named):
+        return int(named)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    except (OSError, ValueError):  # no container, or no limit
+        return allowed

@@ -1,0 +1,479 @@
+// Products of rows with matrices in tiles.
+//
+// A share of a product is some tiles of 16 channels, for all rows. It unpacks 256 inputs of a tile at once, into bytes
+// with scales for rows of 8 bits, or into floats for rows of floats, and multiplies blocks of rows with them:
+//
+//                 256 inputs                 16 channels
+//     row 0   [ x x x x . . . ]            [ w w w w . . ]
+//     row 1   [ x x x x . . . ]     x      [ w w w w . . ]  = one tile, unpacked once for all rows
+//
+// A row's result is one sum in one order, which no other row enters.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace medusa {
+
+// A matrix [n, k] in tiles, with a bias [n padded to 16] or none. int8_rows: rows are rounded to 8 bits.
+struct Matrix {
+  int32_t format;
+  int32_t int8_rows;
+  int64_t n;
+  int64_t k;
+  const uint8_t* tiles;
+  const float* bias;
+};
+
+// Rows as products read them: floats [rows, stride], and where matrices want it in 8 bits, in groups of 32 inputs:
+// x ~ scale * q. Sums of a group's numbers stand ready for the zeros and offsets of weights.
+struct Rows {
+  const float* x;
+  int64_t stride;    // of x and q, a multiple of 32
+  int8_t* q;
+  float* scale;      // [rows, stride / 32]
+  float* offset32;   // scale * sum of a group
+  float* offset16;   // [rows, stride / 16], of half a group
+  int32_t* zero[5];  // -zero * sum, for zeros 8, 16, 128 of groups [rows, stride / 32] and 32, 4 of halves
+
+  Rows from(int64_t row) const {
+    const int64_t groups = row * (stride / 32), halves = row * (stride / 16);
+    Rows r = *this;
+    r.x += row * stride;
+    if (q) {
+      r.q += row * stride;
+      r.scale += groups;
+      r.offset32 += groups;
+      r.offset16 += halves;
+      for (int i = 0; i < 5; i++) r.zero[i] += i < 3 ? groups : halves;
+    }
+    return r;
+  }
+
+  // The same rows from input `first` on, a multiple of 32.
+  Rows skip(int64_t first) const {
+    Rows r = *this;
+    r.x += first;
+    r.q += first;
+    r.scale += first / 32;
+    r.offset32 += first / 32;
+    r.offset16 += first / 16;
+    for (int i = 0; i < 5; i++) r.zero[i] += first / (i < 3 ? 32 : 16);
+    return r;
+  }
+};
+
+constexpr int kZeros[5] = {8, 16, 128, 32, 4};
+
+namespace ISA {
+
+// Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.
+inline void round_row(const Rows& row, int64_t first, int64_t end) {
+  for (int64_t g = first / 32; g < end / 32; g++) {
+    const float* x = row.x + 32 * g;
+    const F a = load(x), b = load(x + 16);
+    const float size = largest(max(abs(a), abs(b)));
+    const float inverse = size > 0 ? 127.0f / size : 0.0f;
+    const float scale = size / 127.0f;
+    const F qa = round(mul(a, set(inverse))), qb = round(mul(b, set(inverse)));
+    int8_t* q = row.q + 32 * g;
+    store_i8(q, qa);
+    store_i8(q + 16, qb);
+    // Sums of 16 whole numbers below 128 are exact in floats.
+    const float sums[2] = {sum(qa), sum(qb)};
+    const float whole = sums[0] + sums[1];
+    row.scale[g] = scale;
+    row.offset32[g] = scale * whole;
+    for (int i = 0; i < 3; i++) row.zero[i][g] = -kZeros[i] * int32_t(whole);
+    for (int half = 0; half < 2; half++) {
+      row.offset16[2 * g + half] = scale * sums[half];
+      for (int i = 3; i < 5; i++) row.zero[i][2 * g + half] = -kZeros[i] * int32_t(sums[half]);
+    }
+  }
+}
+
+// 256 inputs of a tile, or those that are left of k, as bytes.
+struct Bytes {
+  int units;
+  alignas(64) uint8_t q[kChunk / kUnit][8][64];
+  alignas(64) float scale[kChunk / 16][kTile];
+  alignas(64) float offset[kChunk / 16][kTile];
+};
+
+// Bytes of weights that are asked for ahead of their use.
+constexpr int64_t kAhead = 3072;
+
+// Four packed vectors of nibbles as eight vectors.
+inline void split_nibbles(const uint8_t (*packed)[64], B* q) {
+  const B low = set_b(15);
+  for (int j = 0; j < 4; j++) {
+    const B both = load_b(packed[j]);
+    q[2 * j] = and_b(both, low);
+    q[2 * j + 1] = and_b(right<4>(both), low);
+  }
+}
+
+inline void add_fifth_bits(const uint8_t* plane, B* q) {
+  const B bits = load_b(plane), fifth = set_b(16);
+  q[0] = or_b(q[0], and_b(left<4>(bits), fifth));
+  q[1] = or_b(q[1], and_b(left<3>(bits), fifth));
+  q[2] = or_b(q[2], and_b(left<2>(bits), fifth));
+  q[3] = or_b(q[3], and_b(left<1>(bits), fifth));
+  q[4] = or_b(q[4], and_b(bits, fifth));
+  q[5] = or_b(q[5], and_b(right<1>(bits), fifth));
+  q[6] = or_b(q[6], and_b(right<2>(bits), fifth));
+  q[7] = or_b(q[7], and_b(right<3>(bits), fifth));
+}
+
+inline void add_upper_pairs(const uint8_t (*planes)[64], B* q) {
+  const B pair = set_b(48);
+  for (int p = 0; p < 2; p++) {
+    const B bits = load_b(planes[p]);
+    q[4 * p] = or_b(q[4 * p], and_b(left<4>(bits), pair));
+    q[4 * p + 1] = or_b(q[4 * p + 1], and_b(left<2>(bits), pair));
+    q[4 * p + 2] = or_b(q[4 * p + 2], and_b(bits, pair));
+    q[4 * p + 3] = or_b(q[4 * p + 3], and_b(right<2>(bits), pair));
+  }
+}
+
+template <class Tile>
+inline const Tile& block_of(const uint8_t* blocks, int index) {
+  return reinterpret_cast<const Tile*>(blocks)[index];
+}
+
+inline F negated(F a) { return mul(a, set(-1.0f)); }
+
+// Unpacks unit u of some blocks: its vectors q[8], and scales and offsets of its groups. SIGNED: numbers of 8 bits get
+// their sign back.
+template <int FORMAT, bool SIGNED>
+inline void unpack_unit(const uint8_t* blocks, int u, B* q, F* scale, F* offset) {
+  if constexpr (FORMAT == Q4_0) {
+    const auto& t = block_of<TileQ4_0>(blocks, u);
+    split_nibbles(t.q, q);
+    scale[0] = load_half(t.d);
+  } else if constexpr (FORMAT == Q4_1) {
+    const auto& t = block_of<TileQ4_1>(blocks, u);
+    split_nibbles(t.q, q);
+    scale[0] = load_half(t.d);
+    offset[0] = load_half(t.m);
+  } else if constexpr (FORMAT == Q5_0) {
+    const auto& t = block_of<TileQ5_0>(blocks, u);
+    split_nibbles(t.q, q);
+    add_fifth_bits(t.h, q);
+    scale[0] = load_half(t.d);
+  } else if constexpr (FORMAT == Q5_1) {
+    const auto& t = block_of<TileQ5_1>(blocks, u);
+    split_nibbles(t.q, q);
+    add_fifth_bits(t.h, q);
+    scale[0] = load_half(t.d);
+    offset[0] = load_half(t.m);
+  } else if constexpr (FORMAT == Q8_0) {
+    const auto& t = block_of<TileQ8_0>(blocks, u);
+    for (int j = 0; j < 8; j++) q[j] = SIGNED ? xor_b(load_b(t.q[j]), set_b(0x80)) : load_b(t.q[j]);
+    scale[0] = load_half(t.d);
+  } else if constexpr (FORMAT == Q4_K) {
+    const auto& t = block_of<TileQ4_K>(blocks, 0);
+    split_nibbles(t.q[u], q);
+    scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
+    offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
+  } else if constexpr (FORMAT == Q5_K) {
+    const auto& t = block_of<TileQ5_K>(blocks, 0);
+    split_nibbles(t.q[u], q);
+    add_fifth_bits(t.h[u], q);
+    scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
+    offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
+  } else if constexpr (FORMAT == Q6_K) {
+    const auto& t = block_of<TileQ6_K>(blocks, 0);
+    split_nibbles(t.q[u], q);
+    add_upper_pairs(t.h[u], q);
+    for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
+  } else if constexpr (FORMAT == Q3_K) {
+    const auto& t = block_of<TileQ3_K>(blocks, 0);
+    split_nibbles(t.q[u], q);
+    for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
+  } else {
+    static_assert(FORMAT == Q2_K);
+    const auto& t = block_of<TileQ2_K>(blocks, 0);
+    split_nibbles(t.q[u], q);
+    for (int g = 0; g < 2; g++) {
+      scale[g] = mul(load_half(t.d), load_u8(t.scale[2 * u + g]));
+      offset[g] = negated(mul(load_half(t.dmin), load_u8(t.min[2 * u + g])));
+    }
+  }
+}
+
+// The facts of a format that kernels are compiled for.
+template <int FORMAT>
+struct Kind {
+  static constexpr int groups = FORMAT == Q6_K || FORMAT == Q3_K || FORMAT == Q2_K ? 2 : 1;  // of a unit
+  static constexpr bool has_offset =
+      FORMAT == Q4_1 || FORMAT == Q5_1 || FORMAT == Q4_K || FORMAT == Q5_K || FORMAT == Q2_K;
+  static constexpr int bits = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 6
+                            : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 5 : 4;
+  // Of `dot`; where it takes any unsigned bytes, all formats share its code.
+  static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
+  static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
+  // The place in Rows::zero, -1: nothing is subtracted.
+  static constexpr int zero = has_offset || is_signed ? -1
+                            : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 ? 1 : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
+};
+
+// Where block and unit of input 256 * n are: formats of 256 inputs have one block there, others eight.
+inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t first) {
+  const FormatInfo& f = info(format);
+  return tile + first / f.block * f.tile_bytes;
+}
+
+inline int64_t unit_bytes(int32_t format) { return info(format).tile_bytes * kUnit / info(format).block; }
+
+template <int FORMAT, bool SIGNED>
+inline void unpack_chunk(const uint8_t* blocks, Bytes& out) {
+  constexpr int groups = Kind<FORMAT>::groups;
+  const int64_t bytes = unit_bytes(FORMAT);
+  for (int u = 0; u < out.units; u++) {
+    B q[8];
+    F scale[2], offset[2];
+    prefetch(blocks + u * bytes + kAhead, bytes);
+    unpack_unit<FORMAT, SIGNED>(blocks, u, q, scale, offset);
+    for (int j = 0; j < 8; j++) store_b(out.q[u][j], q[j]);
+    for (int g = 0; g < groups; g++) {
+      store(out.scale[groups * u + g], scale[g]);
+      if (Kind<FORMAT>::has_offset) store(out.offset[groups * u + g], offset[g]);
+    }
+  }
+}
+
+// Calls work(std::integral_constant<int, format>) for a quantized format.
+template <class Work>
+inline void with_format(int32_t format, const Work& work) {
+  switch (format) {
+    case Q4_0: return work(std::integral_constant<int, Q4_0>());
+    case Q4_1: return work(std::integral_constant<int, Q4_1>());
+    case Q5_0: return work(std::integral_constant<int, Q5_0>());
+    case Q5_1: return work(std::integral_constant<int, Q5_1>());
+    case Q8_0: return work(std::integral_constant<int, Q8_0>());
+    case Q4_K: return work(std::integral_constant<int, Q4_K>());
+    case Q5_K: return work(std::integral_constant<int, Q5_K>());
+    case Q6_K: return work(std::integral_constant<int, Q6_K>());
+    case Q3_K: return work(std::integral_constant<int, Q3_K>());
+    case Q2_K: return work(std::integral_constant<int, Q2_K>());
+  }
+}
+
+// 256 inputs of a tile as floats [inputs, 16].
+struct Floats {
+  int inputs;
+  alignas(64) float w[kChunk][kTile];
+};
+
+inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes& bytes, Floats& out) {
+  if (is_float(format)) {
+    const uint8_t* from = tile + first * info(format).tile_bytes;
+    for (int k = 0; k < out.inputs; k++) {
+      const auto* halves = reinterpret_cast<const uint16_t*>(from) + k * kTile;
+      F value;
+      if (format == F32) value = load(reinterpret_cast<const float*>(from) + k * kTile);
+      else if (format == F16) value = load_half(halves);
+      else value = load_bf16(halves);
+      store(out.w[k], value);
+    }
+    return;
+  }
+  const FormatInfo& f = info(format);
+  bytes.units = out.inputs / kUnit;
+  with_format(format, [&](auto kind) {
+    unpack_chunk<decltype(kind)::value, false>(chunk_of(format, tile, first), bytes);
+  });
+  for (int k = 0; k < out.inputs; k++) {
+    const uint8_t* four = bytes.q[k / kUnit][k % kUnit / 4];
+    F q = load_byte_of_4(four, k % 4);
+    if (!f.has_offset) q = sub(q, set(float(f.zero)));
+    const int g = k / f.group;
+    F value = mul(load(bytes.scale[g]), q);
+    if (f.has_offset) value = add(value, load(bytes.offset[g]));
+    store(out.w[k], value);
+  }
+}
+
+// Adds the products of R rows with one unit to sums: for LANES channels from `lane` on. u: the unit's number among
+// those that x begins with.
+template <int FORMAT, int R>
+inline void add_unit(const I* weights, const L* scale, const L* offset, const Rows& x, int u, L* total) {
+  using K = Kind<FORMAT>;
+  constexpr int vectors = 8 / K::groups;
+  const int64_t units = x.stride / kUnit;
+  for (int g = 0; g < K::groups; g++) {
+    for (int r = 0; r < R; r++) {
+      const int64_t at = (r * units + u) * K::groups + g;
+      const I first = set_i(K::zero < 0 ? 0 : x.zero[K::zero < 0 ? 0 : K::zero][at]);
+      const int8_t* inputs = x.q + r * x.stride + u * kUnit + g * kUnit / K::groups;
+      const I sum = dot<K::dot_bits, vectors>(first, weights + g * vectors, inputs);
+      total[r] = fma_l(to_floats(sum), mul_l(scale[g], set_l(x.scale[r * units + u])), total[r]);
+      if (K::has_offset) {
+        const float* offsets = K::groups == 1 ? x.offset32 : x.offset16;
+        total[r] = fma_l(offset[g], set_l(offsets[at]), total[r]);
+      }
+    }
+  }
+}
+
+// Adds the products of R rows with unpacked bytes to sums [R, 16]. x: the rows from the chunk's first input on.
+template <int FORMAT, int R>
+inline void add_bytes(const Bytes& w, const Rows& x, float* sums) {
+  constexpr int groups = Kind<FORMAT>::groups;
+  for (int lane = 0; lane < kTile; lane += LANES) {
+    L total[R];
+    for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile + lane);
+    for (int u = 0; u < w.units; u++) {
+      I weights[8];
+      L scale[2], offset[2];
+      for (int j = 0; j < 8; j++) weights[j] = load_i(w.q[u][j] + 4 * lane);
+      for (int g = 0; g < groups; g++) {
+        scale[g] = load_l(w.scale[groups * u + g] + lane);
+        offset[g] = load_l(w.offset[groups * u + g] + lane);
+      }
+      add_unit<FORMAT, R>(weights, scale, offset, x, u, total);
+    }
+    for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane, total[r]);
+  }
+}
+
+// The same for few rows, without a copy of what is unpacked.
+template <int FORMAT, int R>
+inline void add_packed(const uint8_t* blocks, int units, const Rows& x, float* sums) {
+  const int64_t bytes = unit_bytes(FORMAT);
+  L total[kTile / LANES][R];
+  for (int part = 0; part < kTile / LANES; part++) {
+    for (int r = 0; r < R; r++) total[part][r] = load_l(sums + r * kTile + part * LANES);
+  }
+  for (int u = 0; u < units; u++) {
+    B q[8];
+    F scale[2], offset[2];
+    prefetch(blocks + u * bytes + kAhead, bytes);
+    unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(blocks, u, q, scale, offset);
+    for (int part = 0; part < kTile / LANES; part++) {
+      I weights[8];
+      L scales[2], offsets[2];
+      for (int j = 0; j < 8; j++) weights[j] = part_of(q[j], part);
+      for (int g = 0; g < Kind<FORMAT>::groups; g++) {
+        scales[g] = part_of(scale[g], part);
+        if (Kind<FORMAT>::has_offset) offsets[g] = part_of(offset[g], part);
+      }
+      add_unit<FORMAT, R>(weights, scales, offsets, x, u, total[part]);
+    }
+  }
+  for (int part = 0; part < kTile / LANES; part++) {
+    for (int r = 0; r < R; r++) store_l(sums + r * kTile + part * LANES, total[part][r]);
+  }
+}
+
+// Adds the products of R rows with unpacked floats to sums [R, 16]: even and odd inputs apart, then to the sums.
+template <int R>
+inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
+  for (int lane = 0; lane < kTile; lane += LANES) {
+    L even[R], odd[R];
+    for (int r = 0; r < R; r++) even[r] = odd[r] = set_l(0.0f);
+    int k = 0;
+    for (; k + 1 < w.inputs; k += 2) {
+      const L w0 = load_l(w.w[k] + lane), w1 = load_l(w.w[k + 1] + lane);
+      for (int r = 0; r < R; r++) {
+        even[r] = fma_l(set_l(x[r * stride + k]), w0, even[r]);
+        odd[r] = fma_l(set_l(x[r * stride + k + 1]), w1, odd[r]);
+      }
+    }
+    if (k < w.inputs) {
+      for (int r = 0; r < R; r++) even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+    }
+    for (int r = 0; r < R; r++) {
+      const L before = load_l(sums + r * kTile + lane);
+      store_l(sums + r * kTile + lane, add_l(before, add_l(even[r], odd[r])));
+    }
+  }
+}
+
+// Calls work(std::integral_constant<int, R>, first row) for blocks of at most ROWS rows.
+template <class Work>
+inline void by_blocks(int64_t rows, const Work& work) {
+  int64_t r = 0;
+  for (; rows - r >= ROWS; r += ROWS) work(std::integral_constant<int, ROWS>(), r);
+  switch (rows - r) {
+    case 1: work(std::integral_constant<int, 1>(), r); break;
+    case 2: work(std::integral_constant<int, 2>(), r); break;
+    case 3: work(std::integral_constant<int, 3>(), r); break;
+#if defined(__AVX512BW__)
+    case 4: work(std::integral_constant<int, 4>(), r); break;
+    case 5: work(std::integral_constant<int, 5>(), r); break;
+    case 6: work(std::integral_constant<int, 6>(), r); break;
+    case 7: work(std::integral_constant<int, 7>(), r); break;
+#endif
+  }
+}
+
+// Rows up to which a tile is unpacked for each block of rows: to keep what is unpacked costs more.
+constexpr int64_t kFewRows = 2 * ROWS;
+
+// Adds the products of rows with inputs first .. first + 32 * units - 1 of a tile to sums [rows, 16].
+template <int FORMAT>
+inline void add_chunk(const uint8_t* tile, int64_t first, int units, const Rows& x, int64_t rows, Bytes& room,
+                      float* sums) {
+  const uint8_t* blocks = chunk_of(FORMAT, tile, first);
+  const Rows from_here = x.skip(first);
+  if (rows <= kFewRows) {
+    by_blocks(rows, [&](auto r, int64_t row) {
+      add_packed<FORMAT, decltype(r)::value>(blocks, units, from_here.from(row), sums + row * kTile);
+    });
+    return;
+  }
+  room.units = units;
+  unpack_chunk<FORMAT, Kind<FORMAT>::is_signed>(blocks, room);
+  by_blocks(rows, [&](auto r, int64_t row) {
+    add_bytes<FORMAT, decltype(r)::value>(room, from_here.from(row), sums + row * kTile);
+  });
+}
+
+// Rows whose sums stay near the processor while a tile's chunks pass.
+constexpr int64_t kPanel = 64;
+
+// Computes y [rows, ldy] = x W^T + bias, or adds it to y, for the channels of tiles first .. end - 1; y begins with the
+// channel 16 * first.
+inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first, int64_t end, float* y, int64_t ldy,
+                     bool add_to) {
+  alignas(64) float sums[kPanel][kTile];
+  Bytes bytes;
+  Floats floats;
+  const FormatInfo& f = info(m.format);
+  const int64_t tile_bytes = m.k / f.block * f.tile_bytes;
+  for (int64_t row = 0; row < rows; row += kPanel) {
+    const int64_t count = std::min(kPanel, rows - row);
+    const Rows panel = x.from(row);
+    for (int64_t t = first; t < end; t++) {
+      const uint8_t* tile = m.tiles + t * tile_bytes;
+      std::memset(sums, 0, count * sizeof sums[0]);
+      for (int64_t k = 0; k < m.k; k += kChunk) {
+        const int inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - k));
+        if (m.int8_rows) {
+          with_format(m.format, [&](auto kind) {
+            add_chunk<decltype(kind)::value>(tile, k, inputs / kUnit, panel, count, bytes, sums[0]);
+          });
+        } else {
+          floats.inputs = inputs;
+          to_floats(m.format, tile, k, bytes, floats);
+          by_blocks(count, [&](auto r, int64_t at) {
+            add_floats<decltype(r)::value>(floats, panel.x + at * x.stride + k, x.stride, sums[at]);
+          });
+        }
+      }
+      float* out = y + row * ldy + (t - first) * kTile;
+      const F bias = m.bias ? load(m.bias + t * kTile) : set(0.0f);
+      for (int64_t r = 0; r < count; r++, out += ldy) {
+        const F value = add(load(sums[r]), bias);
+        store(out, add_to ? add(load(out), value) : value);
+      }
+    }
+  }
+}
+
+}  // namespace ISA
+}  // namespace medusa

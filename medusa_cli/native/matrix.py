@@ -1,0 +1,195 @@
+"""Matrices for the native library: as a file holds them (raw), and packed in tiles."""
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+class Format(IntEnum):
+    """A number type of weights; the names of quantized ones are ggml's."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q5_1 = 6
+    Q8_0 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    Q3_K = 11
+    Q2_K = 12
+
+    @property
+    def is_float(self) -> bool:
+        return self <= Format.BF16
+
+    def row_bytes(self, inputs: int) -> int:
+        """Returns the bytes of a row in a file."""
+        return inputs // facts(self).block * facts(self).file_bytes
+
+    def fits(self, inputs: int) -> bool:
+        """Returns True if a row of so many inputs is a whole number of blocks."""
+        return inputs % facts(self).block == 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A format's sizes; see FormatInfo in formats.h."""
+
+    group: int
+    block: int
+    bits: int
+    zero: int
+    has_offset: int
+    file_bytes: int
+    tile_bytes: int
+
+
+@cache
+def facts(format: Format) -> Facts:
+    values = (ctypes.c_int64 * 7)()
+    library().format(int(format), ctypes.byref(values))
+    return Facts(*values)
+
+
+@dataclass(frozen=True)
+class RawMatrix:
+    """A matrix [n, k] as a file holds it: bytes [n, row bytes] of a format."""
+
+    format: Format
+    rows: Bytes
+    inputs: int
+
+    def __post_init__(self) -> None:
+        assert self.format.fits(self.inputs) and self.rows.shape[1] == self.format.row_bytes(self.inputs)
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> "RawMatrix":
+        """Returns a matrix of floats: fp32, fp16, or bf16 as uint16."""
+        kinds = {"float32": Format.F32, "float16": Format.F16, "uint16": Format.BF16}
+        values = np.ascontiguousarray(values)
+        return cls(kinds[values.dtype.name], values.view(np.uint8).reshape(len(values), -1), values.shape[1])
+
+    def floats(self) -> Floats:
+        """Returns the values [n, k] exactly."""
+        if self.format == Format.F32:
+            return self.rows.view(np.float32)
+        if self.format == Format.F16:
+            return self.rows.view(np.float16).astype(np.float32)
+        if self.format == Format.BF16:
+            return (self.rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        from gguf import GGMLQuantizationType, dequantize
+
+        return dequantize(self.rows, GGMLQuantizationType[self.format.name])
+
+    def rounded(self, format: Format) -> "RawMatrix":
+        """Returns the matrix rounded to Q8_0 or Q4_1; inputs are filled up to whole groups by zeros."""
+        inputs = -(-self.inputs // UNIT) * UNIT
+        values = np.zeros((len(self.rows), inputs), np.float32)
+        values[:, : self.inputs] = self.floats()
+        rows = np.empty((len(values), format.row_bytes(inputs)), np.uint8)
+
+        def round_part(first: int, end: int) -> None:
+            part = rows[first:end]
+            library().round(int(format), values[first:].ctypes.data, len(part), inputs, part.ctypes.data)
+
+        in_parts(len(values), round_part)
+        return RawMatrix(format, rows, inputs)
+
+    def reordered(self, order: NDArray[np.int64]) -> "RawMatrix":
+        return replace(self, rows=self.rows[order])
+
+
+class PackedMatrix:
+    """A matrix [n, k] in tiles, with a bias [n] or none; it keeps its memory. int8_rows: rows are rounded to 8 bits."""
+
+    def __init__(
+        self, format: Format, shape: tuple[int, int], tiles: Bytes, bias: Floats | None = None, int8_rows: bool = False
+    ) -> None:
+        self.format, self.shape, self.tiles = format, shape, tiles
+        self.bias = None if bias is None else padded_floats(bias)
+        assert tiles.nbytes == library().tiled_bytes(int(format), *shape)
+        address = None if self.bias is None else self.bias.ctypes.data
+        int8 = int8_rows and not format.is_float
+        self.struct = Matrix(int(format), int8, *shape, tiles.ctypes.data, address)
+
+    @classmethod
+    def pack(cls, raw: RawMatrix, bias: Floats | None = None, int8_rows: bool = False) -> "PackedMatrix":
+        shape = len(raw.rows), raw.inputs
+        return cls(raw.format, shape, pack_tiles(raw), bias, int8_rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes
+
+    def multiply(self, x: Floats) -> Floats:
+        """Returns x [rows, K] times the transposed matrix, plus the bias: [rows, n]."""
+        rows, given = x.shape
+        y = np.empty((rows, -(-self.shape[0] // TILE) * TILE), np.float32)
+        assert x.dtype == np.float32 and x.flags.c_contiguous
+        code = library().multiply(self.struct, x.ctypes.data, rows, given, y.ctypes.data, y.shape[1])
+        assert code == 0
+        return y[:, : self.shape[0]]
+
+    def embed(self, ids: NDArray[np.int64], scale: float = 1.0) -> Floats:
+        """Returns the rows [count, k] of ids, times a scale; raises IndexError for an id that the matrix lacks."""
+        out = np.empty((len(ids), self.shape[1]), np.float32)
+        ids = np.ascontiguousarray(ids, np.int64)
+        if library().embed(self.struct, ids.ctypes.data, len(ids), scale, out.ctypes.data, out.shape[1]):
+            raise IndexError(f"an id is not below {self.shape[0]}")
+        return out
+
+
+def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
+    """Returns a matrix's tiles, in `out` where that is given (zeros, of the right size)."""
+    outputs = len(raw.rows)
+    size = library().tiled_bytes(int(raw.format), outputs, raw.inputs)
+    tiles = aligned(size) if out is None else out
+    assert tiles.nbytes == size
+    rows = np.ascontiguousarray(raw.rows)
+
+    def pack_part(first: int, end: int) -> None:
+        library().pack(int(raw.format), rows.ctypes.data, outputs, raw.inputs, first, end, tiles.ctypes.data)
+
+    in_parts(outputs, pack_part)
+    return tiles
+
+
+def in_parts(count: int, work: Callable[[int, int], None]) -> None:
+    """Calls work(first, end) for parts of 0 .. count - 1, whole tiles each, by threads."""
+    size = max(TILE, -(-count // (4 * cpu_count()) // TILE) * TILE)
+    parts = [(first, min(count, first + size)) for first in range(0, count, size)]
+    if len(parts) == 1:
+        work(*parts[0])
+        return
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        list(pool.map(lambda part: work(*part), parts))
+
+
+def aligned(size: int) -> Bytes:
+    """Returns zeros that begin at a multiple of 64 bytes."""
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+def padded_floats(values: NDArray[Any]) -> Floats:
+    """Returns numbers [n] in fp32, with zeros up to the next multiple of 32."""
+    out = np.zeros(-(-len(values) // UNIT) * UNIT, np.float32)
+    out[: len(values)] = values
+    return out

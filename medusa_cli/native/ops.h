@@ -1,0 +1,53 @@
+// What stands between products: norms, rotary positions, activations.
+#pragma once
+
+#include "simd.h"
+
+namespace medusa {
+
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+
+namespace ISA {
+
+// Computes y = x / rms(x) * gain over n numbers; x, gain and y have zeros up to the next multiple of 16.
+inline void rms_norm(const float* x, const float* gain, float* y, int64_t n, float eps) {
+  F squares = set(0.0f);
+  for (int64_t i = 0; i < n; i += 16) {
+    const F v = load(x + i);
+    squares = fma(v, v, squares);
+  }
+  const F factor = set(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+  for (int64_t i = 0; i < n; i += 16) store(y + i, mul(mul(load(x + i), factor), load(gain + i)));
+}
+
+// The same for the `dim` numbers of one head, which may be no multiple of 16 and have neighbours.
+inline void head_norm(float* x, const float* gain, int64_t dim, float eps) {
+  alignas(64) float padded[1024] = {};
+  std::memcpy(padded, x, dim * sizeof(float));
+  rms_norm(padded, gain, padded, dim, eps);
+  std::memcpy(x, padded, dim * sizeof(float));
+}
+
+// Turns the first 2 * half numbers of a head: the first half with the second.
+inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
+
+// 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline F gelu_tanh(F x) {
+  const F cube = mul(mul(x, x), x);
+  const F u = mul(set(0.7978845608f), fma(set(0.044715f), cube, x));
+  const F e = exp(mul(set(-2.0f), max(u, set(-40.0f))));
+  return div(x, add(set(1.0f), e));
+}
+
+inline F activate(int32_t kind, F x) { return kind == SILU ? silu(x) : gelu_tanh(x); }
+
+}  // namespace ISA
+}  // namespace medusa

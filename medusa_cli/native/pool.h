@@ -1,0 +1,64 @@
+// A pool of threads that share the steps of one decoder.
+//
+// A job is cut into many small shares, which threads take from one counter: a thread that the system holds up delays
+// the share that it has, and no other. Idle threads spin for some microseconds, then sleep: beside other programs,
+// threads that spin on take the processor from the one that works.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace medusa {
+
+class Pool {
+ public:
+  explicit Pool(int threads);
+  ~Pool();
+
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls work(share, thread) for each share 0 .. shares - 1 and returns when all have returned.
+  template <class Work>
+  void run(int64_t shares, const Work& work) {
+    if (shares <= 1 || workers_.empty()) {
+      for (int64_t share = 0; share < shares; share++) work(share, 0);
+      return;
+    }
+    start(shares, [](const void* context, int64_t share, int thread) {
+      (*static_cast<const Work*>(context))(share, thread);
+    }, &work);
+  }
+
+ private:
+  using Function = void (*)(const void* context, int64_t share, int thread);
+
+  void start(int64_t shares, Function function, const void* context);
+  void work(int thread);
+  // Takes shares until none is left; returns false if there was none.
+  bool take(int thread);
+  void sleep(uint64_t seen);
+
+  // The ticket holds the job's number (16 bits), its shares (24) and the next share (24), so that one atomic addition
+  // both takes a share and tells whether it exists: a late thread never mistakes one job for another.
+  static constexpr int kBits = 24;
+  static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
+
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<bool> stop_{false};
+  Function function_ = nullptr;
+  const void* context_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace medusa

@@ -1,0 +1,73 @@
+// The library's interface: plain C structures, which Python fills, and the functions of one instruction set.
+#pragma once
+
+#include "matmul.h"
+#include "pool.h"
+
+namespace medusa {
+
+constexpr int kTables = 4;
+
+// One decoder layer. Norms are gains [n padded to 16], null where the layer has none: attention_norm and mlp_norm come
+// before attention and MLP, the out norms after them (Gemma), query_norm and key_norm on heads.
+struct Layer {
+  Matrix query, key, value, out, gate, up, down;
+  const float* attention_norm;
+  const float* query_norm;
+  const float* key_norm;
+  const float* attention_out_norm;
+  const float* mlp_norm;
+  const float* mlp_out_norm;
+  int64_t table;   // of rotary positions
+  int64_t window;  // positions that a row sees, 0: all
+};
+
+struct Model {
+  int64_t layers, hidden, heads, kv, dim, inner, vocab;
+  int64_t rotary;     // numbers of a head that are turned
+  int64_t positions;  // rows of the rotary tables
+  int64_t activation;
+  float eps, scale, embedding_scale;
+  const float* cos[kTables];  // [positions, rotary / 2]
+  const float* sin[kTables];
+  const float* norm;
+  Matrix embedding, head;
+  const Layer* layer;
+};
+
+// keys [layers, slots, kv, capacity / 16, dim, 16], values [layers, slots, kv, capacity, dim padded to 16]. Free columns
+// hold finite numbers.
+struct Cache {
+  float* keys;
+  float* values;
+  int64_t slots, capacity;
+};
+
+// Layers first .. end - 1 for `rows` rows in each of some slots from first_slot on. x [slots * rows, hidden padded to
+// 32]: states before and after; behind the last layer comes the last norm. seen [slots or 1, rows, rows with a stride]:
+// which rows see each other. After layer tap_layers[i], its states go to tapped[i].
+struct Step {
+  int64_t first_slot, slots, rows;
+  const int64_t* lengths;      // [slots]: columns that hold a prefix
+  const int32_t* positions;    // [slots, rows]
+  const uint8_t* seen;
+  int64_t seen_slot, seen_row;  // strides
+  int64_t first, end;
+  float* x;
+  int64_t taps;
+  const int64_t* tap_layers;
+  float* tapped;
+};
+
+// The functions of the library, for one instruction set.
+struct Functions {
+  void (*run)(Pool&, const Model&, const Cache&, const Step&);
+  void (*logits)(Pool&, const Matrix& head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
+                 int32_t* best);
+  void (*multiply)(Pool&, const Matrix&, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy);
+  void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
+};
+
+constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+}  // namespace medusa
