@@ -151,7 +151,7 @@ def load_drafting(
         stamp = None if choice.drafter is None else stamp_of(choice.drafter)
         step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
         sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
-        policy = AdaptivePolicy(sized, step_times, max_nodes=backbone.engine.few_nodes)
+        policy = AdaptivePolicy(sized, step_times)
     elif tree is not None and choice.dynamic is not None:
         # If `tree --budget auto` measured from which chance a node pays, that chance decides.
         paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0

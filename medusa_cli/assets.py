@@ -75,7 +75,7 @@ def gguf_path(name: str) -> Path | None:
     if name in MODELS:
         return _member(MODELS[name])
     path = Path(name).expanduser()
-    return path if path.is_file() else None
+    return path if gguf.is_gguf(path) else None
 
 
 def model_dir(name: str) -> str:
@@ -167,32 +167,36 @@ def hub_rows(
 
 
 def _converted(name: str) -> Path:
-    """Returns a named model's folder of safetensors in bf16, unpacked once from its GGUF file."""
-
-    def make(part: Path) -> None:
-        file = _member(MODELS[name])
-        gguf.unpack(file, gguf.read_header(file), part)
-        file.unlink()
-
-    return _build_once(home() / "models" / name, make)
+    """Returns the folder with config and tokenizer of a named model, whose weights stay in its GGUF file."""
+    return _unpacked(_member(MODELS[name]))
 
 
 def _unpacked(path: Path) -> Path:
-    """Returns the checkpoint folder of a GGUF file's content, unpacked once."""
+    """Returns the folder with config and tokenizer of a GGUF file's content, written once."""
+    return _build_once(
+        home() / "models" / f"gguf-{file_stamp(path)}",
+        lambda part: gguf.write_metadata(path, gguf.read_header(path), part),
+    )
 
-    def make(part: Path) -> None:
-        header = gguf.read_header(path)
-        log.info(f"unpacking {path} into {home()}, once")
-        gguf.unpack(path, header, part)
 
+# Parts of a file that stand for its content, and bytes of each.
+STAMPED, STAMP_BYTES = 64, 4096
+
+
+def file_stamp(path: Path) -> str:
+    """Returns a digest of a large file's size, time of change and samples of its content."""
     stat = path.stat()
-    return _build_once(home() / "models" / f"gguf-{_digest(path, stat.st_size, stat.st_mtime_ns)}", make)
+    return _stamp(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache
-def _digest(path: Path, size: int, changed: int) -> str:
-    """Returns a file's digest, read again if its size or the time of its last change is another."""
-    return sha256_of(path)[:16]
+def _stamp(path: Path, size: int, changed: int) -> str:
+    digest = hashlib.sha256(f"{size} {changed}".encode())
+    with path.open("rb") as file:
+        for number in range(STAMPED):
+            file.seek(max(0, size - STAMP_BYTES) * number // (STAMPED - 1))
+            digest.update(file.read(STAMP_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _member(wheel: Wheel) -> Path:

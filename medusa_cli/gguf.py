@@ -1,11 +1,15 @@
-"""GGUF files: reads their header within bounds, and unpacks one as a checkpoint folder."""
+"""GGUF files: reads their header within bounds, and writes config and tokenizer as transformers reads them."""
 
 import math
 import mmap
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from medusa_cli.errors import UserError, first_line, shown
 
@@ -20,19 +24,42 @@ DIMENSIONS = 4
 # Types of metadata by their number, in the format of `struct`; besides there are strings and arrays.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
-# Matrices that the CPU multiplies by as the file holds them: bytes of a block of 32 weights by type.
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20}
-BLOCKS_FILE = "gguf-blocks.safetensors"
+# Architectures whose tensors have transformers' layout, but for the order of a llama's heads.
+DIRECT = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm")
+# Gains of norms are stored as they are, where transformers' weights are the gains less one.
+WHOLE_GAINS = ("gemma2", "gemma3")
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: its type by ggml's name, its shape, and where its bytes begin and end in the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 @dataclass
 class Header:
-    """Metadata but for arrays, how many numbers all tensors hold, and the types of these by their names in ggml."""
+    """Metadata, of arrays their lengths alone unless they were asked for, and the tensors by their names."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    numbers: int = 0
-    types: set[str] = field(default_factory=set)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> int:
+        """Returns how many numbers all tensors hold."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def types(self) -> set[str]:
+        return {tensor.type for tensor in self.tensors.values()}
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
 
     @property
     def dtype(self) -> str:
@@ -50,11 +77,14 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_header(path: Path) -> Header:
-    """Reads a GGUF file's header; raises UserError for a damaged one, before memory is taken by what it claims."""
+def read_header(path: Path, arrays: bool = False) -> Header:
+    """Reads a GGUF file's header; raises UserError for a damaged one, before memory is taken by what it claims.
+
+    arrays: reads the arrays of the metadata, too, such as a vocabulary's tokens.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header()
+            return _Reader(data, arrays).header()
     except ValueError as reason:  # its own refusals, and numbers of unknown types
         raise UserError(f"@model {str(path)!r} is no usable GGUF file: {reason}", ELSEWHERE) from reason
     except struct.error as reason:
@@ -64,8 +94,11 @@ def read_header(path: Path) -> Header:
 class _Reader:
     """Reads a header from the beginning of a file's bytes; raises ValueError, and struct.error at their end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position, self.elements = data, len(MAGIC), 0
+    def __init__(self, data: mmap.mmap, arrays: bool) -> None:
+        self.data = data
+        self.arrays = arrays
+        self.position = len(MAGIC)
+        self.elements = 0
 
     def header(self) -> Header:
         header = Header()
@@ -79,12 +112,17 @@ class _Reader:
             limit = SIZES.get(key.rpartition(".")[2])
             if limit is not None and not (type(value) is int and 1 <= value <= limit):
                 raise ValueError(f"its {shown(key)} is {shown(value)}")
-        ends = [self.tensor(header) for _ in range(tensors)]
+        found = [self.tensor() for _ in range(tensors)]
         alignment = header.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its alignment is {shown(alignment)}")
-        if -(-self.position // alignment) * alignment + max(ends, default=0) > len(self.data):
-            raise struct.error
+        begin = -(-self.position // alignment) * alignment
+        for name, tensor in found:
+            if name in header.tensors:
+                raise ValueError(f"it has two tensors {shown(name)}")
+            header.tensors[name] = replace(tensor, start=begin + tensor.start, end=begin + tensor.end)
+            if begin + tensor.end > len(self.data):
+                raise struct.error
         return header
 
     def number(self, format: str) -> Any:
@@ -108,7 +146,7 @@ class _Reader:
         return self.position - size
 
     def value(self, kind: int) -> Any:
-        """Returns a scalar or a text; an array is skipped, and its length returned."""
+        """Returns a scalar, a text or an array; of an array its length where arrays are skipped."""
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == TEXT:
@@ -120,37 +158,44 @@ class _Reader:
         if self.elements > ELEMENTS:
             raise ValueError(f"it claims {self.elements:,} elements of arrays")
         if kind in SCALARS:
-            self.position += count * struct.calcsize(f"<{SCALARS[kind]}")
-            return count
+            start = self._advance(count * struct.calcsize(f"<{SCALARS[kind]}"))
+            if not self.arrays:
+                return count
+            return list(struct.unpack_from(f"<{count}{SCALARS[kind]}", self.data, start))
         if kind != TEXT:
             raise ValueError(f"it has an array of the unknown type {kind}")
+        if self.arrays:
+            return [self.string() for _ in range(count)]
         for _ in range(count):
             self._advance(self.bounded(STRING, "bytes of one text"))
         return count
 
-    def tensor(self, header: Header) -> int:
-        """Adds a tensor to the header; returns where its bytes end, from the beginning of all tensors' bytes."""
+    def tensor(self) -> tuple[str, Tensor]:
+        """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, dimensions = self.string(), self.number("I")
-        if dimensions > DIMENSIONS:
+        if not 1 <= dimensions <= DIMENSIONS:
             raise ValueError(f"its tensor {shown(name)} has {dimensions} dimensions")
         shape = [self.number("Q") for _ in range(dimensions)]
         kind, offset = GGMLQuantizationType(self.number("I")), self.number("Q")
         block, size = GGML_QUANT_SIZES[kind]
-        header.numbers += math.prod(shape)
-        header.types.add(kind.name)
-        return offset + math.prod(shape) // block * size
+        if shape[0] % block:
+            raise ValueError(
+                f"its tensor {shown(name)} has rows of {shape[0]:,} numbers, no whole blocks of {kind.name}"
+            )
+        # The file's first dimension is the innermost.
+        return name, Tensor(kind.name, tuple(reversed(shape)), offset, offset + math.prod(shape) // block * size)
 
 
-def unpack(path: Path, header: Header, folder: Path) -> None:
-    """Writes a GGUF file as a checkpoint folder, its weights dequantized by transformers' reader.
+def write_metadata(path: Path, header: Header, folder: Path) -> None:
+    """Writes config, generation config and tokenizer of a GGUF file into a folder, as transformers reads them.
 
-    Raises UserError where that reader does not know the architecture, or would leave something out.
+    Weights stay in the file, but for architectures that only transformers' reader knows: these it dequantizes. Raises
+    UserError where that reader does not know the architecture, or would leave something out.
     """
     import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -162,33 +207,29 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         _check_read(header)
-        config = AutoConfig.from_pretrained(**source)
+        with _read_once(path):
+            config = AutoConfig.from_pretrained(**source)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+        config.dtype = header.dtype
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        factors = _rope_factors(path, network)
-        wanted = sum(weight.numel() for weight in network.parameters()) + len(factors)
-        if wanted != header.numbers:
-            raise ValueError(f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them")
-        # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
-        model, info = AutoModelForCausalLM.from_pretrained(
-            **source,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=getattr(torch, header.dtype),
-            output_loading_info=True,
-        )
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {shown(min(info['missing_keys']))}")
+        config.architectures = [type(network).__name__]
+        factors = _rope_factors(path, header, network)
         if factors:
-            model.config.rope_parameters |= {
+            config.rope_parameters |= {
                 "rope_type": "longrope",  # the one type that takes factors; they are those of any length
                 "short_factor": factors,
                 "long_factor": factors,
                 "attention_factor": 1.0,
                 "original_max_position_embeddings": config.max_position_embeddings,
             }
+        generation = GenerationConfig.from_model_config(config)
         if (end := header.metadata.get("tokenizer.ggml.eot_token_id")) not in (None, config.eos_token_id):
-            model.generation_config.eos_token_id = [config.eos_token_id, end]  # of a text, of a turn
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+            generation.eos_token_id = [config.eos_token_id, end]  # of a text, of a turn
+        if header.architecture in DIRECT:
+            GgufNames(header, network)
+        else:
+            _dequantize(source, header, network, len(factors), folder)
     except (MemoryError, OSError, UserError):
         raise
     except Exception as reason:  # a damaged file raises any exception
@@ -197,62 +238,122 @@ def unpack(path: Path, header: Header, folder: Path) -> None:
     finally:
         logging.set_verbosity(verbosity)
     link.unlink()
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if blocks := _blocks(path, header, model):
-        save_file(blocks, folder / BLOCKS_FILE)
 
 
-def _rope_factors(path: Path, network: Any) -> list[float]:
+def _dequantize(source: dict[str, Any], header: Header, network: Any, left_out: int, folder: Path) -> None:
+    """Writes the weights as safetensors by transformers' reader; ValueError if it would leave some out."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    wanted = sum(weight.numel() for weight in network.parameters()) + left_out
+    if wanted != header.numbers:
+        raise ValueError(f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them")
+    # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
+    model, info = AutoModelForCausalLM.from_pretrained(
+        **source,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=getattr(torch, header.dtype),
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"it lacks {shown(min(info['missing_keys']))}")
+    model.save_pretrained(folder)
+
+
+@contextmanager
+def _read_once(path: Path) -> Iterator[None]:
+    """Lets transformers read a file's metadata from here: its own reader takes ten seconds for a large vocabulary."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    header = read_header(path, arrays=True)
+
+    class Field:
+        types: tuple[()] = ()
+
+        def __init__(self, value: Any) -> None:
+            self.parts = value if isinstance(value, list) else [value]
+            self.data = range(len(self.parts))
+
+    class Reader:
+        fields = {key: Field(value) for key, value in header.metadata.items()}
+        tensors = [SimpleNamespace(name=name) for name in header.tensors]
+
+    with (
+        patch.object(gguf, "GGUFReader", lambda file: Reader),
+        patch.object(reading, "_gguf_parse_value", lambda value, types: value),
+    ):
+        yield
+
+
+class GgufNames:
+    """The tensor of a GGUF file for each weight of a network, by the names that the gguf package gives.
+
+    Raises ValueError for weights without a tensor, tensors without a weight, and shapes that differ.
+    """
+
+    def __init__(self, header: Header, network: Any) -> None:
+        import gguf
+
+        architecture = header.architecture
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        config = network.config.get_text_config()
+        names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+        self.header = header
+        self.tensors: dict[str, str] = {}
+        for name, weight in network.named_parameters():
+            module, _, kind = name.rpartition(".")
+            tensor = f"{names.get_name(module)}.{kind}"
+            if tensor not in header.tensors:
+                raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
+            if header.tensors[tensor].shape != tuple(weight.shape):
+                stored = [*header.tensors[tensor].shape]
+                raise ValueError(f"its {shown(tensor)} has the shape {stored}, the model needs {[*weight.shape]}")
+            self.tensors[name] = tensor
+        left = set(header.tensors) - set(self.tensors.values()) - {"rope_freqs.weight"}
+        if left:
+            raise ValueError(f"the model has no place for its tensor {shown(min(left))}")
+        self.heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def order(self, name: str) -> Any:
+        """Returns the rows of a weight in the file in the order that transformers has, or None if it is the same.
+
+        llama.cpp alternates the halves of a llama's head, which rotate together.
+        """
+        import numpy as np
+
+        parts = name.split(".")
+        if self.header.architecture != "llama" or len(parts) < 2 or parts[-2] not in self.heads:
+            return None
+        rows = self.header.tensors[self.tensors[name]].shape[0]
+        dim = rows // self.heads[parts[-2]]
+        return np.arange(rows).reshape(-1, dim // 2, 2).swapaxes(1, 2).flatten()
+
+    def gain_less_one(self, name: str) -> bool:
+        """Returns True for the weight of a norm that transformers keeps less one."""
+        return self.header.architecture in WHOLE_GAINS and "norm" in name
+
+
+def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
     """Returns what the rotary frequencies of a model are divided by (Llama 3), which transformers' reader leaves out.
 
     Empty if the file does not say. Raises ValueError for factors that do not fit the network.
     """
-    import gguf
     import numpy as np
 
-    factors = [tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "rope_freqs.weight"]
-    if not factors:
+    tensor = header.tensors.get("rope_freqs.weight")
+    if tensor is None:
         return []
-    values = np.asarray(factors[0], np.float64)
+    if tensor.type != "F32":
+        raise ValueError(f"its rope_freqs.weight has the type {tensor.type}")
+    values = np.fromfile(path, np.float32, math.prod(tensor.shape), offset=tensor.start).astype(np.float64)
     frequencies = getattr(getattr(getattr(network, "model", None), "rotary_emb", None), "inv_freq", None)
     if frequencies is None or values.shape != frequencies.shape or not (np.isfinite(values) & (values > 0)).all():
         raise ValueError(f"its rope_freqs.weight {shown(values.shape)} holds no factors of the rotary frequencies")
     return [float(value) for value in values]
-
-
-def _blocks(path: Path, header: Header, network: Any) -> dict[str, Any]:
-    """Returns the blocks, bytes [N, K / 32 * size], of linear layers that the file holds in 4 bits, by their names.
-
-    They are those of the network's weights: the names come from the `gguf` package, and the values are compared.
-    """
-    import gguf
-    import numpy as np
-    import torch
-    from torch import nn
-
-    archs = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == header.metadata["general.architecture"]]
-    if not archs or not header.types & set(BLOCK_BYTES):
-        return {}
-    names = gguf.get_tensor_name_map(archs[0], network.config.num_hidden_layers)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    blocks = {}
-    for name, layer in network.named_modules():
-        tensor = tensors.get(f"{names.get_name(name)}.weight")
-        if type(layer) is not nn.Linear or tensor is None or tensor.tensor_type.name not in BLOCK_BYTES:
-            continue
-        rows = layer.out_features
-        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).to(layer.weight.dtype)
-        orders = [torch.arange(rows)]
-        # llama.cpp alternates the halves of a head that rotate together.
-        dim = getattr(network.config, "head_dim", None) or rows
-        if rows % dim == 0:
-            orders.append(torch.arange(rows).view(-1, dim // 2, 2).transpose(1, 2).flatten())
-        for order in orders:
-            if torch.equal(values[order], layer.weight):
-                blocks[name] = torch.from_numpy(np.ascontiguousarray(tensor.data[order.numpy()]))
-                break
-    return blocks
 
 
 def _check_read(header: Header) -> None:

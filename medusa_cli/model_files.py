@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from medusa_cli.assets import RANDOM, model_dir
+from medusa_cli.assets import RANDOM, gguf_path, model_dir
 from medusa_cli.errors import UserError
 from medusa_cli.runs.io import convert, read_as, read_object
 
@@ -176,6 +176,14 @@ def checkpoint_files(source: str) -> list[Path]:
         parts = [model_file(source, name) for name in sorted(set(names))]
         return [] if None in parts else [part for part in parts if part is not None]
     return []
+
+
+def weights_file(model: str) -> Path | None:
+    """Returns the GGUF file that holds a model's weights; None where its folder holds them."""
+    if model.startswith(RANDOM):
+        return None
+    path = gguf_path(model)
+    return path if path is not None and not checkpoint_files(model_dir(model)) else None
 
 
 def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:

@@ -68,10 +68,19 @@ _CORPUS = (
     "Look up earlier answers and texts, too: a run's answers, a file of conversations (.json, .jsonl) or of text, or a "
     "folder of files, such as a code base."
 )
-_DTYPE = "Number type of the arithmetic: auto (the fastest that is true to the checkpoint), bf16, fp16, fp32."
-_ENGINE = "fast: rewritten layers over packed weights. eager: transformers' layers. auto: fast if it knows the model."
+_DTYPE = (
+    "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 (which also multiplies with fp32 rows)."
+)
+_ENGINE = (
+    "native: the compiled step (CPU). torch: joined layers (GPU). eager: transformers' layers. auto: the first that "
+    "knows the model."
+)
+_ROWS = (
+    "States that the native engine multiplies with quantized weights: int8 (rounded in groups of 32, as llama.cpp "
+    "does), fp32, or auto (int8, and fp32 with --dtype fp32)."
+)
 _QUANTIZE = (
-    "Quantize the model's weights, which changes its answers: int8 or int4 (fast engine, CPU), bnb.int8 or bnb.nf4 "
+    "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
     "(bitsandbytes), or none. [default: as the drafter was trained]"
 )
 _TEMPERATURE = "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
@@ -133,6 +142,7 @@ class LoadFlags(LoadOptions):
     engine: Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True)] = "auto"
     quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
     trust_remote_code: TrustRemoteCode = False
+    rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
 
     def of(self, model: str) -> str:
         """Returns a model's name for messages, with a note if its own code runs."""

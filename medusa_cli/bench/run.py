@@ -38,12 +38,10 @@ from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.autotune import processor
-from medusa_cli.engine.kernels import BITS
-from medusa_cli.engine.load import choose_kernel
+from medusa_cli.engine.timing import processor
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import DTYPES, has_own_code, load_network, resolve_device, resolve_dtype
+from medusa_cli.model.load import DTYPES, load_network, resolve_device, resolve_dtype
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.resolve import Choice, LoadOptions
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
@@ -117,14 +115,14 @@ class Bench:
         answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
-        kernel, reference, differences = backbone.engine.kernel.name, reference_of(self.methods), None
+        reference, differences = reference_of(self.methods), None
         if self.sampling.greedy:
             differences = {
                 name: [place for result in results if (place := first_difference(backbone, result, name, reference))]
                 for name in self.methods
             }
         # Rounded weights answer as a model of their own: the plain model's answers tell how far it moved.
-        asks_quality = not self.sampling.greedy or kernel in BITS
+        asks_quality = not self.sampling.greedy or backbone.engine.quantize is not None
         mode = "greedy" if self.sampling.greedy else self.sampling.mode
         facts = f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
         facts += f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
@@ -147,7 +145,7 @@ class Bench:
             "batch_size": self.batch_size,
             "dtype": _dtype(backbone.dtype),
             "engine": backbone.engine.name,
-            "kernel": kernel,
+            "kernel": backbone.engine.title,
             "row_invariant": backbone.engine.row_invariant,
             "device": str(backbone.device),
             "sampling": {name: value for name, value in rules.items() if value is not None},
@@ -183,11 +181,8 @@ class Bench:
     def _plain_backbone(self) -> Backbone:
         """Loads the transformers model with the run's adapter, in the number type that our engine will compute in."""
         options, model = self.options, self.choice.model
-        device, foreign = resolve_device(options.device), options.trust_remote_code and has_own_code(model)
-        if options.engine == "eager" or foreign or (options.engine == "auto" and options.quantised):
-            dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
-        else:
-            dtype = choose_kernel(model, device, options.dtype, options.engine, None).rows
+        device = resolve_device(options.device)
+        dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantised else None
         # With gradients the layers stay as they are.

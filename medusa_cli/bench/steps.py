@@ -1,20 +1,17 @@
 """Times of forward passes by rows, and the bandwidth of memory, which bounds them."""
 
-import gc
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from medusa_cli.engine import Cache, Engine, Plan, load_backbone
-from medusa_cli.engine.autotune import best_time, copy_bandwidth
+from medusa_cli.engine import Cache, Engine, Plan
+from medusa_cli.engine.timing import best_time, copy_bandwidth, watched
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -45,37 +42,32 @@ def time_rows(backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int, r
 
 def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
     """Runs a pass, and reads each row's most likely token as acceptance does."""
-    logits = engine.forward(plan, cache).logits
-    assert logits is not None
-    logits.argmax(-1).tolist()
+    out = engine.forward(plan, cache)
+    assert out.logits is not None
+    best = out.logits.argmax(-1) if out.best is None else out.best
+    best.tolist()
 
 
-def time_engines(model: str, options: LoadOptions, contexts: Sequence[int]) -> dict[str, Any]:
-    """Times passes by context and engine; engine "auto" times every engine that can run the model, one at a time."""
-    document: dict[str, Any] = {"model": model, "contexts": {str(size): {} for size in contexts}}
-    for engine in ("eager", "fast") if options.engine == "auto" else (options.engine,):
-        try:
-            backbone = load_backbone(model, replace(options, engine=engine))
-        except UsageError:
-            if engine == "eager" or options.engine != "auto":
-                raise
-            continue
-        longest = backbone.max_positions - 3
-        if contexts[-1] > longest:
-            remedy = f"use {longest} or less"
-            raise UsageError(f"@steps {contexts[-1]} leaves no position of {backbone.max_positions}", remedy)
-        if "ceiling_ms" not in document:
-            bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
-            document |= {
-                "dtype": str(backbone.dtype).removeprefix("torch."),
-                "device": str(backbone.device),
-                "weight_bytes": weights,
-                "copy_bytes_per_s": bandwidth,
-                "ceiling_ms": 1e3 * weights / bandwidth,
-            }
-        for size in contexts:
-            log.info("%s: timing passes with %s tokens in the cache", engine, f"{size:,}")
-            document["contexts"][str(size)][engine] = time_rows(backbone, context=size)
-        del backbone  # no two of them are held at once
-        gc.collect()
-    return document
+def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
+    """Times a backbone's passes by context and rows, beside the time that reading its weights takes at least."""
+    longest = backbone.max_positions - 3
+    if contexts[-1] > longest:
+        raise UsageError(
+            f"@context {contexts[-1]} leaves no position of {backbone.max_positions}", f"use {longest} or less"
+        )
+    bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
+    by_context = {}
+    busy = None
+    for size in contexts:
+        log.info("timing passes with %s tokens in the cache", f"{size:,}")
+        by_context[str(size)], disturbed = watched(partial(time_rows, backbone, context=size))
+        busy = busy or disturbed
+    return {
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "device": str(backbone.device),
+        "weight_bytes": weights,
+        "copy_bytes_per_s": bandwidth,
+        "ceiling_ms": 1e3 * weights / bandwidth,
+        "busy": busy is not None,
+        "contexts": by_context,
+    }

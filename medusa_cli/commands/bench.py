@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
-# The flags that --steps takes; it asks no questions and runs no drafter.
-WITH_STEPS = {"steps", "model", "run", "device", "dtype", "engine", "quantize"}
-WITH_STEPS |= {"trust_remote_code", "json", "quiet", "debug"}
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree, --lookup and --corpus say), medusa-alone (without n-gram drafts), "
@@ -33,7 +30,6 @@ METHODS = (
     "hf,ar,medusa, with --sweep ar,medusa]"
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context; resumes a killed one."
-STEPS = "Ask no questions: time forward passes by rows and engine after N tokens, such as 384."
 GGUF = "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
 swept = partial(flag, panel="Sweeps and pass times")
 other = partial(flag, panel="Methods of other programs")
@@ -48,7 +44,6 @@ def bench(
     report: Annotated[bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")] = False,
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
     values: Annotated[str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")] = None,
-    steps: Annotated[str | None, swept("--steps N[,N]", STEPS)] = None,
     draft_model: Annotated[str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judging: JudgeFlags,
@@ -64,11 +59,6 @@ def bench(
     """
     printing.configure()
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    if steps is not None:
-        for name in given - WITH_STEPS:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --steps", "leave one of them out")
-        time_steps(drafting.choose(need_drafter=False).model, loading, steps, printing.json)
-        return
     if values is not None and sweep is None:
         raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
     from medusa_cli.bench import sweep as sweeps
@@ -156,23 +146,3 @@ def show_sweep(document: Document) -> None:
     ]
     head = ("series", document["axis"], "tokens/s", "acceptance length", "overhead", "nats a token")
     console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)))
-
-
-def time_steps(model: str, loading: LoadFlags, contexts: str, as_json: bool) -> None:
-    """Times passes and prints them, context by context."""
-    words = [word.strip() for word in contexts.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
-        raise UsageError(f"--steps {contexts!r} is not a list of numbers >= 1", "use for example 512,2048")
-    from medusa_cli.bench.steps import time_engines
-
-    document = time_engines(model, loading, sorted({int(word) for word in words}))
-    if as_json:
-        console.emit_json(document)
-    for size, engines in document["contexts"].items():
-        times = [engine["step_ms"] for engine in engines.values()]
-        rows = [[count, *(f"{ms[count]:.1f} ({ms[count] / ms['1']:.2f})" for ms in times)] for count in times[0]]
-        rows.append(["prefill, s", *(f"{engine['prefill_s']:.2f}" for engine in engines.values())])
-        rows.append(["cache, MB", *(f"{engine['cache_bytes'] / 1e6:.1f}" for engine in engines.values())])
-        title = f"Milliseconds a pass of {loading.of(model)} (over its 1-row pass), {int(size):,} tokens in the cache"
-        console.result(console.grid(title, ["rows", *engines], rows))
-    console.result(f"reading the weights takes {document['ceiling_ms']:.1f} ms")

@@ -19,7 +19,6 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.engine import Plan
-from medusa_cli.engine.kernels import BITS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
@@ -100,8 +99,8 @@ class StateStore:
 
 def rounding(backbone: Backbone) -> str | None:
     """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
-    kernel = backbone.engine.kernel.name
-    return kernel if kernel in BITS else quantization_of(backbone.model)
+    rounded: str | None = backbone.engine.quantize
+    return rounded or quantization_of(backbone.model)
 
 
 def with_hidden_states(

@@ -17,13 +17,18 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 Path = tuple[list[int], int]
 
 
-def accept(logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler]) -> list[Path]:
+def accept(
+    logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], likeliest: Tensor | None = None
+) -> list[Path]:
     """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
 
-    Logits processors work on the nodes that are visited, in their order: drafts change nothing of what they see.
+    likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work on the nodes that
+    are visited, in their order: drafts change nothing of what they see.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
-    best = logits.argmax(-1).tolist() if fast else []
+    best: list[list[int]] = []
+    if fast:
+        best = (logits.argmax(-1) if likeliest is None else likeliest).tolist()
     paths = []
     for i, (draft, sampler) in enumerate(zip(drafts, samplers, strict=True)):
         scores = logits[i, : draft.tree.size]

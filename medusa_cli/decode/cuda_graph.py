@@ -23,10 +23,10 @@ from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
-from medusa_cli.engine.autotune import best_time
 from medusa_cli.engine.device import upload
-from medusa_cli.engine.fast import TOLERANCE
 from medusa_cli.engine.plan import lay_out_at
+from medusa_cli.engine.timing import best_time
+from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
 from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, DynamicTree, Tree

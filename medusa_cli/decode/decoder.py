@@ -187,7 +187,7 @@ class Decoder:
         else:
             trees = [guesses[i].tree if i in guesses else ROOT for i in range(len(sequences))]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
-        drafts = self._complete(proposals, unread, sequences)
+        drafts = self._complete(proposals, unread)
         accepted = graphs.verify(sequences, drafts, guesses)
         return None if accepted is None else (drafts, accepted)
 
@@ -200,13 +200,13 @@ class Decoder:
         """
         guesses, device = self._draft(sequences, proposals) if guesses is None else guesses, self.backbone.device
         known = [guesses.get(i) or Draft(upload([s.root], device), ROOT) for i, s in enumerate(sequences)]
-        drafts = self._complete(proposals, known, sequences)
+        drafts = self._complete(proposals, known)
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
         assert out.logits is not None
         accepted, samplers = [], [sequence.sampler for sequence in sequences]
-        for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers)):
+        for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers, out.best)):
             self.cache.keep(slot, path)
             rows, likely = upload(path, device), tuple[Likelihood, ...]()
             extra = None if out.extra is None else out.extra[slot, path[-1]]
@@ -230,11 +230,10 @@ class Decoder:
             )
 
     def _fit(self, sequences: Several[Sequence], proposals: Several[Proposal]) -> list[Proposal]:
-        """Returns the proposals as far as they fit into the context, and paths into the rows of few bits."""
+        """Returns the proposals as far as they fit into the context."""
         levels = [self.backbone.max_positions - len(sequence.tokens) - 1 for sequence in sequences]
-        longest = (self.engine.few_nodes or self.backbone.max_positions) - 1
         return [
-            (tree if tree.max_depth <= depth else tree.truncate(depth), [path[: min(depth, longest)] for path in paths])
+            (tree if tree.max_depth <= depth else tree.truncate(depth), [path[:depth] for path in paths])
             for (tree, paths), depth in zip(proposals, levels, strict=True)
         ]
 
@@ -249,15 +248,11 @@ class Decoder:
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 
-    def _complete(
-        self, proposals: Several[Proposal], drafts: Several[Draft], sequences: Several[Sequence]
-    ) -> list[Draft]:
-        """Adds n-gram matches to drafts, and cuts these to what a pass of the engine takes."""
+    def _complete(self, proposals: Several[Proposal], drafts: Several[Draft]) -> list[Draft]:
+        """Adds n-gram matches to drafts."""
         complete = []
-        for draft, (_, paths), sequence in zip(drafts, proposals, sequences, strict=True):
-            draft = add_paths(draft, paths) if paths else draft
-            nodes = self.engine.tree_rows(len(sequence.tokens))
-            complete.append(draft.first(nodes) if draft.tree.size > nodes else draft)
+        for draft, (_, paths) in zip(drafts, proposals, strict=True):
+            complete.append(add_paths(draft, paths) if paths else draft)
         return complete
 
     def clear_prefix_cache(self) -> None:

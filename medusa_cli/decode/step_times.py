@@ -12,7 +12,7 @@ from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.autotune import (
+from medusa_cli.engine.timing import (
     Curve,
     device_name,
     is_doubtful,

@@ -47,11 +47,10 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     config, shared = backbone.config, backbone.device.type != "cuda"  # by the processes of this machine
     free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
     context = min(settings.context, backbone.max_positions)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = 2 * config.num_hidden_layers * heads * width
-    numbers += config.hidden_size * (len(settings.taps) + 1) if shared else 0
-    count = max(1, min(MAX_BATCH, int(MEMORY_SHARE * free) // (numbers * backbone.dtype.itemsize * context)))
+    position: int = backbone.engine.row_bytes
+    if shared:
+        position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
+    count = max(1, min(MAX_BATCH, int(MEMORY_SHARE * free) // (position * context)))
     if count < MAX_BATCH:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "

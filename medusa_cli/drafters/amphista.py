@@ -98,7 +98,7 @@ class Amphista(HeadDrafter):
         adapted = []
         for number, stage in enumerate(self.packed("stages")):
             caches = [own.caches[number] for own in sequences]
-            x = stage.layer.extend(stage.join(x, embedded), positions, caches, self.traced)
+            x = stage.layer.extend(stage.join(x, embedded), positions, caches)
             adapted.append(x[last])
         return adapted
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,8 @@ class Eagle(HeadDrafter):
                 masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
                 places = [[tokens.end + head - 1] * count for tokens, count in zip(new, level.counts, strict=True)]
                 embedded = self.embed(backbone, level.tokens)
-                states = layer.extend(states[level.parent_rows], places, caches, self.traced, embedded, masks=masks)
-            return self.best(self.traced("score", partial(self._score, backbone), states), width, temperature)
+                states = layer.extend(states[level.parent_rows], places, caches, embedded, masks=masks)
+            return self.best(self._score(backbone, states), width, temperature)
 
         try:
             return draft_by_level(tree, new, guess)
@@ -124,10 +123,10 @@ class Eagle(HeadDrafter):
     @torch.inference_mode()
     def read(self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens]) -> Tensor:
         """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
-        fused = self.traced("fc", self.packed("fc"), self._lower(torch.cat([tokens.hidden for tokens in new])))
+        fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         places, caches = [range(tokens.start, tokens.end) for tokens in new], [own.caches[0] for own in sequences]
-        return self.packed("midlayer").extend(fused, places, caches, self.traced, embedded, last=True)
+        return self.packed("midlayer").extend(fused, places, caches, embedded, last=True)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:

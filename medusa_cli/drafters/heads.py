@@ -2,9 +2,8 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,8 +16,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, Drafter, NewTokens
 from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias, owners
 from medusa_cli.drafters.levels import Frontier, Guess
-from medusa_cli.engine.jit import Computation, TracedModule
-from medusa_cli.engine.kernels import Kernel, kernels_for, pack_linears
+from medusa_cli.engine.linear import pack_linears, packed_linear, packs
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import write_json
@@ -221,39 +219,16 @@ class HeadDrafter(Drafter):
         """Drops what was made of the weights for drafting: they may change now."""
         self._packed: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
-        self._traced: dict[Hashable, TracedModule] = {}
         self._lm_head_rows = None
 
     def packed(self, name: str) -> Any:
-        """Returns the submodule `name` with its linear layers packed for drafting: a copy where a kernel packs them."""
-        if self.kernel.name == "plain":
+        """Returns the submodule `name` with its linear layers packed for drafting: a copy where they are packed."""
+        if not packs(next(self.parameters()).device):
             return getattr(self, name)
         if name not in self._packed:
             self._packed[name] = copy.deepcopy(getattr(self, name))
-            pack_linears(self._packed[name], self.kernel)
+            pack_linears(self._packed[name])
         return self._packed[name]
-
-    def traced(self, name: Hashable, compute: Computation, *inputs: Tensor) -> Any:
-        """Returns compute(*inputs), from the third call under a name on by a trace.
-
-        Forks share the trace, so nothing of one sequence may be in it but what the inputs bring.
-        """
-        # Rounded kernels choose by the rows, which are those of the first input.
-        limit = self.kernel.few_rows
-        few = limit is None or inputs[0].shape[:-1].numel() <= limit
-        if (name, few) not in self._traced:
-            never = inputs[0].device.type != "cpu" or self.config.vocabulary == "shared"
-            self._traced[name, few] = TracedModule(compute, self._products, never=never)
-        return self._traced[name, few].run(*inputs)
-
-    def _products(self) -> list[nn.Module]:
-        """Returns everything that multiplies by packed weights."""
-        return [*self._packed.values(), *(scorer for scorer in self._scorers if isinstance(scorer, nn.Module))]
-
-    @cached_property
-    def kernel(self) -> Kernel:
-        """Returns the kernel of its linear layers and vocabulary matrices when it drafts: as its type wants it."""
-        return kernels_for(self.dtype, next(self.parameters()).device)[-1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,11 +244,11 @@ class HeadDrafter(Drafter):
         engine, own = backbone.engine, len(self.matrices) > 0
         if not self._scorers:  # forks share this very list
             if own:
-                self._scorers += [self.kernel.pack(matrix.detach()) for matrix in self.matrices]
+                self._scorers += [packed_linear(matrix) for matrix in self.matrices]
             elif self.config.vocabulary == "shared":
                 self._scorers.append(engine.lm_head)
             else:
-                self._scorers.append(engine.kernel.pack(self.matrix(backbone, 0), self.bias(backbone)))
+                self._scorers.append(packed_linear(self.matrix(backbone, 0), self.bias(backbone)))
         scorer = self._scorers[head if len(self._scorers) > 1 else 0]
         return scorer(states if own else states.to(backbone.dtype)).float()
 
@@ -292,7 +267,7 @@ class HeadDrafter(Drafter):
 
         compute(*inputs) gives the scores [B, M] of each of `depth` heads.
         """
-        scores = self.traced(("scores", depth), lambda *given: torch.stack(list(compute(*given))), *inputs)
+        scores = torch.stack(list(compute(*inputs)))
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             if self.conditional is None:

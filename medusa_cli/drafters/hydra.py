@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -94,8 +93,7 @@ class HydraHeads(HeadDrafter):
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
-            compute = partial(self._score, backbone, head)
-            x, scores = self.traced(("score", head), compute, x, level.parent_rows, level.tokens)
+            x, scores = self._score(backbone, head, x, level.parent_rows, level.tokens)
             return self.best(scores, width, temperature)
 
         return guess
@@ -108,7 +106,7 @@ class HydraHeads(HeadDrafter):
         x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
             caches, last = [own.caches[number] for own in sequences], number + 1 == len(self.prefix)
-            x = layer.extend(x, positions, caches, self.traced, last=last)
+            x = layer.extend(x, positions, caches, last=last)
         return x
 
     def _score(

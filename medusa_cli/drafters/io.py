@@ -12,7 +12,6 @@ from medusa_cli.drafters.firp import Firp
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
-from medusa_cli.engine.kernels import Kernel
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights
@@ -61,9 +60,6 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
             weight.copy_(tensors[name])
     if config.vocabulary == "draft":
         drafter.draft_ids.copy_(tensors["draft_ids"])
-    kernel = backbone.engine.kernel
-    # Beside a backbone of few bits, unquantised heads would take much of a step; drafts need not be exact.
-    drafter.kernel = kernel if kernel.few_rows is None else Kernel("int8")
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 

@@ -1,7 +1,7 @@
 """Layers that drafters are built of: residual blocks, attention with a cache of its own, the bias from a token."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 CANDIDATES = 128
 # Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
 OWN_SCORE = 12.0
-# Calls a computation under a name, from its third call on through a trace: `HeadDrafter.traced`.
-Traced = Callable[..., Any]
 
 
 class ResidualBlock(nn.Module):
@@ -213,7 +211,6 @@ class DecoderLayer(SelfAttention):
         x: Tensor,
         positions: Sequence[Sequence[int]],
         caches: Sequence[LayerCache],
-        traced: Traced,
         *embedded: Tensor,
         masks: Sequence[Tensor | None] | None = None,
         last: bool = False,
@@ -225,7 +222,7 @@ class DecoderLayer(SelfAttention):
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
-        q, k, v = traced((self, "project"), self._projected, x, flat, *embedded)
+        q, k, v = self._projected(x, flat, *embedded)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
@@ -234,7 +231,7 @@ class DecoderLayer(SelfAttention):
         masks = masks or [None] * len(counts)
         each = zip(q.split(counts, 1), known, masks, strict=True)
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
-        return traced((self, "leave"), self.leave, x, torch.cat(seen, dim=1))
+        return self.leave(x, torch.cat(seen, dim=1))
 
     def extend_slots(self, x: Tensor, rows: "SlotRows", cached: Tensor, *embedded: Tensor) -> Tensor:
         """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.attention import BLOCK, padded
 from medusa_cli.engine.device import upload
 
 FIRST_ROWS = 256
@@ -15,39 +14,28 @@ class Cache:
     """S sequences' keys and values [layers, S, KV, C, D].
 
     Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free rows hold finite
-    numbers, so that a product may run over them under a mask. The capacity C doubles as needed. With a `width`, as a
-    CPU's attention wants it, everything is fp32, keys are stored as [.., D, C], values in rows of `width` numbers, of
-    which number D is 1.
+    numbers, so that a matmul may run over them under a mask. The capacity C doubles as needed.
     """
 
-    def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS, *, width: int | None = None) -> None:
-        self.layers, self.slots, self.width = layers, slots, width
-        self.capacity = max(1, capacity) if width is None else padded(capacity, BLOCK)
+    def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
+        self.layers, self.slots = layers, slots
+        self.capacity = max(1, capacity)
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.rows: Tensor | None = None  # the values in their rows [layers, S, KV, C, W]
 
     def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
         """Makes the buffers for KV heads of a width (of values: value_dim), of the type and on the device of `like`."""
-        self.keys, self.values, self.rows = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
+        self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
 
-    def _buffers(
-        self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (self.layers, self.slots, heads)
-        if self.width is None:
-            rows = like.new_zeros(*shape, capacity, value_dim)
-            return like.new_zeros(*shape, capacity, dim), rows, rows
-        keys = like.new_zeros(*shape, dim, capacity, dtype=torch.float32).transpose(-1, -2)
-        rows = like.new_zeros(*shape, capacity, self.width, dtype=torch.float32)
-        rows[..., dim] = 1
-        return keys, rows[..., :dim], rows
+    def _buffers(self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        shape = (self.layers, self.slots, heads, capacity)
+        return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of memory, free rows included."""
-        return sum(buffer.nbytes for buffer in (self.keys, self.rows) if buffer is not None)
+        return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
     def grown(self, rows: int) -> int:
         """Returns the capacity that makes room for so many rows."""
@@ -64,11 +52,11 @@ class Cache:
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
             heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
-            keys, values, wide = self._buffers(heads, *widths, self.values, capacity)
+            keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
             # Assigned at once: if memory is short, the cache stays as it was.
-            self.keys, self.values, self.rows = keys, values, wide
+            self.keys, self.values = keys, values
         self.capacity = capacity
 
     @torch.inference_mode()

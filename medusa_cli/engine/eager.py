@@ -7,7 +7,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.engine import Engine
-from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import NAME, cache_name
@@ -21,18 +20,14 @@ class EagerEngine(Engine):
 
     name = "eager"
 
-    def __init__(self, backbone: Backbone, pack: bool = False) -> None:
-        """Wraps a backbone. pack: replaces its linear layers by a kernel's products, which pass no gradient."""
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         table = backbone.embedding.weight
         self.dtype, self.masks = table.dtype, backbone.masks
-        self.kernel = kernels_for(table.dtype, backbone.device)[-1]
         # A step reads all weights but an embedding table that is not also the lm_head.
         tied = backbone.model.get_output_embeddings().weight is table
         every = sum(weight.nbytes for weight in backbone.model.parameters())
         self.weight_bytes = every if tied else every - table.nbytes
-        if pack:
-            pack_linears(backbone.model, self.kernel)
         self.head = backbone.model.get_output_embeddings()
 
     @torch.inference_mode()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
-from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
@@ -30,19 +29,14 @@ class Engine(ABC):
 
     name: ClassVar[str]
     dtype: torch.dtype
-    kernel: Kernel
     masks: Masks
     head: nn.Module
     weight_bytes: int
+    # The rounding of weights that the engine has done: int8, int4 or None.
+    quantize: str | None = None
     # True if a row of a pass has the same bits alone, in a tree, in a batch and in a prompt: then greedy output over
     # drafts is that of plain decoding in every number type.
     row_invariant = False
-    # Of an engine that is not: up to how many nodes a tree's rows have the bits of plain decoding all the same.
-    few_nodes: int | None = None
-    # Attention reads a multiple of so many columns, and a row-invariant engine's trees lie within one block of columns.
-    round_to = block = 1
-    # The width of a row of values in the cache, if attention wants one of its own.
-    width: int | None = None
     # True if attention in CUDA graphs reads no column behind the slots' lengths, which are data.
     by_length = False
     # True if steps are captured as CUDA graphs; None: not tried yet.
@@ -54,12 +48,12 @@ class Engine(ABC):
 
     @property
     def title(self) -> str:
-        """Returns the engine and its kernel in words."""
-        return f"{self.name} engine ({self.kernel.name})"
+        """Returns the engine in words."""
+        return f"{self.name} engine"
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
         """Returns empty slots of `capacity` rows, which grow as needed."""
-        return Cache(self.backbone.num_layers, slots, capacity, width=self.width)
+        return Cache(self.backbone.num_layers, slots, capacity)
 
     @property
     def prefill_rows(self) -> int:
@@ -74,11 +68,6 @@ class Engine(ABC):
         dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
-    def tree_rows(self, length: int) -> int:
-        """Returns how many nodes a tree behind `length` tokens may have."""
-        exact = self.row_invariant or self.few_nodes is not None
-        return self.block - length % self.block if exact else self.backbone.max_positions
-
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
@@ -86,7 +75,7 @@ class Engine(ABC):
         if chain and rows > self.prefill_rows:
             return self._in_pieces(plan, cache)
         tokens = plan.tokens.to(self.backbone.device)
-        layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device, self.round_to)
+        layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device)
         states, final = self.run(tokens, layout, cache, plan.taps)
         if chain:
             for slot in range(plan.first, plan.first + len(tokens)):

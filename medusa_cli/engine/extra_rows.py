@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
-from medusa_cli.engine.kernels import FrozenLinear
-from medusa_cli.errors import UserError
 from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, padded_pass
 
@@ -93,8 +91,6 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
     They equal those of a forward pass; gradients reach the maps, through the layers above them.
     """
     parts = Layers(backbone.model)
-    if torch.is_grad_enabled() and any(isinstance(module, FrozenLinear) for module in parts.layers.modules()):
-        raise UserError("internal: packed weights lose gradients; load the backbone with gradients=True")
     size, length = traced.states[-1].shape[:2]
     padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]

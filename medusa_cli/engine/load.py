@@ -1,200 +1,290 @@
-"""Loads a backbone with the engine and kernel that suit it."""
+"""Loads a backbone with the engine that its model, the device and the user's options call for."""
 
+import dataclasses
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from medusa_cli.assets import DEFAULT_MODEL, RANDOM, model_dir
-from medusa_cli.engine.autotune import fastest
+from medusa_cli.assets import RANDOM, home
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
-from medusa_cli.engine.fast import FastEngine
-from medusa_cli.engine.kernels import BITS, Kernel, kernels_for
-from medusa_cli.engine.layers import FastLayer
-from medusa_cli.errors import UsageError, first_line
-from medusa_cli.gguf import BLOCKS_FILE
+from medusa_cli.engine.native import LookUp, NativeEngine
+from medusa_cli.engine.native_model import (
+    PROBE,
+    TOLERANCE,
+    Description,
+    NativeModel,
+    Packed,
+    describe,
+    gains_one_more,
+    pack_in_memory,
+    pack_to_file,
+    read_packed,
+    rotary_of,
+    stamp_of,
+    twin_of,
+)
+from medusa_cli.engine.plan import Plan
+from medusa_cli.engine.torch_layers import TorchEngine
+from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Layers, Unsupported, weights_of
+from medusa_cli.model.backbone import Unsupported, padded_pass, usable_positions, weights_of
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import FAULTS
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
-    has_bf16,
     has_own_code,
     load_network,
-    read_config,
+    load_without_weights,
     resolve_device,
-    resolve_dtype,
 )
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.model.weights import NetworkWeights, Weights, open_weights, source_stamp
+from medusa_cli.native import is_available, why_unavailable
+from medusa_cli.runs.resolve import DEFAULT_LOADING, INTEGER, LoadOptions
 
-SIXTEEN = (torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
 
 def load_backbone(
-    model: str = DEFAULT_MODEL,
+    model: str,
     options: LoadOptions = DEFAULT_LOADING,
     *,
     adapter: Path | None = None,
     chat_template: str | None = None,
     gradients: bool = False,
     shard: bool = False,
-    rows: int | None = None,
     chat: bool = False,
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train what its states feed.
 
-    engine "eager" runs transformers' layers, "fast" rewritten ones over a kernel, as do quantize "int8" and "int4";
-    "auto" is "fast" if that can run the model. dtype and engine "auto" take the kernel that was fastest on this
-    machine, for steps of a few rows or of `rows`. adapter: a folder from stage 2, merged into the weights or kept
-    beside quantised ones. chat: the model needs a chat template. The rest is load_network's. Raises UserError for
-    anything missing or unusable.
+    engine "native" runs the library on a CPU, "torch" rewritten layers on a GPU, "eager" transformers' own; "auto" the
+    first of these that can run the model. adapter: a folder from stage 2, merged into the weights or kept beside
+    quantised ones. chat: the model needs a chat template. The rest is load_network's. Raises UserError for anything
+    missing or unusable.
     """
-    dtype, quantised = options.dtype, options.quantised
-    engine = options.quantize if options.quantize in BITS else options.engine
-    assert engine is not None
-    fast_only = engine not in ("auto", "eager")
-    if shard and fast_only:
-        raise UsageError(f"{_flag(engine)} cannot run layers split by @shard", "leave one of them out")
     foreign = options.trust_remote_code and has_own_code(model)  # only the eager engine runs a model's own code
-    if foreign and fast_only:
-        raise UsageError(f"{_flag(engine)} cannot run the own code of {model!r}", "use @engine auto or eager")
-    stamp = lora.digest(adapter) if adapter is not None else None
-
-    def load(kind: str) -> Backbone:
-        network, tokenizer = load_network(model, replace(options, dtype=kind), shard=shard, chat_template=chat_template)
-        if adapter is not None:
-            network = lora.merge(network, adapter, beside=quantised)
-        elif (blocks := _blocks_file(model)) is not None:
-            for name, rows in load_file(blocks).items():
-                network.get_submodule(name).gguf_blocks = rows
-        backbone = Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
-        if chat:
-            check_template(backbone)
-        try_template(backbone)
-        return backbone
-
-    if engine == "eager" or shard or gradients or foreign or (quantised and engine == "auto"):
-        backbone = load(dtype)
-    else:
-        device = resolve_device(options.device)
-        backbone = load(_stored(model, dtype, kernels_of(model, device, dtype, engine)[0].rows, adapter))
+    named = "native" if options.quantize in INTEGER else options.engine
+    _check_engine(named, options, foreign, shard, model)
+    device = torch.device(resolve_device(options.device))
+    whole = gradients or shard or foreign or options.quantised
+    if named in ("auto", "native") and device.type == "cpu" and not whole:
         try:
-            backbone.engine = fast_engine(backbone, partial(choose_kernel, model, device, dtype, engine, rows))
+            return _load_native(model, options, adapter, chat_template, chat)
+        except Unsupported as reason:
+            if named == "native":
+                raise _refusal(options, model, reason) from reason
+            log.info("%s runs on the eager engine: %s", model, reason)
+    network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
+    stamp = None
+    if adapter is not None:
+        stamp = lora.digest(adapter)
+        network = lora.merge(network, adapter, beside=options.quantised)
+    backbone = Backbone(network, tokenizer, id=model, adapter=stamp, weights=weights_of(model))
+    _check_chat(backbone, chat)
+    if named != "eager" and device.type != "cpu" and not whole:
+        try:
+            backbone.engine = TorchEngine(backbone)
             return backbone
         except Unsupported as reason:
-            if engine != "auto":
-                raise _refusal(engine, model, reason) from reason
+            if named == "torch":
+                raise _refusal(options, model, reason) from reason
             log.info("%s runs on the eager engine: %s", model, reason)
-        spent = not all(weight.numel() for weight in backbone.model.parameters())  # layers are packed one by one
-        if spent or backbone.dtype != resolve_dtype(dtype, model, device):
-            backbone = load(dtype)
-    backbone.engine = EagerEngine(backbone, backbone.device.type == "cpu" and not (gradients or shard or quantised))
+    backbone.engine = EagerEngine(backbone)
     if not shard:  # all processes must run a split network at once
         backbone.engine.check()
     return backbone
 
 
-def attach(backbone: Backbone, engine: str = "eager", kernel: Kernel | None = None) -> Engine:
-    """Gives a backbone the engine of a name, over a kernel or the first one for its type.
+def attach(backbone: Backbone, engine: str = "eager", *, quantize: str | None = None, rows: str = "auto") -> Engine:
+    """Gives a backbone, whose network is in memory, the engine of a name.
 
-    Raises UsageError if the engine cannot run the network, which is spent then: some of its layers are packed.
+    Raises UsageError if the engine cannot run the network.
     """
-    dtype = backbone.embedding.weight.dtype
-    if engine == "eager":
-        backbone.engine = EagerEngine(backbone)
-        return backbone.engine
-    if engine in BITS:
-        _check_rounded(engine, dtype, backbone.device)
-        kernel = Kernel(engine)
     try:
-        backbone.engine = fast_engine(backbone, lambda: kernel or kernels_for(dtype, backbone.device)[0])
+        if engine == "native":
+            network = backbone.model
+            description = verified(network)
+            int8 = rows != "fp32" and quantize is not None
+            packed = pack_in_memory(description, NetworkWeights(network), quantize, int8)
+            model = NativeModel(description, packed, rotary_of(network))
+            backbone.engine = NativeEngine(backbone, model, int8, quantize)
+        elif engine == "torch":
+            backbone.engine = TorchEngine(backbone)
+        else:
+            backbone.engine = EagerEngine(backbone)
     except Unsupported as reason:
-        raise _refusal(engine, backbone.id, reason) from reason
-    return backbone.engine
+        raise UsageError(
+            f"@engine {engine} cannot run the model {backbone.id!r}: {reason}", "use @engine auto or eager"
+        ) from reason
+    return backbone.engine  # type: ignore[no-any-return]
 
 
-def fast_engine(backbone: Backbone, choose: Callable[[], Kernel]) -> FastEngine:
-    """Returns the fast engine over a chosen kernel; raises Unsupported for any model whose parts it does not know."""
-    try:
-        # Nothing is timed for such a model.
-        FastLayer(Layers(backbone.model).layers[0], backbone.config, Kernel("plain", backbone.dtype), 0, 0)
-        return FastEngine(backbone, choose())
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as reason:
-        raise Unsupported(first_line(reason)) from reason
-
-
-def choose_kernel(model: str, device: str, dtype: str, engine: str, rows: int | None) -> Kernel:
-    """Returns the fastest of the kernels that dtype and engine name; UsageError if they conflict."""
-    kernels = kernels_of(model, device, dtype, engine)
-    return kernels[0] if len(kernels) == 1 else fastest(kernels, read_config(model), rows)
-
-
-def kernels_of(model: str, device: str, dtype: str, engine: str) -> list[Kernel]:
-    """Returns the kernels that dtype and engine name for a model, of which all take its weights in one type.
-
-    Raises UsageError if dtype and engine conflict.
-    """
-    place, own = torch.device(device), checkpoint_dtype(model)
-    if engine in BITS:
-        _check_rounded(engine, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], place)
-        return [Kernel(engine)]
-    if dtype == "auto" and place.type == "cpu" and has_bf16() and _blocks_file(model) is not None:
-        return [Kernel("gguf", torch.bfloat16)]
-    if dtype != "auto":
-        kinds = [DTYPES[dtype]]
-    elif place.type != "cpu":
-        kinds = [own]
+def _load_native(
+    model: str, options: LoadOptions, adapter: Path | None, chat_template: str | None, chat: bool
+) -> Backbone:
+    """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
+    if (reason := why_unavailable()) is not None:
+        raise Unsupported(reason)
+    own = checkpoint_dtype(model)
+    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == own
+    quantize = options.quantize if options.quantize in INTEGER else None
+    weights: Weights | None = None
+    if adapter is None and as_stored and not model.startswith(RANDOM):
+        network, tokenizer = load_without_weights(model, chat_template)
+        weights = open_weights(model, network)
+    if weights is None:
+        kind = _merged_dtype(model, options, own, adapter)
+        network, tokenizer = load_network(
+            model, replace(options, dtype=kind, device="cpu", quantize=None), chat_template=chat_template
+        )
+        if adapter is not None:
+            network = lora.merge(network, adapter)
+        weights = NetworkWeights(network)
+    description = verified(network)
+    int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
+    if isinstance(weights, NetworkWeights):
+        packed = pack_in_memory(description, weights, quantize, int8_rows)
+        network = network.to("meta")
     else:
-        # fp32 arithmetic is never less exact than the checkpoint; fp16's is slow on every CPU.
-        kinds = [torch.float32, torch.bfloat16] if own == torch.bfloat16 else [torch.float32]
-    kernels = [kernel for kind in kinds for kernel in kernels_for(kind, place)]
-    if len(kinds) > 1:  # a CPU without bf16 instructions has but a plain, slow product for it
-        kernels = [kernel for kernel in kernels if kernel.name != "plain"]
-    if own not in SIXTEEN:
-        kernels = [kernel for kernel in kernels if kernel.name != "fp16-weights"] or kernels
-    return kernels
+        packed = _packed_once(model, description, weights, quantize, int8_rows)
+    rounded = any(not matrix.format.is_float for matrix in packed.matrices.values())
+    int8_rows = int8_rows and rounded
+    native = NativeModel(description, packed, rotary_of(network))
+    backbone = Backbone(
+        network,
+        tokenizer,
+        id=model,
+        adapter=None if adapter is None else lora.digest(adapter),
+        weights=weights_of(model),
+        embedding=LookUp(native),
+        lm_head=lambda: _lm_head(native),
+    )
+    backbone.engine = NativeEngine(backbone, native, int8_rows, quantize)
+    _check_chat(backbone, chat)
+    _check_finite(backbone)
+    return backbone
 
 
-def _blocks_file(model: str) -> Path | None:
-    """Returns the file of the 4-bit blocks that an unpacked GGUF file's matrices have, or None."""
-    if model.startswith(RANDOM):
-        return None
-    path = Path(model_dir(model)) / BLOCKS_FILE
-    return path if path.is_file() else None
-
-
-def _stored(model: str, dtype: str, rows: torch.dtype, adapter: Path | None) -> str:
-    """Returns the type to load the network in: the checkpoint's, at half the size, if an fp32 kernel packs it exactly.
+def _merged_dtype(model: str, options: LoadOptions, own: torch.dtype, adapter: Path | None) -> str:
+    """Returns the type to load a network in that is packed from memory: the checkpoint's, unless another is named.
 
     A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are kept in fp32.
     """
-    own = checkpoint_dtype(model)
-    half = rows == torch.float32 and own in SIXTEEN and not (dtype == "fp32" and adapter is not None)
-    return next(name for name, kind in DTYPES.items() if kind == (own if half else rows))
+    if options.dtype != "auto" and not (options.dtype == "fp32" and adapter is None):
+        return options.dtype
+    return next(name for name, kind in DTYPES.items() if kind == own)
 
 
-def _check_rounded(engine: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UsageError unless rounded weights have kernels for a type on a device."""
-    if dtype != torch.bfloat16 or device.type != "cpu":
-        raise UsageError(
-            f"@quantize {engine} needs bf16 on a CPU, not {str(dtype).removeprefix('torch.')} on {device.type}",
-            "use @dtype bf16 @device cpu, or @quantize bnb.int8",
+def _packed_once(
+    model: str, description: Description, weights: Weights, quantize: str | None, int8_rows: bool
+) -> Packed:
+    """Returns the packed weights of a model's files from the cache, where they are written at the first time.
+
+    Where the cache cannot be written, they are packed in memory.
+    """
+    path = home() / "packed" / f"{stamp_of(source_stamp(model), quantize)}.bin"
+    try:
+        return read_packed(path, description, int8_rows)
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
+        pass
+    try:
+        log.info("packing the weights of %s, once", model)
+        pack_to_file(path, description, weights, quantize)
+        return read_packed(path, description, int8_rows)
+    except OSError as reason:
+        log.warning("packed weights cannot be kept in %s: %s", path.parent, reason.strerror)
+        return pack_in_memory(description, weights, quantize, int8_rows)
+
+
+def _lm_head(native: NativeModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the lm_head's weight [V, H] and bias in fp32, by looking all of its rows up."""
+    vocab, hidden = native.description.sizes["vocab"], native.description.sizes["hidden"]
+    weight = native.head.embed(np.arange(vocab))[:, :hidden]
+    bias = native.head.bias
+    return torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias[:vocab])
+
+
+def verified(network: Any) -> Description:
+    """Describes a network and compares the library's pass with transformers' on a small random twin.
+
+    Raises Unsupported where parts are unknown or states differ.
+    """
+    try:
+        description = describe(network)
+        twin = twin_of(network)
+        more = gains_one_more(twin)
+        _compare(twin, more)
+    except (Unsupported, torch.OutOfMemoryError):
+        raise
+    except FAULTS as reason:
+        raise Unsupported(first_line(reason)) from reason
+    return dataclasses.replace(description, one_more=more)
+
+
+@torch.inference_mode()
+def _compare(twin: Any, one_more: bool) -> None:
+    """Raises Unsupported unless the library gives a twin's states and logits, at its first and last positions."""
+    description = dataclasses.replace(describe(twin), one_more=one_more)
+    packed = pack_in_memory(description, NetworkWeights(twin), None, False)
+    backbone = Backbone(twin)
+    engine = NativeEngine(backbone, NativeModel(description, packed, rotary_of(twin)), False)
+    tokens = torch.arange(PROBE) * 37 % backbone.vocab_size
+    # A twin's window is short; its context is the model's.
+    for first in (0, max(0, usable_positions(twin.config) - PROBE)):
+        positions = first + torch.arange(PROBE)[None]
+        expected = padded_pass(backbone, tokens[None], position_ids=positions).last_hidden_state[0]
+        ours = engine.states_at(tokens, first)
+        error = float((ours - expected).norm() / expected.norm())
+        if not error <= TOLERANCE:
+            raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")
+    logits = twin.get_output_embeddings()(expected)
+    ours_logits = engine.logits_of(expected)
+    if not torch.allclose(logits, ours_logits, atol=1e-4 * float(logits.abs().max())):
+        raise Unsupported("its logits are not its lm_head's own")
+
+
+@torch.inference_mode()
+def _check_finite(backbone: Backbone) -> None:
+    """Raises UserError for a model whose logits of a few tokens are not finite."""
+    engine = backbone.engine
+    tokens = torch.arange(6) % backbone.vocab_size
+    out = engine.forward(Plan.chain(tokens, logits="all"), engine.new_cache())
+    if not torch.isfinite(out.logits).all():
+        raise UserError(
+            f"@model {backbone.id!r} computes numbers that are not finite: its weights are damaged, or too large",
+            "get the model again",
         )
 
 
-def _refusal(engine: str, model: str, reason: Unsupported) -> UsageError:
-    return UsageError(f"{_flag(engine)} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
+def _check_chat(backbone: Backbone, chat: bool) -> None:
+    if chat:
+        check_template(backbone)
+    try_template(backbone)
 
 
-def _flag(engine: str) -> str:
-    return f"@quantize {engine}" if engine in BITS else f"@engine {engine}"
+def _check_engine(named: str | None, options: LoadOptions, foreign: bool, shard: bool, model: str) -> None:
+    """Raises UsageError for an engine that the other options rule out."""
+    if named in ("auto", "eager", None):
+        return
+    flag = f"@quantize {options.quantize}" if options.quantize in INTEGER else f"@engine {named}"
+    if shard:
+        raise UsageError(f"{flag} cannot run layers split by @shard", "leave one of them out")
+    if foreign:
+        raise UsageError(f"{flag} cannot run the own code of {model!r}", "use @engine auto or eager")
+    device = torch.device(resolve_device(options.device)).type
+    if named == "native" and device != "cpu":
+        raise UsageError(f"{flag} runs on a CPU, not on {device}", "use @device cpu, or @quantize bnb.int8")
+    if named == "native" and not is_available():
+        raise UsageError(f"{flag} cannot run: {why_unavailable()}", "use @engine auto or eager")
+    if named == "torch" and device == "cpu":
+        raise UsageError(f"{flag} runs on a GPU, not on a CPU", "use @engine auto, native or eager")
+
+
+def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageError:
+    flag = f"@quantize {options.quantize}" if options.quantize in INTEGER else f"@engine {options.engine}"
+    return UsageError(f"{flag} cannot run the model {model!r}: {reason}", "use @engine auto or eager")

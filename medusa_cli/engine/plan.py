@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.attention import padded, visible_behind
+from medusa_cli.engine.attention import visible_behind
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
@@ -50,12 +50,14 @@ class Plan:
 class Output:
     """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
 
-    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows.
+    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the likeliest tokens [B, n],
+    where the engine finds them on the way.
     """
 
     logits: Tensor | None
     hidden: Tensor
     extra: Tensor | None = None
+    best: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,10 @@ class Layout:
     lengths: Tensor | None = None
 
 
-def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device, round_to: int = 1) -> Layout:
+def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
-    context: the model's; extra rows may stand beyond it, where rotary tables may change. round_to: attention reads a
-    multiple of so many columns.
+    context: the model's; extra rows may stand beyond it, where rotary tables may change.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
@@ -103,8 +104,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     if plan.tree_mask is None and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
-    used, wide = upload(lengths, device), padded(end, round_to)
-    layout = lay_out_at(used, tree_mask, depth, masks, context, plan.first, wide, extra_rows)
+    layout = lay_out_at(upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows)
     return replace(layout, start=lengths[0]) if size == 1 else layout
 
 

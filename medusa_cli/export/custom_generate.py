@@ -232,7 +232,7 @@ def backbone_of(model: Any) -> Any:
         embedding=model.get_input_embeddings(),
         lm_head_weight=head.weight,
         lm_head_bias=head.bias,
-        engine=SimpleNamespace(lm_head=head, kernel=Plain),
+        engine=SimpleNamespace(lm_head=head),
         device=model.device,
         dtype=model.dtype,
     )
@@ -280,8 +280,8 @@ def load_drafter(source: str, model: Any) -> Loaded:
     if "draft_ids" in tensors:
         drafter.draft_ids.copy_(tensors["draft_ids"])
     drafter.to(model.device, model.dtype).requires_grad_(False)
-    # Its modules multiply as they are, and nothing is traced.
-    own = {"packed": drafter.get_submodule, "traced": lambda name, compute, *inputs: compute(*inputs)}
-    vars(drafter).update(own, kernel=Plain)
+    # Its modules multiply as they are.
+    own = {"packed": drafter.get_submodule}
+    vars(drafter).update(own)
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]

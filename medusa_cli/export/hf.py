@@ -25,8 +25,7 @@ LEFT_OUT = {
     "decode.sampling",
     "drafters.slots",
     "engine.extra_rows",
-    "engine.jit",
-    "engine.kernels",
+    "engine.linear",
     "model",
     "runs.io",
     "tree.tensors",
@@ -39,9 +38,9 @@ class Meta:
         pass
 
 
-Backbone = Computation = ExtraRows = Fill = Kernel = NewTensors = Sampler = Sampling = SlotRows = object
-Trace = TracedModule = TreeTensors = object
-fill_by_level = kernels_for = pack_linears = write_json = None
+Backbone = ExtraRows = Fill = NewTensors = Sampler = Sampling = SlotRows = object
+Trace = TreeTensors = object
+fill_by_level = pack_linears = packed_linear = packs = write_json = None
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Nodes of the tree if the run has a calibration and no tree.

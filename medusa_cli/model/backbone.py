@@ -1,9 +1,8 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class Unsupported(Exception):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights, adapter: the digests of their files.
+    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta device, where only the
+    engine holds weights: a layer that looks tokens up, and a function that returns the lm_head's weight and bias.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -41,6 +41,9 @@ class Backbone:
         id: str = "model",
         adapter: str | None = None,
         weights: str | None = None,
+        *,
+        embedding: Any = None,
+        lm_head: Callable[[], tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
         register()
         model.set_attn_implementation(NAME)
@@ -52,13 +55,15 @@ class Backbone:
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = usable_positions(self.config)
-        self.embedding: nn.Embedding = model.get_input_embeddings()
+        self.embedding: nn.Embedding = model.get_input_embeddings() if embedding is None else embedding
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
-        # Kept apart from the layer: an engine may pack its weight and free it.
-        head = model.get_output_embeddings()
-        self.lm_head_weight: Tensor = head.weight.detach()
-        self.lm_head_bias: Tensor | None = None if head.bias is None else head.bias.detach()
+        if lm_head is None:
+            # Kept apart from the layer: an engine may pack its weight and free it.
+            head = model.get_output_embeddings()
+            parts = head.weight.detach(), None if head.bias is None else head.bias.detach()
+            lm_head = partial(tuple, parts)  # type: ignore[arg-type]
+        self._lm_head = lm_head
         self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 
     @property
@@ -66,6 +71,21 @@ class Backbone:
         """Returns the type of the states: the engine may compute in fp32 over 16-bit weights."""
         engine = getattr(self, "engine", None)
         return self.embedding.weight.dtype if engine is None else engine.dtype
+
+    @property
+    def has_network(self) -> bool:
+        """Returns False if the engine alone holds the weights."""
+        return next(self.model.parameters()).device.type != "meta"
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """Returns the lm_head's weight [V, H]."""
+        return self._lm_head()[0]
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """Returns the lm_head's bias [V], if it has one."""
+        return self._lm_head()[1]
 
     @cached_property
     def masks(self) -> Masks:
@@ -142,12 +162,12 @@ class Layers:
         self.base = base
         self.layers = base.layers
         self.kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
-        self._by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
+        self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
     def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's type."""
         rotary = self.base.rotary_emb
-        cos, sin = rotary(x, positions, kind) if self._by_kind else rotary(x, positions)
+        cos, sin = rotary(x, positions, kind) if self.by_kind else rotary(x, positions)
         return cos, sin
 
 
@@ -184,8 +204,15 @@ def weights_of(model: str) -> str | None:
     """
     if model.startswith(RANDOM):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
+    from medusa_cli.model.weights import gguf_slices
+
+    if (slices := gguf_slices(model)) is not None:
+        return _digest(_samples(slices))
     files = checkpoint_files(model_dir(model))
-    return _digest(_samples(files)) if files else None
+    if not files:
+        return None
+    with opened(files, "pt") as slices:
+        return _digest(_samples(slices))
 
 
 def quantization_of(network: Any) -> str | None:
@@ -196,13 +223,12 @@ def quantization_of(network: Any) -> str | None:
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
 
 
-def _samples(files: Sequence[Path]) -> Iterator[bytes]:
-    """Yields samples of the tensors in a checkpoint's files, reading nothing else."""
-    with opened(files, "pt") as slices:
-        names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
-        for name in names[:: -(-len(names) // MAX_TENSORS)]:
-            if shape := slices[name].get_shape():
-                yield _sample(slices[name], shape)
+def _samples(slices: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yields samples of a checkpoint's tensors, reading nothing else."""
+    names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
+    for name in names[:: -(-len(names) // MAX_TENSORS)]:
+        if shape := slices[name].get_shape():
+            yield _sample(slices[name], shape)
 
 
 def _sample(tensor: Any, shape: Iterable[int]) -> bytes:

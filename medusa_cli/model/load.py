@@ -21,7 +21,7 @@ from medusa_cli.model.checks import (
     unloadable,
 )
 from medusa_cli.model.distributed import split_layers
-from medusa_cli.model_files import check_tokenizer, config_fields, tensors_of
+from medusa_cli.model_files import check_tokenizer, config_fields, model_file, tensors_of, weights_file
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 
 # As safetensors names them.
@@ -67,8 +67,7 @@ def load_network(
     it. "random:SHAPE" has random weights and no tokenizer. shard: see split_layers. chat_template replaces the
     tokenizer's own. Raises UserError for a model that is missing, damaged or unusable.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import find_adapter_config_file
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -106,23 +105,23 @@ def load_network(
         check_architecture(config, model)
     check_tokenizer(source, model)
     try:
-        if find_adapter_config_file(source):  # transformers would load it, and the model that it names, unchecked
-            raise UserError(
-                f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
-                "merge it into the model, or put it into the adapter/ of a run",
+        _refuse_adapter(source, model)
+        missing: list[str] = []
+        if (path := weights_file(model)) is not None:
+            if options.quantised:
+                raise UsageError(f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out")
+            network = _network_of_gguf(path, config, dtype)
+        else:
+            network, info = AutoModelForCausalLM.from_pretrained(
+                source, trust_remote_code=trusted, output_loading_info=True, **settings
             )
-        network, info = AutoModelForCausalLM.from_pretrained(
-            source, trust_remote_code=trusted, output_loading_info=True, **settings
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
-        tokenizer.encode("a")  # some settings are read at the first text
+            missing = sorted(info["missing_keys"])
+        tokenizer = _load_tokenizer(source, chat_template, trusted)
     except (UserError, MemoryError):
         raise
     except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
-    check_files(sorted(info["missing_keys"]), (network.generation_config, network.config, tokenizer), model)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
+    check_files(missing, (network.generation_config, network.config, tokenizer), model)
     if shard:  # all processes must run a split network at once, so none checks it
         split_layers(network, device)
         return network, tokenizer
@@ -132,6 +131,72 @@ def load_network(
         network = network.to(device)
     check_network(network, model)
     return network, tokenizer
+
+
+def load_without_weights(model: str, chat_template: str | None = None) -> tuple[Any, Any]:
+    """Returns a model's network on the meta device, which has no weights, and its tokenizer.
+
+    Raises UserError for a model that is missing, damaged or unusable.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    source = assets.model_dir(model)
+    config = read_config(model, whole=True)
+    check_architecture(config, model)
+    check_tokenizer(source, model)
+    try:
+        _refuse_adapter(source, model)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if model_file(source, "generation_config.json") is not None:
+            network.generation_config = GenerationConfig.from_pretrained(source)
+        tokenizer = _load_tokenizer(source, chat_template, False)
+    except (UserError, MemoryError):
+        raise
+    except Exception as reason:  # damaged files raise any exception
+        raise unloadable(model, reason) from reason
+    check_files([], (network.generation_config, network.config, tokenizer), model)
+    return network, tokenizer
+
+
+def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
+    tokenizer.encode("a")  # some settings are read at the first text
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _refuse_adapter(source: str, model: str) -> None:
+    """Raises UserError for an adapter beside a model: transformers would load it, and the model that it names."""
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(source):
+        raise UserError(
+            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
+            "merge it into the model, or put it into the adapter/ of a run",
+        )
+
+
+def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Returns transformers' network with the weights of a GGUF file, each exactly as the file says in fp32."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from medusa_cli.model.weights import GgufWeights
+
+    with init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    weights = GgufWeights(path, network)
+    state = {name: values.to(dtype) for name, values in weights.items()}
+    network.load_state_dict(state, strict=False, assign=True)
+    network.tie_weights()
+    source = Path(config._name_or_path)
+    if (source / "generation_config.json").is_file():
+        network.generation_config = GenerationConfig.from_pretrained(source)
+    return network.eval()
 
 
 def _keep_gradients(network: nn.Module) -> None:

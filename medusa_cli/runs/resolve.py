@@ -15,24 +15,29 @@ from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_draft
 
 log = logging.getLogger(__name__)
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
-# Quantization of weights by the fast engine, and by bitsandbytes.
+# Quantization of weights by the native engine, and by bitsandbytes.
 INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
 WORDS = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
-    "engine": ("auto", "eager", "fast"),
+    "engine": ("auto", "eager", "native", "torch"),
+    "rows": ("auto", "fp32", "int8"),
     "quantize": ("none", *INTEGER, *BITSANDBYTES),
 }
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of loading a model: device, number type, engine, quantization, and if its own code may run."""
+    """Options of loading a model: device, number type, engine, quantization, and if its own code may run.
+
+    rows: the number type in which the native engine multiplies states with quantized weights.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
     engine: str = "auto"
     quantize: str | None = None
     trust_remote_code: bool = False
+    rows: str = "auto"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
@@ -41,7 +46,7 @@ class LoadOptions:
             if (value := getattr(self, name)) not in (*words, None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
         if self.quantize in INTEGER and self.engine == "eager":
-            raise UsageError(f"@quantize {self.quantize} needs the fast engine", "leave it out, or use another method")
+            raise UsageError(f"@quantize {self.quantize} needs the native engine", "leave @engine out")
 
     @property
     def quantised(self) -> bool:

@@ -23,8 +23,6 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
 log = logging.getLogger(__name__)
-# Conversations run through the backbone whole, not as the few rows of a tree: kernels are chosen for so many rows.
-ROWS = 64
 
 
 def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> bool:
@@ -119,12 +117,12 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
 
 
 def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
-    """Returns the engine to load the backbone with; raises UsageError for fast if whole conversations run."""
+    """Returns the engine to load the backbone with; UsageError for others than eager if conversations run."""
     if not runs_model(kind, train):
         return engine
-    if engine == "fast":
+    if engine in ("native", "torch"):
         raise UsageError(
-            f"@engine fast cannot run {kind.name} over whole conversations: it packs the layers' weights",
+            f"@engine {engine} cannot run {kind.name} over whole conversations: it packs the layers' weights",
             "leave @engine out; the trained drafter runs on either engine",
         )
     return "eager"
@@ -135,9 +133,7 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     kind, train = DRAFTERS[recipe.drafter.name], recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
     template, gradients = recipe.chat_template, runs_model(kind, train)
-    return load_backbone(
-        recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template, rows=ROWS
-    )
+    return load_backbone(recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template)
 
 
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
@@ -159,7 +155,6 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
     network.train()
-    attach(backbone)  # heads that are loaded ask how it multiplies
     return backbone
 
 

@@ -20,7 +20,7 @@ from medusa_cli.decode import Decoder, Request, policy_of
 from medusa_cli.decode.step_times import NullDrafter, measure_step_times
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.autotune import copy_bandwidth
+from medusa_cli.engine.timing import copy_bandwidth
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import resolve_device

@@ -1,0 +1,313 @@
+"""The native engine: one call of the library runs all layers for the rows of all slots."""
+
+from collections.abc import Sequence
+from ctypes import byref
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.extra_rows import ExtraRowStates
+from medusa_cli.engine.native_model import NativeModel
+from medusa_cli.engine.plan import Output, Plan
+from medusa_cli.model.backbone import Backbone
+from medusa_cli.native import PackedMatrix, instructions, library
+from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
+
+# A float whose bytes the cache keeps.
+FLOAT = 4
+
+
+def padded(size: int, multiple: int) -> int:
+    """Returns the next multiple of a number from `size` on."""
+    return -(-size // multiple) * multiple
+
+
+class NativeEngine(Engine):
+    """Runs a model in the library's structures; states are fp32.
+
+    A row's bits depend neither on the rows beside it nor on the number of threads.
+    """
+
+    name = "native"
+    row_invariant = True
+
+    def __init__(self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None) -> None:
+        super().__init__(backbone)
+        self.model, self.int8_rows, self.quantize = model, int8_rows, quantize
+        self.dtype = torch.float32
+        self.sizes = model.description.sizes
+        self.stride = padded(self.sizes["hidden"], UNIT)
+        self.head = NativeLinear(model.head)
+        embedding = model.embedding.nbytes if model.embedding is not model.head else 0
+        self.weight_bytes = model.packed.nbytes - embedding
+        self._logits: NDArray[np.float32] | None = None
+
+    @property
+    def title(self) -> str:
+        """Returns the engine, its weights and rows, and its instructions in words."""
+        counts: dict[str, int] = {}
+        for matrix in self.model.packed.matrices.values():
+            counts[matrix.format.name] = counts.get(matrix.format.name, 0) + matrix.nbytes
+        kinds = ", ".join(sorted(counts, key=lambda name: -counts[name]))
+        rows = "int8" if self.int8_rows else "fp32"
+        return f"native engine ({kinds} weights, {rows} rows, {instructions()[0]})"
+
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":
+        return NativeCache(self.model, slots, capacity)
+
+    @property
+    def row_bytes(self) -> int:
+        dim = self.sizes["dim"]
+        return FLOAT * self.sizes["layers"] * self.sizes["kv"] * (dim + padded(dim, TILE))
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan, cache: Cache) -> Output:
+        assert isinstance(cache, NativeCache)
+        chain, rows = plan.tree_mask is None, plan.tokens.shape[1]
+        if chain and rows > self.prefill_rows:
+            return self._in_pieces(plan, cache)
+        depth, seen = _rows_of(plan, rows)
+        extra_rows = None
+        if plan.extra_rows is not None:
+            sources = torch.arange(rows)
+            extra_rows = ExtraRowStates(plan.extra_rows, sources[-1:] if chain else sources)
+            seen, depth = extra_rows.extend(seen, depth)
+        final, tapped = self._run(plan, cache, depth, seen, extra_rows)
+        if chain:
+            for slot in range(plan.first, plan.first + len(plan.tokens)):
+                cache.lengths[slot] += rows
+        hidden = self.sizes["hidden"]
+        states = [tapped[tap] for tap in plan.taps]
+        states = [x[..., :hidden] for x in states]
+        result = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
+        extra = None
+        if extra_rows is not None:
+            result, extra = extra_rows.split(result)
+            final = final[:, :rows]
+        if plan.logits == "none":
+            return Output(None, result, extra)
+        wanted = final if plan.logits == "all" else final[:, -1:]
+        logits, best = self._scores(wanted)
+        return Output(logits, result, extra, best)
+
+    def _run(
+        self, plan: Plan, cache: "NativeCache", depth: Tensor, seen: Tensor, extra_rows: ExtraRowStates | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Returns final states [B, R, stride] and the tapped ones; extra rows enter on the way."""
+        slots, all_rows = len(plan.tokens), depth.shape[1]
+        lengths = np.array(cache.lengths[plan.first : plan.first + slots], np.int64)
+        cache.reserve(int(lengths.max()) + all_rows)
+        context = self.backbone.max_positions
+        positions = np.minimum(lengths[:, None] + depth.numpy(), context - 1).astype(np.int32)
+        self.model.reserve(min(context, int(positions.max()) + 1))
+        visible = np.ascontiguousarray(seen.numpy(), np.uint8)
+        x = self._embed(plan.tokens)
+        last = self.sizes["layers"]
+        entries = extra_rows.rows.layers if extra_rows is not None else ()
+        cuts = sorted({0, last, *entries})
+        # As in the network's own list of states, the last layer's are those after the last norm.
+        taps = sorted(set(plan.taps) - {-1, last - 1})
+        tapped: dict[int, Tensor] = {}
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            if extra_rows is not None and first in entries:
+                entered = extra_rows.enter(first, x[..., : self.sizes["hidden"]])
+                x = torch.nn.functional.pad(entered, (0, self.stride - self.sizes["hidden"])).contiguous()
+            own = [tap for tap in taps if first <= tap < end]
+            states = self._run_layers(x, cache, plan.first, lengths, positions, visible, first, end, own)
+            tapped |= dict(zip(own, states, strict=True))
+        tapped[-1] = tapped[last - 1] = x
+        return x, tapped
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        cache: "NativeCache",
+        first_slot: int,
+        lengths: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        seen: NDArray[np.uint8],
+        first: int,
+        end: int,
+        taps: Sequence[int],
+    ) -> Sequence[Tensor]:
+        """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers."""
+        slots, rows, stride = x.shape
+        own = np.ascontiguousarray(positions[:, :rows])
+        layers = np.array(taps, np.int64)
+        tapped = torch.empty(len(taps), slots, rows, stride)
+        step = Step(
+            first_slot=first_slot,
+            slots=slots,
+            rows=rows,
+            lengths=lengths.ctypes.data,
+            positions=own.ctypes.data,
+            seen=seen.ctypes.data,
+            seen_slot=0 if len(seen) == 1 else seen.shape[1] * seen.shape[2],
+            seen_row=seen.shape[2],
+            first=first,
+            end=end,
+            x=x.data_ptr(),
+            taps=len(taps),
+            tap_layers=layers.ctypes.data,
+            tapped=tapped.data_ptr(),
+        )
+        code = library().run(byref(self.model.struct), byref(cache.buffers), byref(step))
+        if code:
+            raise ValueError("internal: a pass does not fit the cache or the context")
+        return list(tapped)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings [B, n, stride] of tokens [B, n]."""
+        ids = np.ascontiguousarray(tokens.numpy(), np.int64)
+        x = torch.empty(*tokens.shape, self.stride)
+        scale = self.model.struct.embedding_scale
+        matrix = self.model.embedding.struct
+        if library().embed(byref(matrix), ids.ctypes.data, ids.size, scale, x.data_ptr(), self.stride):
+            raise IndexError("a token is beyond the vocabulary")
+        return x
+
+    def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns logits [B, n, V] and the best tokens [B, n]; a step's logits are overwritten by the next."""
+        head, states = self.model.head, states.contiguous()
+        slots, rows, stride = states.shape
+        count, wide = slots * rows, padded(head.shape[0], TILE)
+        if self._logits is None or len(self._logits) < count:
+            self._logits = np.empty((max(count, 16), wide), np.float32)
+        best = np.empty((slots, rows), np.int32)
+        out = self._logits
+        code = library().logits(
+            byref(head.struct), states.data_ptr(), count, stride, out.ctypes.data, wide, best.ctypes.data
+        )
+        assert code == 0
+        logits = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
+        return logits, torch.from_numpy(best)
+
+    @torch.inference_mode()
+    def states_at(self, tokens: Tensor, first: int) -> Tensor:
+        """Returns the final states [n, H] of tokens [n] at the positions from `first` on, for a comparison."""
+        cache, count = self.new_cache(), len(tokens)
+        cache.reserve(count)
+        self.model.reserve(first + count)
+        x = self._embed(tokens[None])
+        positions = first + np.arange(count, dtype=np.int32)[None]
+        seen = np.tril(np.ones((1, count, count), np.uint8))
+        self._run_layers(x, cache, 0, np.zeros(1, np.int64), positions, seen, 0, self.sizes["layers"], ())
+        return x[0, :, : self.sizes["hidden"]]
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Returns the logits [n, V] of final states [n, H]."""
+        padding = self.stride - self.sizes["hidden"]
+        return self._scores(torch.nn.functional.pad(states[None], (0, padding)))[0][0]
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        scores: Tensor = self.head(states)
+        return scores
+
+    def run(self, *_: Any) -> Any:
+        raise NotImplementedError("the native engine runs plans, not layouts")
+
+
+def _rows_of(plan: Plan, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns depth [B or 1, n] and what rows see of each other [B or 1, n, n]."""
+    if plan.depth is None or plan.tree_mask is None:
+        return _chain(rows)
+    depth = plan.depth if plan.depth.dim() == 2 else plan.depth[None]
+    seen = plan.tree_mask if plan.tree_mask.dim() == 3 else plan.tree_mask[None]
+    return depth, seen
+
+
+@lru_cache(maxsize=4)
+def _chain(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows)[None], torch.ones(rows, rows, dtype=torch.bool).tril()[None]
+
+
+class NativeCache(Cache):
+    """Keys and values in the library's layout; see Cache in step.h."""
+
+    def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
+        super().__init__(model.description.sizes["layers"], slots, padded(max(1, capacity), TILE))
+        self.model = model
+        self._make(self.capacity)
+
+    def _make(self, capacity: int) -> None:
+        sizes = self.model.description.sizes
+        kv, dim = sizes["kv"], sizes["dim"]
+        shape = self.layers, self.slots, kv
+        self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
+        self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
+        self.buffers = CacheBuffers(self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity)
+        self.capacity = capacity
+
+    @property
+    def nbytes(self) -> int:
+        assert self.keys is not None and self.values is not None
+        return self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, rows: int) -> None:
+        if rows <= self.capacity:
+            return
+        keys, values, used = self.keys, self.values, padded(max(self.lengths), TILE)
+        assert keys is not None and values is not None
+        self._make(self.grown(rows))
+        self.keys[..., : used // TILE, :, :] = keys[..., : used // TILE, :, :]
+        self.values[..., :used, :] = values[..., :used, :]
+
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        length = self.lengths[slot]
+        if path[-1] != len(path) - 1:
+            rows = np.array(path, np.int64)
+            model, buffers = byref(self.model.struct), byref(self.buffers)
+            code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
+            assert code == 0
+        self.lengths[slot] = length + len(path)
+
+    @torch.inference_mode()
+    def swap(self, slot: int, other: int) -> None:
+        assert self.keys is not None and self.values is not None
+        if slot != other:
+            for buffer in (self.keys, self.values):
+                part = buffer[:, slot].clone()
+                buffer[:, slot] = buffer[:, other]
+                buffer[:, other] = part
+        self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
+
+
+class NativeLinear(nn.Module):
+    """A linear layer over a packed matrix, for inference alone."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.shape
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "NativeLinear":
+        return self  # its weights do not change
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+        y = torch.empty(len(rows), padded(self.out_features, TILE))
+        struct = byref(self.matrix.struct)
+        code = library().multiply(struct, rows.data_ptr(), len(rows), rows.shape[1], y.data_ptr(), y.shape[1])
+        assert code == 0
+        return y[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+
+
+class LookUp(nn.Module):
+    """Embeds tokens by a packed matrix, as the embedding of a network whose weights the engine alone holds."""
+
+    def __init__(self, model: NativeModel) -> None:
+        super().__init__()
+        self.matrix, self.scale = model.embedding, model.struct.embedding_scale
+        self.hidden = model.description.sizes["hidden"]
+        # The vocabulary's size, number type and device, for those that ask.
+        self.weight = torch.empty(model.description.sizes["vocab"], 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.matrix.embed(tokens.reshape(-1).numpy(), self.scale)[:, : self.hidden]
+        return torch.from_numpy(rows).view(*tokens.shape, self.hidden)

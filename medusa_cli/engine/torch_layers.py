@@ -1,0 +1,296 @@
+"""The torch engine for GPUs: a decoder's layers written out over joined matrices, with few operations between them.
+
+Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP, and Gemma's norms
+after attention and MLP. Any other layer is `Unsupported`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
+from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.plan import Layout, Plan
+from medusa_cli.model.attention import Masks
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
+from medusa_cli.model.checks import FAULTS
+
+# Tokens of the passes that compare the layers with the network, at the first positions and at the last.
+PROBE = 12
+# The allowed difference of states from the network's own, relative to their size, by their type.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+class Norm(nn.Module):
+    """Computes x / rms(x) * gain over the last dimension in fp32."""
+
+    gain: Tensor
+    eps: Tensor
+
+    def __init__(self, gain: Tensor, eps: float) -> None:
+        super().__init__()
+        self.register_buffer("gain", gain, persistent=False)
+        self.register_buffer("eps", gain.new_tensor([eps]), persistent=False)
+        self.share = 1.0 / len(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
+        return (x * scale).mul_(self.gain).to(x.dtype)
+
+
+def norm_of(module: Any) -> Norm:
+    """Returns the same norm in fewer operations; Unsupported unless it is an RMS norm with gain w or 1 + w (Gemma)."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if eps is None or weight is None or weight.dim() != 1:
+        raise Unsupported(f"{type(module).__name__} is no RMS norm")
+    probe = torch.linspace(-2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
+    expected = module(probe).float()
+    for gain in (weight.detach().float(), 1 + weight.detach().float()):
+        norm = Norm(gain, eps)
+        if torch.allclose(norm(probe).float(), expected, rtol=2e-2, atol=1e-3):
+            return norm
+    raise Unsupported(f"{type(module).__name__} computes something other than an RMS norm")
+
+
+class Joined(nn.Module):
+    """Linear layers that read the same rows, as one matmul; it takes over their weights."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        super().__init__()
+        for linear in linears:
+            if type(linear) is not nn.Linear:
+                raise Unsupported(f"a layer is {type(linear).__name__}, not a plain linear one")
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        if biases and len(biases) != len(linears):
+            raise Unsupported("only some of its joined layers have a bias")
+        self.register_buffer("weight", torch.cat([linear.weight.detach() for linear in linears]), persistent=False)
+        self.register_buffer("bias", torch.cat(biases) if biases else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class TorchLayer(nn.Module):
+    """One decoder layer on rows [B * R, H] of B slots, whose keys and values it writes in place.
+
+    kind and table: the indices of its masks and rotary tables.
+    """
+
+    def __init__(self, layer: Any, config: Any, kind: int, table: int) -> None:
+        super().__init__()
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
+            hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
+        ):
+            raise Unsupported("its layers are not self-attention and a gated MLP")
+        assert attention is not None and mlp is not None
+        after = hasattr(layer, "post_feedforward_layernorm")
+        if after != hasattr(layer, "pre_feedforward_layernorm"):
+            raise Unsupported("its norms are placed in a way not known here")
+        self.kind, self.table = kind, table
+        self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads: int = config.num_attention_heads
+        self.kv: int = config.num_key_value_heads
+        self.scale: float = attention.scaling
+        self.attention_norm = norm_of(layer.input_layernorm)
+        self.qkv = Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.out = Joined([attention.o_proj])
+        self.out_norm = norm_of(layer.post_attention_layernorm) if after else None
+        self.mlp_norm = norm_of(layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm)
+        self.gate_up = Joined([mlp.gate_proj, mlp.up_proj])
+        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.down = Joined([mlp.down_proj])
+        self.down_norm = norm_of(layer.post_feedforward_layernorm) if after else None
+        self.nbytes = sum(part.weight.nbytes for part in (self.qkv, self.out, self.gate_up, self.down))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys [B * R, heads + KV, D], rotated by tables, and values [B * R, KV, D]."""
+        qkv = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
+        query_key, value = qkv.split([self.heads + self.kv, self.kv], dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = query_key.split([self.heads, self.kv], dim=1)
+            query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
+        return torch.addcmul(query_key * cos, query_key.roll(self.dim // 2, -1), sin), value
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns the layer's output [B * R, H] from its input and the attention's [B * R, heads * D]."""
+        y = self.out(attended)
+        x = x + (y if self.out_norm is None else self.out_norm(y))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        inner = self.activation(gate).mul_(up)
+        y = self.down(inner)
+        return x + (y if self.down_norm is None else self.down_norm(y))
+
+
+class TorchEngine(Engine):
+    """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
+
+    The network's own linear layers are freed one by one as they are joined.
+    """
+
+    name = "torch"
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        model, config = backbone.model, backbone.config
+        self.dtype = backbone.embedding.weight.dtype
+        self.masks = Masks(config, self.dtype)
+        self.captures = None if backbone.device.type == "cuda" else False
+        self.kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.groups = config.num_attention_heads // self.kv
+        try:
+            self._parts = Layers(model)
+            self._tables = sorted(set(self._parts.kinds))
+            probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
+            firsts = (0, max(0, backbone.max_positions - PROBE))
+            expected = {first: self._expected(probe, first) for first in firsts}
+            self.layers = [self._join(index, layer) for index, layer in enumerate(self._parts.layers)]
+        except torch.OutOfMemoryError:
+            raise
+        except FAULTS as reason:
+            raise Unsupported(str(reason)) from reason
+        self.head = model.get_output_embeddings()
+        self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
+        self.weight_bytes = sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
+        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._check(probe, expected)
+
+    def _join(self, index: int, layer: nn.Module) -> TorchLayer:
+        kind = self.masks.kinds.index(self.masks.layer_type(index))
+        joined = TorchLayer(layer, self.backbone.config, kind, self._tables.index(self._parts.kinds[index])).eval()
+        release(layer)
+        return joined
+
+    def _expected(self, tokens: Tensor, first: int) -> Tensor:
+        """Returns the network's own states [1, n, H] of tokens [n] at the positions from `first` on."""
+        positions = first + torch.arange(len(tokens), device=tokens.device)[None]
+        states: Tensor = padded_pass(self.backbone, tokens[None], position_ids=positions).last_hidden_state
+        return states.float()
+
+    @torch.inference_mode()
+    def _check(self, probe: Tensor, expected: dict[int, Tensor]) -> None:
+        """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
+        for first, states in expected.items():
+            # Tables of these positions alone take the place of the first ones.
+            positions = first + torch.arange(PROBE, device=probe.device)
+            positions = positions.clamp(max=self.backbone.max_positions - 1)
+            self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}
+            ours = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
+            error = float((ours - states).norm() / states.norm())
+            if not error <= TOLERANCE[self.dtype]:
+                raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")
+        self._rotary = {}
+
+    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
+        if cache.keys is None:
+            cache.allocate(self.kv, self.dim, x)
+        extra_rows, last = layout.extra_rows, len(self.layers)
+        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(extra_rows.rows.layers if extra_rows else ())}
+        tapped: dict[int, Tensor] = {}
+        inputs: tuple[Any, ...] = ()
+        for first, after in itertools.pairwise(sorted(cuts)):
+            rows = x.shape[1]
+            if extra_rows is not None:
+                x = extra_rows.enter(first, x)
+            if not inputs or x.shape[1] != rows:
+                inputs = self.inputs(x.shape[1], layout)
+            tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, *inputs)
+        # As in the network's own list of states, the last layer's are those after the last norm.
+        tapped[-1] = x
+        return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
+
+    def run_layers(
+        self,
+        first: int,
+        end: int,
+        x: Tensor,
+        layout: Layout,
+        cache: Cache,
+        masks: list[Tensor],
+        reads: list[Tensor],
+        cos: list[Tensor],
+        sin: list[Tensor],
+        columns: Tensor,
+    ) -> Tensor:
+        """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm.
+
+        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B, R]: where each slot
+        gets its rows.
+        """
+        assert cache.keys is not None and cache.values is not None
+        shape = x.shape
+        x = x.flatten(0, 1)
+        slots = slice(layout.first, layout.first + layout.size)
+        for index in range(first, end):
+            layer = self.layers[index]
+            keys, values = (cached[index, slots].flatten(0, 1) for cached in (cache.keys, cache.values))
+            query_key, new_values = layer.project(x, cos[layer.table], sin[layer.table])
+            query, new_keys = query_key.split([layer.heads, layer.kv], dim=1)
+            _write(keys, new_keys, columns)
+            _write(values, new_values, columns)
+            mask = masks[layer.kind]
+            if reads and mask.shape[-1] == columns.shape[1]:
+                attended = behind(query, keys, values, new_keys, new_values, mask, reads, layer.scale)
+            else:
+                attended = fused(query, keys, values, mask, layer.kv, layer.scale)
+            x = layer.finish(x, attended.view(-1, layer.heads * layer.dim))
+        if end == len(self.layers):
+            x = self.norm(x)
+        return x.view(shape)
+
+    def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
+        """Returns the inputs of `run_layers` for the first `rows` rows of a layout."""
+        masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
+        masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
+        # Slots may share their positions.
+        positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
+        tables = (self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables)))
+        cos, sin = map(list, zip(*tables, strict=True))
+        reads = [] if layout.lengths is None else columns_read(layout.lengths, rows, self.kv, layout.wide)
+        return masks, reads, cos, sin, layout.columns[:, :rows]
+
+    def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [P, 1, D] of positions [P] below `wide`."""
+        context = self.backbone.max_positions
+        length = len(self._rotary[table][0]) if table in self._rotary else 0
+        if length < min(wide, context):
+            # Captured steps keep the place of the tables, so these never grow.
+            self._rotary[table] = self._table(table, torch.arange(context, device=positions.device))
+        cos, sin = self._rotary[table]
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def _table(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [P, D] of positions [P]; the first half of the sines is negated."""
+        like = torch.empty(1, dtype=self.dtype, device=positions.device)
+        cos, sin = self._parts.rotary(like, positions[None], self._tables[table])
+        half = sin.shape[-1] // 2
+        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+
+def _write(cached: Tensor, new: Tensor, columns: Tensor) -> None:
+    """Writes rows [B * R, KV, D] into their columns [B, R] of a cache [B * KV, C, D]."""
+    size, count = columns.shape
+    slots = torch.arange(size, device=columns.device)[:, None]
+    by_slot = cached.unflatten(0, (size, -1)).transpose(1, 2)
+    by_slot.index_put_((slots, columns), new.reshape(size, count, *new.shape[1:]).to(cached.dtype))
+
+
+def release(module: nn.Module) -> None:
+    """Frees the weights of a module's linear layers, which joined ones replace."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)

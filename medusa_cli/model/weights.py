@@ -1,0 +1,205 @@
+"""Where a model's weights come from: a GGUF file, safetensors files, or a network in memory, by transformers' names."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from medusa_cli.assets import RANDOM, file_stamp, model_dir
+from medusa_cli.gguf import GgufNames, read_header
+from medusa_cli.model_files import checkpoint_files, weights_file
+from medusa_cli.native.matrix import Floats, Format, RawMatrix
+
+# What the library cannot hold in a file's own bits is widened to fp32.
+FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
+
+
+class Weights(ABC):
+    """The weights of a model by the names of transformers' network."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def matrix(self, name: str) -> RawMatrix:
+        """Returns a matrix in the bits of its file."""
+
+    @abstractmethod
+    def vector(self, name: str) -> Floats:
+        """Returns the numbers of a norm or a bias in fp32."""
+
+    def release(self) -> None:  # noqa: B027  (most have nothing to release)
+        """Gives memory of what was read back to the system."""
+
+
+class NetworkWeights(Weights):
+    """The weights of a network in memory."""
+
+    def __init__(self, network: Any) -> None:
+        self.tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def matrix(self, name: str) -> RawMatrix:
+        return raw_of(self.tensors[name])
+
+    def vector(self, name: str) -> Floats:
+        return vector_of(self.tensors[name])
+
+
+class CheckpointWeights(Weights):
+    """The weights in safetensors files, mapped into memory."""
+
+    def __init__(self, files: Sequence[Path], prefix: str) -> None:
+        from safetensors import safe_open
+
+        self.prefix = f"{prefix}."
+        self.stack = ExitStack()
+        parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
+
+    def _name(self, name: str) -> str:
+        """Returns the name in the files: some lack the prefix of the base model."""
+        return name if name in self.parts else name.removeprefix(self.prefix)
+
+    def __contains__(self, name: str) -> bool:
+        return self._name(name) in self.parts
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self._name(name)
+        tensor: Tensor = self.parts[stored].get_tensor(stored)
+        return tensor
+
+    def matrix(self, name: str) -> RawMatrix:
+        return raw_of(self._tensor(name))
+
+    def vector(self, name: str) -> Floats:
+        return vector_of(self._tensor(name))
+
+
+class GgufWeights(Weights):
+    """The weights of a GGUF file, mapped into memory. network: transformers', which may lie on the meta device."""
+
+    def __init__(self, path: Path, network: Any) -> None:
+        self.names = GgufNames(read_header(path), network)
+        self.data: Any = np.memmap(path, np.uint8, "r")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names.tensors
+
+    def matrix(self, name: str) -> RawMatrix:
+        tensor = self.names.header.tensors[self.names.tensors[name]]
+        outputs, inputs = tensor.shape
+        rows = self.data[tensor.start : tensor.end].reshape(outputs, -1)
+        if tensor.type in Format.__members__:
+            raw = RawMatrix(Format[tensor.type], rows, inputs)
+        else:
+            from gguf import GGMLQuantizationType, dequantize
+
+            raw = RawMatrix.of(dequantize(np.asarray(rows), GGMLQuantizationType[tensor.type]))
+        order = self.names.order(name)
+        return raw if order is None else raw.reordered(order)
+
+    def vector(self, name: str) -> Floats:
+        from gguf import GGMLQuantizationType, dequantize
+
+        tensor = self.names.header.tensors[self.names.tensors[name]]
+        data = np.asarray(self.data[tensor.start : tensor.end])
+        values = dequantize(data, GGMLQuantizationType[tensor.type]).astype(np.float32)
+        order = self.names.order(name)
+        if order is not None:
+            values = values[order]
+        return values - 1 if self.names.gain_less_one(name) else values
+
+    def release(self) -> None:
+        import mmap
+
+        self.data._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each weight in fp32 as transformers has it."""
+        for name, stored in self.names.tensors.items():
+            if len(self.names.header.tensors[stored].shape) == 1:
+                yield name, torch.from_numpy(self.vector(name))
+            else:
+                yield name, torch.from_numpy(self.matrix(name).floats())
+
+
+class GgufSlice:
+    """A weight of a GGUF file that is read where it is sliced, as safetensors' slices are."""
+
+    def __init__(self, weights: GgufWeights, name: str) -> None:
+        self.weights, self.name = weights, name
+
+    def get_shape(self) -> list[int]:
+        names = self.weights.names
+        return [*names.header.tensors[names.tensors[self.name]].shape]
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        if len(place) == 1:
+            return torch.from_numpy(self.weights.vector(self.name))[place]
+        raw = self.weights.matrix(self.name)
+        part = RawMatrix(raw.format, np.ascontiguousarray(raw.rows[place[0]]), raw.inputs)
+        return torch.from_numpy(part.floats())[:, place[1]]
+
+
+def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
+    """Returns the weights of a model that lie in a GGUF file, to be read in part; None for other models."""
+    if (path := weights_file(model)) is None:
+        return None
+    weights = GgufWeights(path, meta_network(model))
+    return {name: GgufSlice(weights, name) for name in weights.names.tensors}
+
+
+def meta_network(model: str) -> Any:
+    """Returns transformers' network for a model's config, without memory for its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir(model), trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def open_weights(model: str, network: Any) -> Weights | None:
+    """Opens the files of a model, whose network may lie on the meta device; None where it has none on this machine."""
+    if (path := weights_file(model)) is not None:
+        return GgufWeights(path, network)
+    if model.startswith(RANDOM):
+        return None
+    files = checkpoint_files(model_dir(model))
+    return CheckpointWeights(files, network.base_model_prefix) if files else None
+
+
+def source_stamp(model: str) -> list[str]:
+    """Returns what tells the files of a model's weights from others."""
+    if (path := weights_file(model)) is not None:
+        return [file_stamp(path)]
+    return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
+
+
+def raw_of(tensor: Tensor) -> RawMatrix:
+    """Returns a matrix of floats in its own type."""
+    if tensor.dtype not in FLOAT_TYPES:
+        tensor = tensor.float()
+    return RawMatrix.of(array_of(tensor))
+
+
+def vector_of(tensor: Tensor) -> Floats:
+    values: Floats = tensor.detach().float().numpy()
+    return values
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Returns a tensor's memory as an array; bf16 as uint16."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    array: NDArray[Any] = tensor.numpy()
+    return array
