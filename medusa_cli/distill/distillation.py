@@ -128,8 +128,7 @@ def _source(
             log.warning(f"@endpoint {line}; the others take its work until it answers")
         settings = replace(settings, taps=())  # servers send no states
         return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
-    rows = settings.batch_size or MAX_BATCH
-    backbone = load_backbone(recipe.model, loading, chat_template=template, rows=rows, chat=True)
+    backbone = load_backbone(recipe.model, loading, chat_template=template, chat=True)
     check_generation_config(backbone)
     check_layers(settings.taps, backbone.num_layers, "distill.taps")
     if settings.batch_size is None:

@@ -121,7 +121,7 @@ def attach(backbone: Backbone, engine: str = "eager", *, quantize: str | None = 
         raise UsageError(
             f"@engine {engine} cannot run the model {backbone.id!r}: {reason}", "use @engine auto or eager"
         ) from reason
-    return backbone.engine  # type: ignore[no-any-return]
+    return backbone.engine
 
 
 def _load_native(

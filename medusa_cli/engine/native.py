@@ -255,6 +255,7 @@ class NativeCache(Cache):
         keys, values, used = self.keys, self.values, padded(max(self.lengths), TILE)
         assert keys is not None and values is not None
         self._make(self.grown(rows))
+        assert self.keys is not None and self.values is not None
         self.keys[..., : used // TILE, :, :] = keys[..., : used // TILE, :, :]
         self.values[..., :used, :] = values[..., :used, :]
 

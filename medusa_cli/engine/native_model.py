@@ -119,7 +119,7 @@ def describe(network: Any) -> Description:
         head=embedding if tied else names[id(head)],
         norm=names[id(parts.base.norm)],
         eps=eps.pop(),
-        scale=float(scales.pop()),
+        scale=float(scales.pop() or 0),
         embedding_scale=float(getattr(parts.base.embed_tokens, "scalar_embed_scale", 1.0)),
         activation=activations.pop(),
         one_more=False,

@@ -62,7 +62,7 @@ class Backbone:
             # Kept apart from the layer: an engine may pack its weight and free it.
             head = model.get_output_embeddings()
             parts = head.weight.detach(), None if head.bias is None else head.bias.detach()
-            lm_head = partial(tuple, parts)  # type: ignore[arg-type]
+            lm_head = partial(tuple, parts)
         self._lm_head = lm_head
         self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 

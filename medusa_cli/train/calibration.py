@@ -19,7 +19,7 @@ from medusa_cli.runs.io import Document
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
-from medusa_cli.train.setup import ROWS, engine_for, longest, runs_model
+from medusa_cli.train.setup import engine_for, longest, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
 
@@ -72,7 +72,6 @@ def calibrate(
         replace(loading, engine=engine_for(kind, recipe.train, loading.engine)),
         adapter=run.adapter if own else None,
         chat_template=run.chat_template,
-        rows=ROWS,
     )
     run.bind(backbone.identity)
     drafter = load_drafter(folder, backbone)
