@@ -152,6 +152,10 @@ class Decoder:
 
         Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not wait for the draft.
         """
+        with self.engine.alone():
+            return self._step()
+
+    def _step(self) -> list[tuple[Sequence, Step]]:
         sequences, started = self._running_first(), time.perf_counter()
         if not sequences:
             return []

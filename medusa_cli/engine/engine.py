@@ -1,6 +1,7 @@
 """The contract of an engine: plans in, states and logits out, over a cache."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -54,6 +55,10 @@ class Engine(ABC):
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
         """Returns empty slots of `capacity` rows, which grow as needed."""
         return Cache(self.backbone.num_layers, slots, capacity)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Returns a context in which torch leaves the processors to the engine's own threads, if it has some."""
+        return nullcontext()
 
     @property
     def prefill_rows(self) -> int:

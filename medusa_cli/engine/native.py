@@ -1,6 +1,7 @@
 """The native engine: one call of the library runs all layers for the rows of all slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import byref
 from functools import lru_cache
 from typing import Any
@@ -57,6 +58,19 @@ class NativeEngine(Engine):
         kinds = ", ".join(sorted(counts, key=lambda name: -counts[name]))
         rows = "int8" if self.int8_rows else "fp32"
         return f"native engine ({kinds} weights, {rows} rows, {instructions()[0]})"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Holds torch to one thread: its idle threads spin on the processors that the library's want."""
+        count = torch.get_num_threads()
+        if count == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":
         return NativeCache(self.model, slots, capacity)

@@ -51,18 +51,6 @@ struct Rows {
     }
     return r;
   }
-
-  // The same rows from input `first` on, a multiple of 32.
-  Rows skip(int64_t first) const {
-    Rows r = *this;
-    r.x += first;
-    r.q += first;
-    r.scale += first / 32;
-    r.offset32 += first / 32;
-    r.offset16 += first / 16;
-    for (int i = 0; i < 5; i++) r.zero[i] += first / (i < 3 ? 32 : 16);
-    return r;
-  }
 };
 
 constexpr int kZeros[5] = {8, 16, 128, 32, 4};
@@ -139,63 +127,68 @@ inline void add_upper_pairs(const uint8_t (*planes)[64], B* q) {
 }
 
 template <class Tile>
-inline const Tile& block_of(const uint8_t* blocks, int index) {
+inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
   return reinterpret_cast<const Tile*>(blocks)[index];
 }
 
 inline F negated(F a) { return mul(a, set(-1.0f)); }
 
-// Unpacks unit u of some blocks: its vectors q[8], and scales and offsets of its groups. SIGNED: numbers of 8 bits get
+// Unpacks a unit of some blocks: its vectors q[8], and scales and offsets of its groups. SIGNED: numbers of 8 bits get
 // their sign back.
 template <int FORMAT, bool SIGNED>
-inline void unpack_unit(const uint8_t* blocks, int u, B* q, F* scale, F* offset) {
+inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
   if constexpr (FORMAT == Q4_0) {
-    const auto& t = block_of<TileQ4_0>(blocks, u);
+    const auto& t = block_of<TileQ4_0>(blocks, unit);
     split_nibbles(t.q, q);
     scale[0] = load_half(t.d);
   } else if constexpr (FORMAT == Q4_1) {
-    const auto& t = block_of<TileQ4_1>(blocks, u);
+    const auto& t = block_of<TileQ4_1>(blocks, unit);
     split_nibbles(t.q, q);
     scale[0] = load_half(t.d);
     offset[0] = load_half(t.m);
   } else if constexpr (FORMAT == Q5_0) {
-    const auto& t = block_of<TileQ5_0>(blocks, u);
+    const auto& t = block_of<TileQ5_0>(blocks, unit);
     split_nibbles(t.q, q);
     add_fifth_bits(t.h, q);
     scale[0] = load_half(t.d);
   } else if constexpr (FORMAT == Q5_1) {
-    const auto& t = block_of<TileQ5_1>(blocks, u);
+    const auto& t = block_of<TileQ5_1>(blocks, unit);
     split_nibbles(t.q, q);
     add_fifth_bits(t.h, q);
     scale[0] = load_half(t.d);
     offset[0] = load_half(t.m);
   } else if constexpr (FORMAT == Q8_0) {
-    const auto& t = block_of<TileQ8_0>(blocks, u);
+    const auto& t = block_of<TileQ8_0>(blocks, unit);
     for (int j = 0; j < 8; j++) q[j] = SIGNED ? xor_b(load_b(t.q[j]), set_b(0x80)) : load_b(t.q[j]);
     scale[0] = load_half(t.d);
   } else if constexpr (FORMAT == Q4_K) {
-    const auto& t = block_of<TileQ4_K>(blocks, 0);
+    const auto& t = block_of<TileQ4_K>(blocks, unit / 8);
+    const int u = unit % 8;
     split_nibbles(t.q[u], q);
     scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
     offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
   } else if constexpr (FORMAT == Q5_K) {
-    const auto& t = block_of<TileQ5_K>(blocks, 0);
+    const auto& t = block_of<TileQ5_K>(blocks, unit / 8);
+    const int u = unit % 8;
     split_nibbles(t.q[u], q);
     add_fifth_bits(t.h[u], q);
     scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
     offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
   } else if constexpr (FORMAT == Q6_K) {
-    const auto& t = block_of<TileQ6_K>(blocks, 0);
+    const auto& t = block_of<TileQ6_K>(blocks, unit / 8);
+    const int u = unit % 8;
     split_nibbles(t.q[u], q);
     add_upper_pairs(t.h[u], q);
     for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
   } else if constexpr (FORMAT == Q3_K) {
-    const auto& t = block_of<TileQ3_K>(blocks, 0);
+    const auto& t = block_of<TileQ3_K>(blocks, unit / 8);
+    const int u = unit % 8;
     split_nibbles(t.q[u], q);
     for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
   } else {
     static_assert(FORMAT == Q2_K);
-    const auto& t = block_of<TileQ2_K>(blocks, 0);
+    const auto& t = block_of<TileQ2_K>(blocks, unit / 8);
+    const int u = unit % 8;
     split_nibbles(t.q[u], q);
     for (int g = 0; g < 2; g++) {
       scale[g] = mul(load_half(t.d), load_u8(t.scale[2 * u + g]));
@@ -297,31 +290,45 @@ inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes&
   }
 }
 
-// Adds the products of R rows with one unit to sums: for LANES channels from `lane` on. u: the unit's number among
-// those that x begins with.
+// What a kernel reads of rows in 8 bits, from one row and input on.
+struct Inputs {
+  const int8_t* q;
+  const float* scale;
+  const float* offset;
+  const int32_t* zero;
+  int64_t stride;  // of q
+  int64_t units;   // of scale; offset and zero have as many a row, or twice as many
+};
+
+template <int FORMAT>
+inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
+  using K = Kind<FORMAT>;
+  const int64_t units = x.stride / kUnit, at = row * units + first / kUnit;
+  const float* offset = K::groups == 1 ? x.offset32 : x.offset16;
+  const int32_t* zero = x.zero[K::zero < 0 ? 0 : K::zero];
+  return {x.q + row * x.stride + first, x.scale + at, offset + at * K::groups, zero + at * K::groups, x.stride, units};
+}
+
+// Adds the products of R rows with one unit, the inputs' unit u, to sums of LANES channels.
 template <int FORMAT, int R>
-inline void add_unit(const I* weights, const L* scale, const L* offset, const Rows& x, int u, L* total) {
+inline void add_unit(const I* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
   using K = Kind<FORMAT>;
   constexpr int vectors = 8 / K::groups;
-  const int64_t units = x.stride / kUnit;
   for (int g = 0; g < K::groups; g++) {
     for (int r = 0; r < R; r++) {
-      const int64_t at = (r * units + u) * K::groups + g;
-      const I first = set_i(K::zero < 0 ? 0 : x.zero[K::zero < 0 ? 0 : K::zero][at]);
+      const int64_t at = (r * x.units + u) * K::groups + g;
+      const I first = set_i(K::zero < 0 ? 0 : x.zero[at]);
       const int8_t* inputs = x.q + r * x.stride + u * kUnit + g * kUnit / K::groups;
       const I sum = dot<K::dot_bits, vectors>(first, weights + g * vectors, inputs);
-      total[r] = fma_l(to_floats(sum), mul_l(scale[g], set_l(x.scale[r * units + u])), total[r]);
-      if (K::has_offset) {
-        const float* offsets = K::groups == 1 ? x.offset32 : x.offset16;
-        total[r] = fma_l(offset[g], set_l(offsets[at]), total[r]);
-      }
+      total[r] = fma_l(to_floats(sum), mul_l(scale[g], set_l(x.scale[r * x.units + u])), total[r]);
+      if (K::has_offset) total[r] = fma_l(offset[g], set_l(x.offset[at]), total[r]);
     }
   }
 }
 
-// Adds the products of R rows with unpacked bytes to sums [R, 16]. x: the rows from the chunk's first input on.
+// Adds the products of R rows with unpacked bytes to sums [R, 16].
 template <int FORMAT, int R>
-inline void add_bytes(const Bytes& w, const Rows& x, float* sums) {
+inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   constexpr int groups = Kind<FORMAT>::groups;
   for (int lane = 0; lane < kTile; lane += LANES) {
     L total[R];
@@ -340,19 +347,19 @@ inline void add_bytes(const Bytes& w, const Rows& x, float* sums) {
   }
 }
 
-// The same for few rows, without a copy of what is unpacked.
+// Sets sums [R, 16] to the products of R rows with a whole tile, which is unpacked on the way.
 template <int FORMAT, int R>
-inline void add_packed(const uint8_t* blocks, int units, const Rows& x, float* sums) {
+inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
   const int64_t bytes = unit_bytes(FORMAT);
   L total[kTile / LANES][R];
   for (int part = 0; part < kTile / LANES; part++) {
-    for (int r = 0; r < R; r++) total[part][r] = load_l(sums + r * kTile + part * LANES);
+    for (int r = 0; r < R; r++) total[part][r] = set_l(0.0f);
   }
-  for (int u = 0; u < units; u++) {
+  for (int64_t u = 0; u < units; u++) {
     B q[8];
     F scale[2], offset[2];
-    prefetch(blocks + u * bytes + kAhead, bytes);
-    unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(blocks, u, q, scale, offset);
+    prefetch(tile + u * bytes + kAhead, bytes);
+    unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, q, scale, offset);
     for (int part = 0; part < kTile / LANES; part++) {
       I weights[8];
       L scales[2], offsets[2];
@@ -414,23 +421,39 @@ inline void by_blocks(int64_t rows, const Work& work) {
 // Rows up to which a tile is unpacked for each block of rows: to keep what is unpacked costs more.
 constexpr int64_t kFewRows = 2 * ROWS;
 
-// Adds the products of rows with inputs first .. first + 32 * units - 1 of a tile to sums [rows, 16].
+// Sets sums [rows, 16] to the products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
-inline void add_chunk(const uint8_t* tile, int64_t first, int units, const Rows& x, int64_t rows, Bytes& room,
-                      float* sums) {
-  const uint8_t* blocks = chunk_of(FORMAT, tile, first);
-  const Rows from_here = x.skip(first);
+inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
   if (rows <= kFewRows) {
     by_blocks(rows, [&](auto r, int64_t row) {
-      add_packed<FORMAT, decltype(r)::value>(blocks, units, from_here.from(row), sums + row * kTile);
+      constexpr int R = decltype(r)::value;
+      multiply_packed<FORMAT, R>(tile, k / kUnit, inputs_of<FORMAT>(x, row, 0), sums + row * kTile);
     });
     return;
   }
-  room.units = units;
-  unpack_chunk<FORMAT, Kind<FORMAT>::is_signed>(blocks, room);
-  by_blocks(rows, [&](auto r, int64_t row) {
-    add_bytes<FORMAT, decltype(r)::value>(room, from_here.from(row), sums + row * kTile);
-  });
+  std::memset(sums, 0, rows * kTile * sizeof(float));
+  for (int64_t first = 0; first < k; first += kChunk) {
+    room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
+    unpack_chunk<FORMAT, Kind<FORMAT>::is_signed>(chunk_of(FORMAT, tile, first), room);
+    by_blocks(rows, [&](auto r, int64_t row) {
+      constexpr int R = decltype(r)::value;
+      add_bytes<FORMAT, R>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
+    });
+  }
+}
+
+// Sets sums [rows, 16] to the products of rows of floats with a tile.
+inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x, int64_t rows, Bytes& bytes,
+                            Floats& room, float* sums) {
+  std::memset(sums, 0, rows * kTile * sizeof(float));
+  for (int64_t first = 0; first < m.k; first += kChunk) {
+    room.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
+    to_floats(m.format, tile, first, bytes, room);
+    by_blocks(rows, [&](auto r, int64_t row) {
+      const float* from = x.x + row * x.stride + first;
+      add_floats<decltype(r)::value>(room, from, x.stride, sums + row * kTile);
+    });
+  }
 }
 
 // Rows whose sums stay near the processor while a tile's chunks pass.
@@ -450,20 +473,12 @@ inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first
     const Rows panel = x.from(row);
     for (int64_t t = first; t < end; t++) {
       const uint8_t* tile = m.tiles + t * tile_bytes;
-      std::memset(sums, 0, count * sizeof sums[0]);
-      for (int64_t k = 0; k < m.k; k += kChunk) {
-        const int inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - k));
-        if (m.int8_rows) {
-          with_format(m.format, [&](auto kind) {
-            add_chunk<decltype(kind)::value>(tile, k, inputs / kUnit, panel, count, bytes, sums[0]);
-          });
-        } else {
-          floats.inputs = inputs;
-          to_floats(m.format, tile, k, bytes, floats);
-          by_blocks(count, [&](auto r, int64_t at) {
-            add_floats<decltype(r)::value>(floats, panel.x + at * x.stride + k, x.stride, sums[at]);
-          });
-        }
+      if (m.int8_rows) {
+        with_format(m.format, [&](auto kind) {
+          multiply_bytes<decltype(kind)::value>(tile, m.k, panel, count, bytes, sums[0]);
+        });
+      } else {
+        multiply_floats(m, tile, panel, count, bytes, floats, sums[0]);
       }
       float* out = y + row * ldy + (t - first) * kTile;
       const F bias = m.bias ? load(m.bias + t * kTile) : set(0.0f);

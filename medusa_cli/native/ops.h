@@ -29,11 +29,12 @@ inline void head_norm(float* x, const float* gain, int64_t dim, float eps) {
 }
 
 // Turns the first 2 * half numbers of a head: the first half with the second.
-inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
+inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int64_t half) {
+  float* __restrict second = x + half;
   for (int64_t i = 0; i < half; i++) {
-    const float a = x[i], b = x[i + half];
+    const float a = x[i], b = second[i];
     x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i] + a * sin[i];
+    second[i] = b * cos[i] + a * sin[i];
   }
 }
 

@@ -12,8 +12,8 @@ namespace ISA {
 
 namespace {
 
-// Rows from which on threads share what stands between products; fewer take less time than waking them.
-constexpr int64_t kManyRows = 4;
+// Numbers from which on threads share what stands between products; fewer take less time than handing them out.
+constexpr int64_t kManyNumbers = 1 << 14;
 // Multiplications that make a share worth taking, and shares for each thread.
 constexpr int64_t kLeastWork = 1 << 15;
 constexpr int64_t kSharesPerThread = 8;
@@ -86,10 +86,10 @@ Workspace& workspace() {
 
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
-// Calls work(row) for each row, by threads where there are many.
+// Calls work(row) for each row of so many numbers, by threads where it pays.
 template <class Work>
-void each_row(Pool& pool, int64_t rows, const Work& work) {
-  if (rows < kManyRows) {
+void each_row(Pool& pool, int64_t rows, int64_t numbers, const Work& work) {
+  if (rows * numbers < kManyNumbers) {
     for (int64_t r = 0; r < rows; r++) work(r);
     return;
   }
@@ -102,13 +102,13 @@ void each_row(Pool& pool, int64_t rows, const Work& work) {
 
 void round_rows(Pool& pool, const Rows& rows, int64_t count) {
   if (!rows.q) return;
-  each_row(pool, count, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
+  each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
 }
 
 // Normalises states [count, stride] into rows, and rounds these.
 void norm_rows(Pool& pool, const float* x, int64_t stride, const float* gain, int64_t hidden, float eps,
                const Rows& rows, int64_t count) {
-  each_row(pool, count, [&](int64_t r) {
+  each_row(pool, count, stride, [&](int64_t r) {
     rms_norm(x + r * stride, gain, writable(rows) + r * rows.stride, hidden, eps);
     if (rows.q) round_row(rows.from(r), 0, rows.stride);
   });
@@ -198,7 +198,7 @@ void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int
   const Layer& layer = m.layer[index];
   const Widths widths(m);
   const int64_t half = m.rotary / 2, wide = padded(m.dim, 16);
-  each_row(pool, step.slots * step.rows, [&](int64_t r) {
+  each_row(pool, step.slots * step.rows, widths.all, [&](int64_t r) {
     float* row = qkv + r * widths.all;
     const int64_t slot = step.first_slot + r / step.rows;
     const int64_t column = step.lengths[r / step.rows] + r % step.rows;
@@ -259,7 +259,7 @@ void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const
   float* added = work.added.room(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
   products(pool, y, rows, {Target{&m, added, stride, false}});
-  each_row(pool, rows, [&](int64_t r) {
+  each_row(pool, rows, stride, [&](int64_t r) {
     float* row = added + r * stride;
     rms_norm(row, norm, row, model.hidden, model.eps);
     float* state = x + r * stride;
@@ -304,7 +304,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
 
     if (i + 1 == m.layers) {
-      each_row(pool, rows, [&](int64_t r) {
+      each_row(pool, rows, stride, [&](int64_t r) {
         float* state = step.x + r * stride;
         rms_norm(state, m.norm, state, m.hidden, m.eps);
       });
@@ -328,7 +328,7 @@ void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, in
 
 // The best channel of each row, the first of equals.
 void find_best(Pool& pool, const Matrix& m, const float* y, int64_t rows, int64_t ldy, int32_t* best) {
-  each_row(pool, rows, [&](int64_t r) {
+  each_row(pool, rows, m.n, [&](int64_t r) {
     const float* row = y + r * ldy;
     F most = set(-INFINITY);
     int64_t i = 0;
@@ -349,7 +349,7 @@ void logits(Pool& pool, const Matrix& head, const float* states, int64_t rows, i
 
 void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) {
   const int64_t tile_bytes = m.k / info(m.format).block * info(m.format).tile_bytes;
-  each_row(pool, count, [&](int64_t r) {
+  each_row(pool, count, 16 * m.k, [&](int64_t r) {
     Bytes bytes;
     Floats floats;
     const uint8_t* tile = m.tiles + ids[r] / kTile * tile_bytes;
