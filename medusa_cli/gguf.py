@@ -166,9 +166,18 @@ class _Reader:
             raise ValueError(f"it has an array of the unknown type {kind}")
         if self.arrays:
             return [self.string() for _ in range(count)]
-        for _ in range(count):
-            self._advance(self.bounded(STRING, "bytes of one text"))
+        self._skip_strings(count)
         return count
+
+    def _skip_strings(self, count: int) -> None:
+        """Moves behind so many texts, of which a vocabulary has some hundred thousand."""
+        length, data, position = struct.Struct("<Q"), self.data, self.position
+        for _ in range(count):
+            [size] = length.unpack_from(data, position)
+            if size > STRING:
+                raise ValueError(f"it claims {size:,} bytes of one text")
+            position += 8 + size
+        self.position = position
 
     def tensor(self) -> tuple[str, Tensor]:
         """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""

@@ -43,7 +43,7 @@ from medusa_cli.model.load import (
     load_without_weights,
     resolve_device,
 )
-from medusa_cli.model.weights import NetworkWeights, Weights, open_weights, source_stamp
+from medusa_cli.model.weights import NetworkWeights, has_files, open_weights, source_stamp
 from medusa_cli.native import is_available, why_unavailable
 from medusa_cli.runs.resolve import DEFAULT_LOADING, INTEGER, LoadOptions
 
@@ -133,25 +133,24 @@ def _load_native(
     own = checkpoint_dtype(model)
     as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == own
     quantize = options.quantize if options.quantize in INTEGER else None
-    weights: Weights | None = None
+    from_files = False
     if adapter is None and as_stored and not model.startswith(RANDOM):
         network, tokenizer = load_without_weights(model, chat_template)
-        weights = open_weights(model, network)
-    if weights is None:
+        from_files = has_files(model)
+    if not from_files:
         kind = _merged_dtype(model, options, own, adapter)
         network, tokenizer = load_network(
             model, replace(options, dtype=kind, device="cpu", quantize=None), chat_template=chat_template
         )
         if adapter is not None:
             network = lora.merge(network, adapter)
-        weights = NetworkWeights(network)
     description = verified(network)
     int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
-    if isinstance(weights, NetworkWeights):
-        packed = pack_in_memory(description, weights, quantize, int8_rows)
-        network = network.to("meta")
+    if from_files:
+        packed = _packed_once(model, description, network, quantize, int8_rows)
     else:
-        packed = _packed_once(model, description, weights, quantize, int8_rows)
+        packed = pack_in_memory(description, NetworkWeights(network), quantize, int8_rows)
+        network = network.to("meta")
     rounded = any(not matrix.format.is_float for matrix in packed.matrices.values())
     int8_rows = int8_rows and rounded
     native = NativeModel(description, packed, rotary_of(network))
@@ -160,7 +159,7 @@ def _load_native(
         tokenizer,
         id=model,
         adapter=None if adapter is None else lora.digest(adapter),
-        weights=weights_of(model),
+        weights=packed.digest or weights_of(model),
         embedding=LookUp(native),
         lm_head=lambda: _lm_head(native),
     )
@@ -180,9 +179,7 @@ def _merged_dtype(model: str, options: LoadOptions, own: torch.dtype, adapter: P
     return next(name for name, kind in DTYPES.items() if kind == own)
 
 
-def _packed_once(
-    model: str, description: Description, weights: Weights, quantize: str | None, int8_rows: bool
-) -> Packed:
+def _packed_once(model: str, description: Description, network: Any, quantize: str | None, int8_rows: bool) -> Packed:
     """Returns the packed weights of a model's files from the cache, where they are written at the first time.
 
     Where the cache cannot be written, they are packed in memory.
@@ -192,9 +189,10 @@ def _packed_once(
         return read_packed(path, description, int8_rows)
     except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
         pass
+    weights = open_weights(model, network)
     try:
         log.info("packing the weights of %s, once", model)
-        pack_to_file(path, description, weights, quantize)
+        pack_to_file(path, description, weights, quantize, weights_of(model))
         return read_packed(path, description, int8_rows)
     except OSError as reason:
         log.warning("packed weights cannot be kept in %s: %s", path.parent, reason.strerror)

@@ -179,11 +179,15 @@ def _activation_of(function: Any) -> int:
 
 @dataclass
 class Packed:
-    """Packed matrices and fp32 vectors by name; `memory` is the mapped file that they lie in, if any."""
+    """Packed matrices and fp32 vectors by name.
+
+    memory: the mapped file that they lie in, if any. digest: of the weights they were made from, `weights_of`.
+    """
 
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, Floats] = field(default_factory=dict)
     memory: Any = None
+    digest: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +237,9 @@ def pack_in_memory(description: Description, weights: Weights, quantize: str | N
     return packed
 
 
-def pack_to_file(path: Path, description: Description, weights: Weights, quantize: str | None) -> None:
+def pack_to_file(
+    path: Path, description: Description, weights: Weights, quantize: str | None, digest: str | None
+) -> None:
     """Writes packed weights: the length of a JSON of what it holds, that JSON, and the tiles, each from a multiple of
     64 bytes on."""
     from medusa_cli.native import library
@@ -256,7 +262,7 @@ def pack_to_file(path: Path, description: Description, weights: Weights, quantiz
                     entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
                     end = sum(entry["tiles"])
                 entries.append(entry)
-            text = json.dumps({"version": VERSION, "entries": entries}).encode()
+            text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
             place = _write(file, end, np.frombuffer(text, np.uint8))
             file.seek(0)
             file.write(place[0].to_bytes(8, "little"))
@@ -282,7 +288,7 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
     data = json.loads(memory[start:].tobytes())
     if data["version"] != VERSION:
         raise ValueError("it is of another version")
-    packed = Packed(memory=memory)
+    packed = Packed(memory=memory, digest=data["digest"])
 
     def part(place: list[int]) -> Bytes:
         first, size = place

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medusa_cli.assets import RANDOM, file_stamp, model_dir
+from medusa_cli.assets import file_stamp, model_dir
 from medusa_cli.gguf import GgufNames, read_header
 from medusa_cli.model_files import checkpoint_files, weights_file
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
@@ -167,14 +167,16 @@ def meta_network(model: str) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def open_weights(model: str, network: Any) -> Weights | None:
-    """Opens the files of a model, whose network may lie on the meta device; None where it has none on this machine."""
+def has_files(model: str) -> bool:
+    """Returns True if a model's weights lie in files on this machine."""
+    return weights_file(model) is not None or bool(checkpoint_files(model_dir(model)))
+
+
+def open_weights(model: str, network: Any) -> Weights:
+    """Opens the files of a model that has some; its network may lie on the meta device."""
     if (path := weights_file(model)) is not None:
         return GgufWeights(path, network)
-    if model.startswith(RANDOM):
-        return None
-    files = checkpoint_files(model_dir(model))
-    return CheckpointWeights(files, network.base_model_prefix) if files else None
+    return CheckpointWeights(checkpoint_files(model_dir(model)), network.base_model_prefix)
 
 
 def source_stamp(model: str) -> list[str]:
