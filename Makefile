@@ -69,9 +69,9 @@ fuzz: $(READY) ## change every file and flag at random for ten minutes; SEED=N d
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZ) $(if $(SEED),--seed $(SEED))
 
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
-	$(BIN)/medusa bench --steps 384
+	$(BIN)/medusa machine --context 384
 	$(BIN)/medusa bench --mt-bench --limit 16 --max-new-tokens 128 \
-		--methods hf,hf-lookup,ar,medusa,medusa-dynamic$$($(BIN)/python -c 'import xllamacpp' 2>/dev/null && echo ,llama.cpp)
+		--methods hf,hf-lookup,ar,medusa-alone,lookup,medusa$$($(BIN)/python -c 'import xllamacpp' 2>/dev/null && echo ,llama.cpp)
 
 # Fewer for a look: make soak REQUESTS=500
 REQUESTS ?= 10000
