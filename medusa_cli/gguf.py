@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,10 +299,24 @@ def _read_once(path: Path) -> Iterator[None]:
         yield
 
 
+@cache
+def _is_readable(kind: str) -> bool:
+    """Returns True for a type of weights that the gguf package reads, tried on one block of zeros."""
+    import gguf
+    import numpy as np
+
+    number = gguf.GGMLQuantizationType[kind]
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[number][1]), np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class GgufNames:
     """The tensor of a GGUF file for each weight of a network, by the names that the gguf package gives.
 
-    Raises ValueError for weights without a tensor, tensors without a weight, and shapes that differ.
+    Raises ValueError for weights without a tensor, tensors without a weight, shapes that differ and unreadable types.
     """
 
     def __init__(self, header: Header, network: Any) -> None:
@@ -321,6 +336,8 @@ class GgufNames:
             if header.tensors[tensor].shape != tuple(weight.shape):
                 stored = [*header.tensors[tensor].shape]
                 raise ValueError(f"its {shown(tensor)} has the shape {stored}, the model needs {[*weight.shape]}")
+            if not _is_readable(header.tensors[tensor].type):
+                raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")
             self.tensors[name] = tensor
         left = set(header.tensors) - set(self.tensors.values()) - {"rope_freqs.weight"}
         if left:

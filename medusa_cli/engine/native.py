@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
-from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
@@ -191,10 +191,12 @@ class NativeEngine(Engine):
         head, states = self.model.head, states.contiguous()
         slots, rows, stride = states.shape
         count, wide = slots * rows, padded(head.shape[0], TILE)
-        if self._logits is None or len(self._logits) < count:
-            self._logits = np.empty((max(count, 16), wide), np.float32)
-        best = np.empty((slots, rows), np.int32)
         out = self._logits
+        if out is None or len(out) < count:
+            out = np.empty((max(count, 16), wide), np.float32)
+            # Those of a prompt's pieces are joined later.
+            self._logits = out if count <= SCRATCH_ROWS else self._logits
+        best = np.empty((slots, rows), np.int32)
         code = library().logits(
             byref(head.struct), states.data_ptr(), count, stride, out.ctypes.data, wide, best.ctypes.data
         )

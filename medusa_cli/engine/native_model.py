@@ -292,7 +292,7 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
 
     def part(place: list[int]) -> Bytes:
         first, size = place
-        if first % 64 or first + size > memory.nbytes:
+        if first < 0 or size < 0 or first % 64 or first + size > memory.nbytes:
             raise ValueError("it is cut off")
         bytes: Bytes = memory[first : first + size]
         return bytes

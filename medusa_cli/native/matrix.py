@@ -123,7 +123,10 @@ class PackedMatrix:
     ) -> None:
         self.format, self.shape, self.tiles = format, shape, tiles
         self.bias = None if bias is None else padded_floats(bias)
-        assert tiles.nbytes == library().tiled_bytes(int(format), *shape)
+        outputs, inputs = shape
+        whole = outputs > 0 and inputs > 0 and format.fits(inputs)
+        if not whole or tiles.nbytes != library().tiled_bytes(int(format), outputs, inputs):
+            raise ValueError(f"tiles of {tiles.nbytes:,} bytes are no matrix {shape} in {format.name}")
         address = None if self.bias is None else self.bias.ctypes.data
         int8 = int8_rows and not format.is_float
         self.struct = Matrix(int(format), int8, *shape, tiles.ctypes.data, address)
