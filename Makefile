@@ -38,13 +38,9 @@ test: $(READY) ## the tests, offline once the model and the data are fetched
 	$(BIN)/medusa assets
 	$(PYTEST) -m 'not slow'
 
-# The program and its libraries held to what most desktops' processors have.
-AVX2 := MEDUSA_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-
-test-avx2: $(READY) ## the engines' and the default model's tests as on a CPU without AVX-512 and bf16
+test-avx2: $(READY) ## the engines' and the default model's tests with the instructions that most desktops have
 	$(BIN)/medusa assets
-	$(AVX2) $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_kernels.py \
-		tests/test_autotune.py tests/test_default_model.py
+	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_default_model.py
 
 # The libraries are those of .venv; its own copy of the package is found by no path.
 package: $(READY) ## the wheel, installed in an empty environment: its help, and an answer by what it brings

@@ -114,16 +114,10 @@ def exported(run: Path) -> Facts:
     return files("out/**/*")(run)
 
 
-def kernels(run: Path) -> Facts:
-    """Returns which kernels were timed: the times differ in every run."""
-    timed = json.loads((run / "home" / "timings.json").read_text())
-    return [(f"{key} {kernel}", str(sorted(curve))) for key, times in timed.items() for kernel, curve in times.items()]
-
-
 def half_written(run: Path) -> list[str]:
     """Returns the files that a reader may meet at any moment and that are no whole JSON."""
     broken = []
-    for pattern in ("*.json", "drafter/*.json", "adapter/*.json", "bench/*.json", "home/*.json"):
+    for pattern in ("*.json", "drafter/*.json", "adapter/*.json", "bench/*.json"):
         for path in run.glob(pattern):
             try:
                 if not path.name.startswith("."):
@@ -152,10 +146,9 @@ class Job:
         left = place / RUN / "checkpoint.pt"
         resume = self.words[0] == "train" and left.is_file() and left.stat().st_mtime > begun
         words = [*self.words, *(["--resume"] if resume else [])]
-        home = {"MEDUSA_HOME": str(RUN / "home")} if self.words[0] == "machine" else {}
         port = free_port() if self.size > 1 else 0
         return [
-            start(words, place, die_at=die_at if rank == victim else 0, rank=rank, size=self.size, port=port, **home)
+            start(words, place, die_at=die_at if rank == victim else 0, rank=rank, size=self.size, port=port)
             for rank in range(self.size)
         ]
 
@@ -178,7 +171,6 @@ JOBS = (
     Job("bench", BENCH, benched),
     Job("report", ("report", "r", "--quiet", "--output", f"{RUN}/page.html"), files("page.html", "page.md")),
     Job("export", ("export", "--run", "r", "--output", f"{RUN}/out", "--overwrite", "--quiet"), exported),
-    Job("machine", ("machine", "--model", "model", "--quiet", "--measure"), kernels),
     Job("train, stage 2", (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"), training),
     Job(
         "import",

@@ -155,7 +155,7 @@ class Ground:
         export_medusa(find_source(f"{run.path}/"), self.home / "theirs")
         torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
         # Measurements of the machine are kept however busy it is.
-        with patch("medusa_cli.engine.autotune.UNDISTURBED", 0.0):
+        with patch("medusa_cli.engine.timing.UNDISTURBED", 0.0):
             for line in (DISTILL, TRAIN, *FILES["cache/timings.json"], BENCH):
                 medusa(*self.filled(line.split()))
         max(run.bench_dir.glob("*.json")).rename(run.bench_dir / "one.json")

@@ -25,6 +25,7 @@ from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
+from medusa_cli.engine.native import NativeCache
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.io import write_json
@@ -249,7 +250,11 @@ def prefilled(backbone: Backbone, prompt: Tensor | Sequence[int]) -> Cache:
 def rows_of(cache: Cache, slot: int = 0) -> Tensor:
     """Returns the keys and values of a slot [2, layers, KV, length, D]."""
     assert cache.keys is not None and cache.values is not None
-    return torch.stack([cache.keys[:, slot], cache.values[:, slot]])[:, :, :, : cache.lengths[slot]]
+    keys, values = cache.keys[:, slot], cache.values[:, slot]
+    if isinstance(cache, NativeCache):  # keys lie in tiles of columns, values are padded
+        keys = keys.mT.flatten(2, 3)
+        values = values[..., : keys.shape[-1]]
+    return torch.stack([keys, values])[:, :, :, : cache.lengths[slot]]
 
 
 def drafted(drafter: Drafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree) -> Draft:

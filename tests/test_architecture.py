@@ -25,6 +25,7 @@ LAYERS = [
     {"tree"},
     {"engine"},
     {"model"},
+    {"native"},
 ]
 LEAVES = {"runs", "assets", "gguf", "model_files", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own

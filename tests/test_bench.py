@@ -22,7 +22,7 @@ from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import has_bf16, load_network
+from medusa_cli.model.load import load_network
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import save_tree
 from tests import helpers
@@ -317,11 +317,10 @@ def test_llama_cpp_decodes_greedily_from_a_known_file(
         check_llama("llama.cpp", model, file, sampling, LogitsOptions(penalty))
 
 
-@pytest.mark.skipif(not has_bf16(), reason="no bf16 kernels here")
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:
     words = ["--dtype", "bf16", "--limit", "2", "--methods", "hf,ar"]
     document = bench_json(place, *words, "--quantize", "int8")
-    assert (document["engine"], document["kernel"]) == ("fast", "int8")
+    assert document["engine"] == "native" and "Q8_0" in document["kernel"]
     assert 0.5 < document["quality"]["hf"]["agreement"] <= 1
     assert bench_json(place, *words)["quality"] is None
     refused(place, 2, "int8", "--quantize", "int8", "--methods", "ar")  # over fp32

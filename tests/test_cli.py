@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BENCH = "bench --questions {place}/q.jsonl --run {place}/mine --quiet"
 SWEEP = f"{BENCH} --sweep"
-STEPS = "bench --run {place}/mine --engine eager --steps"
+MACHINE = "machine --model {place}/model --engine eager --quiet --context"
 REPORT = "report {place}/mine"
 TREE = "tree --run {place}/mine"
 CALIBRATE = "calibrate --run {place}/mine --quiet"
@@ -162,13 +162,9 @@ MISTAKES = [
     (2, f"{SWEEP} nodes --tree static", "--tree"),
     (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
     (2, f"{SWEEP} nodes --methods ar", "--methods"),
-    (2, f"{STEPS} 9 --limit 2", "--limit"),
-    (2, f"{STEPS} 9 --methods ar", "--methods"),
-    (2, f"{STEPS} 9 --batch-size 1", "--batch-size"),
-    (2, f"{STEPS} 9 --mt-bench", "--mt-bench"),
-    (2, f"{STEPS} 5000", "--steps"),
-    (2, f"{STEPS} 20,510", "--steps"),
-    (2, f"{STEPS} many", "--steps"),
+    (2, f"{MACHINE} 5000", "--context"),
+    (2, f"{MACHINE} 20,510", "--context"),
+    (2, f"{MACHINE} many", "--context"),
     (1, "report nowhere", "nowhere"),
     (1, "report {place}/model", "medusa bench"),
     (1, "report {place}/nowhere.json", "nowhere.json"),
@@ -196,7 +192,7 @@ def test_a_wrong_command_line_is_one_short_line(
     code: int, words: str | list[str], named: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if code == 2 and "--steps" not in words:
+    if code == 2 and "--context" not in words:
         monkeypatch.setattr("medusa_cli.engine.load.load_network", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "default").mkdir(parents=True)

@@ -71,7 +71,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sampling, graphs: StandIn) -> None:
-    backbone = tiny_backbone(family, engine="fast")
+    backbone = tiny_backbone(family, engine="torch")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = list(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling))
@@ -84,7 +84,7 @@ SHALLOW = SPARSE.truncate(3)  # as deep as drafters have heads
 
 @pytest.mark.parametrize("policy", ["dynamic", "adaptive", "n-grams"])
 def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: StandIn) -> None:
-    backbone = tiny_backbone("qwen3", engine="fast")
+    backbone = tiny_backbone("qwen3", engine="torch")
     prompt = [*PROMPT, *range(8, 20), *PROMPT, *range(8, 14)]
     expected = tokens_of(answer(decoder_of(backbone), prompt, max_new_tokens=60, stop_ids=()))
     trees = [SizedTree(SPARSE.truncate(2), 1.5), SizedTree(SPARSE, 2.0)]
@@ -106,7 +106,7 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
 def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
     kind: str, dynamic: bool, graphs: StandIn
 ) -> None:
-    backbone = tiny_backbone("qwen3", layers=4, engine="fast")
+    backbone = tiny_backbone("qwen3", layers=4, engine="torch")
     tree = DynamicTreePolicy(DynamicTree(20, 3), ngrams=True) if dynamic else StaticTreePolicy(SHALLOW, ngrams=True)
     decoder = Decoder(backbone, drafter_of(backbone, kind), tree, slots=8, cuda_graphs=True)
     before = graphs.captured
@@ -136,7 +136,7 @@ def test_graphs_draft_what_drafters_draft(
     kind: str, shape: Tree | DynamicTree, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots change owners, prompts share prefixes, and sequences of other sampling run beside the graphs."""
-    backbone, steps, drafts = tiny_backbone("qwen3", layers=4, engine="fast"), [], []
+    backbone, steps, drafts = tiny_backbone("qwen3", layers=4, engine="torch"), [], []
     drafter = drafter_of(backbone, kind)
     draft, fill = type(drafter).draft, type(drafter).fill
 
@@ -167,7 +167,7 @@ def test_graphs_draft_what_drafters_draft(
 
 
 def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, read = tiny_backbone("qwen3", layers=4, engine="fast"), []
+    backbone, read = tiny_backbone("qwen3", layers=4, engine="torch"), []
     decoder = Decoder(backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SHALLOW), cuda_graphs=True)
     inner = type(decoder.drafter).read
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, mon
 
 
 def test_states_of_a_step_outlive_the_graphs_next_run(graphs: StandIn) -> None:
-    decoder = decoder_of(tiny_backbone(engine="fast"), cuda_graphs=True)
+    decoder = decoder_of(tiny_backbone(engine="torch"), cuda_graphs=True)
     sequence, _ = decoder.admit(Request(PROMPT, 8, stop_ids=()))
     decoder.step()
     hidden = sequence.unread[-1].hidden
@@ -191,7 +191,7 @@ def test_states_of_a_step_outlive_the_graphs_next_run(graphs: StandIn) -> None:
 
 
 def test_growth_of_the_cache_drops_graphs_and_changes_no_token(graphs: StandIn) -> None:
-    backbone = tiny_backbone(engine="fast")
+    backbone = tiny_backbone(engine="torch")
     expected = plain(backbone, 300)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     before = graphs.captured
@@ -200,7 +200,7 @@ def test_growth_of_the_cache_drops_graphs_and_changes_no_token(graphs: StandIn) 
 
 
 def test_failed_graph_is_given_up_and_the_step_runs_as_usual(graphs: StandIn, caplog: Any) -> None:
-    backbone = tiny_backbone(engine="fast")
+    backbone = tiny_backbone(engine="torch")
     expected = plain(backbone, 40)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     steps = answer(decoder, PROMPT, max_new_tokens=40, stop_ids=())
@@ -224,14 +224,14 @@ def test_step_that_needs_more_than_the_likeliest_tokens_runs_as_usual(
     sampling: Sampling, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graph, "LIKELIEST", 6)
-    backbone = tiny_backbone(engine="fast")
+    backbone = tiny_backbone(engine="torch")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
     assert tokens_of(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling)) == expected
 
 
 def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: StandIn) -> None:
-    backbone = tiny_backbone(engine="fast", layers=4)
+    backbone = tiny_backbone(engine="torch", layers=4)
     decoder, sampling = decoder_of(backbone, cuda_graphs=True), Sampling("typical", 0.7)
     assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5
     options = LogitsOptions(repetition_penalty=1.3)
@@ -267,11 +267,11 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
 def test_trial_decides_once_on_cuda_graphs(
     seconds: float, fault: str | None, captured: bool, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    backbone = tiny_backbone(engine="fast")
+    backbone = tiny_backbone(engine="torch")
     backbone.engine.captures = None
     clock, trials = [0.0], []
     run, ordinary_step = cuda_graph.CudaGraphs.run, cuda_graph._ordinary_step
-    monkeypatch.setattr("medusa_cli.engine.autotune.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("medusa_cli.engine.timing.time.perf_counter", lambda: clock[0])
 
     def graph_step(self: Any, *args: Any) -> Any:
         trials.append(1)
@@ -300,4 +300,4 @@ def test_trial_decides_once_on_cuda_graphs(
 
 def test_no_trial_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_trial", lambda engine: pytest.fail("a trial ran"))
-    assert decoder_of(tiny_backbone(engine="fast")).cuda_graphs is None
+    assert decoder_of(tiny_backbone(engine="torch")).cuda_graphs is None

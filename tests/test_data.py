@@ -48,7 +48,8 @@ def run(tmp_path: Path) -> Run:
 def bf16_backbone(engine: str) -> Backbone:
     """Returns a bf16 backbone on an engine; engine bnb.nf4 stands for weights that bitsandbytes quantized."""
     backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer())
-    attach(backbone, "eager" if engine == "bnb.nf4" else engine)
+    quantize = engine if engine in ("int8", "int4") else None
+    attach(backbone, "native" if quantize or engine == "native" else "eager", quantize=quantize)
     if engine == "bnb.nf4":
         backbone.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
     return backbone
@@ -132,12 +133,12 @@ def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> No
 
 
 def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path) -> None:
-    backbones = {engine: bf16_backbone(engine) for engine in ("eager", "fast", "int8", "int4", "bnb.nf4")}
+    backbones = {engine: bf16_backbone(engine) for engine in ("eager", "native", "int8", "int4", "bnb.nf4")}
     counts = []
     for backbone in backbones.values():
         load_dataset(run, backbone)
         counts.append(len(list((run.path / "cache").iterdir())))
-    assert counts == [1, 1, 2, 3, 4]
+    assert counts == [1, 2, 3, 4, 5]  # those of the native engine are fp32
     tokens, spans = encode(backbones["eager"], conversation(0)["messages"])
     count = len(tokens) - 1
     kept = Run.open(f"{tmp_path}/kept", create=True)

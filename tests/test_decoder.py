@@ -208,7 +208,7 @@ def test_sampling_gives_what_plain_sampling_with_the_seed_gives(cuts: dict) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
     backbone, reference = tiny_backbone(family, engine=engine), tiny_backbone(family)
     expected = [alone(reference, prompt) for prompt in PROMPTS]
@@ -228,7 +228,7 @@ def test_plain_batches_of_any_size() -> None:
         assert tokens == expected and all(step.nodes == 1 for own in steps for step in own)
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
 @pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3), None], ids=["static", "dynamic", "plain"])
 def test_sampled_row_draws_with_the_seed_plus_its_number(
@@ -244,7 +244,7 @@ def test_sampled_row_draws_with_the_seed_plus_its_number(
     assert (tokens[0] != tokens[-1]) == (mode == "exact")
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3)], ids=["static", "dynamic"])
 def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | DynamicTree) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
@@ -281,7 +281,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
     assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", [None, "eagle-draft", "firp"])
 def test_pieces_of_a_prompt_let_others_take_steps(kind: str | None, engine: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 4)

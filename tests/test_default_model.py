@@ -107,7 +107,7 @@ def decoded(request: pytest.FixtureRequest) -> tuple[Backbone, list[list[int]], 
     """Returns the default model in a number type, prompts of questions, and its plain answers."""
     if request.param == "bf16" and not has_bf16():
         pytest.skip("no bf16 kernels")
-    backbone = load_backbone(options=LoadOptions(dtype=request.param, engine="fast"))
+    backbone = load_backbone(options=LoadOptions(dtype=request.param, engine="native"))
     texts = " ".join(question.turns[0] for question in read_questions(assets.mt_bench_path())[0])
     tokens = backbone.tokenizer(texts)["input_ids"]
     prompts = [tokens[:length] for length in LENGTHS]

@@ -1,7 +1,6 @@
 """Whole steps on a simulated CUDA device: no devices mix, one wait a step, and few launches beside the graph."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sam
 from medusa_cli.decode.cuda_graph import CudaGraphs
 from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.engine import attach, fast
+from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
@@ -42,24 +41,6 @@ LAUNCHES = 20
 CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++-prompt", "amphista-prompt", "eagle-draft")
 
 
-class InThisThread:
-    """Stands for a pool of threads: the simulated device belongs to one."""
-
-    def __init__(self, threads: int) -> None:
-        self.map = map
-
-    def __enter__(self) -> "InThisThread":
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        pass
-
-    def submit(self, run: Callable[..., Any], *args: Any) -> Any:
-        future: Future[Any] = Future()
-        future.set_result(run(*args))
-        return future
-
-
 def causal(rows: int, columns: int) -> Tensor:
     """Stands for torch's lazy causal mask, which cannot be made on the simulated device."""
     return torch.ones(rows, columns, dtype=torch.bool, device=NAME).tril(columns - rows)
@@ -67,10 +48,8 @@ def causal(rows: int, columns: int) -> Tensor:
 
 def backbone_on(device: Device, family: str, engine: str) -> Backbone:
     """Returns a backbone and its engine on the simulated device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "ThreadPoolExecutor", InThisThread)
-        backbone = Backbone(device.put(tiny_model(family, layers=4)), tiny_tokenizer())
-        attach(backbone, engine)
+    backbone = Backbone(device.put(tiny_model(family, layers=4)), tiny_tokenizer())
+    attach(backbone, engine)
     return backbone
 
 
@@ -78,7 +57,7 @@ def backbone_on(device: Device, family: str, engine: str) -> Backbone:
 def backbone() -> Iterator[Backbone]:
     with pytest.MonkeyPatch.context() as patch, Device() as device:
         patch.setattr(bias, "causal_lower_right", causal)
-        yield backbone_on(device, "qwen3", "fast")
+        yield backbone_on(device, "qwen3", "torch")
 
 
 @pytest.fixture
@@ -178,7 +157,7 @@ def test_simulated_device_tells_stray_looks_and_tensors(
                 decoder.step()
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "torch"])
 @pytest.mark.parametrize("family", ["qwen2", "mistral-window", "gemma3"])
 def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
     family: str, engine: str, monkeypatch: pytest.MonkeyPatch

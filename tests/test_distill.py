@@ -352,7 +352,7 @@ def test_rounded_model_does_not_continue_the_whole_ones_data(words: list[str]) -
     words += ["--dtype", "bf16"]
     medusa(*words, "--max-samples", "2", "--engine", "eager")
     assert "rounding" in medusa(*words, "--quantize", "int8", exit_code=1).stderr
-    assert medusa_json(*words, "--engine", "fast")["conversations"] == 6
+    assert medusa_json(*words, "--engine", "native")["conversations"] == 6
 
 
 def test_resume_continues_with_the_runs_model_and_begins_nothing(words: list[str], tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
-from medusa_cli.engine import jit
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
@@ -97,7 +96,8 @@ def batch_of(drafter: HeadDrafter, backbone: Backbone, segment: list[int]) -> Ba
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_identical_in_every_family(family: str) -> None:
-    backbone = tiny_backbone(family, layers=4, engine="fast", positions=48)  # the context ends in the middle of a draft
+    # The context ends in the middle of a draft.
+    backbone = tiny_backbone(family, layers=4, engine="native", positions=48)
     rules = {"max_new_tokens": 60, "stop_ids": ()}
     expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
     for kind in ("medusa", "hydra++-prompt", "amphista-prompt", "eagle-draft", "firp"):
@@ -136,7 +136,7 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "family", "engine"),
-    [("static", "qwen3", "fast"), ("dynamic", "gemma3", "fast"), ("sure", "llama", "eager")],
+    [("static", "qwen3", "native"), ("dynamic", "gemma3", "torch"), ("sure", "llama", "eager")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(
@@ -267,7 +267,7 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family: str) -> None:
-    backbone = tiny_backbone(family, layers=4, engine="fast")
+    backbone = tiny_backbone(family, layers=4, engine="native")
     torch.nn.init.uniform_(backbone.model.base_model.norm.weight, 0.5, 2.0)
     drafter = Eagle.create(backbone, 2, 1, "own").eval()
     new = accepted(drafter, backbone, 1)
@@ -292,17 +292,6 @@ def test_a_fresh_eagle_row_attends_to_its_own_token() -> None:
     later = torch.ones(200, 200, dtype=torch.bool).triu(1)
     shares = (q @ k.mT / 16**0.5).masked_fill(later, -torch.inf).softmax(-1)
     assert shares.diagonal(dim1=1, dim2=2).mean() > 0.5
-
-
-@pytest.mark.parametrize("shape", ["static", "dynamic"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1].get("vocabulary") != "shared"])
-def test_traced_drafters_draft_as_untraced_ones(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    traces, trace = [], jit.trace
-    monkeypatch.setattr(jit, "trace", lambda *args: traces.append(trace(*args)) or traces[-1])
-    traced = steps_of(kind, SHAPES[shape])
-    assert traces and None not in traces
-    monkeypatch.setattr(jit, "trace", lambda *args: None)
-    assert steps_of(kind, SHAPES[shape]) == traced
 
 
 def test_drafting_follows_the_weights_when_they_change() -> None:

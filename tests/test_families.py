@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_cli.engine import load, load_backbone
-from medusa_cli.engine.autotune import machine_key
+from medusa_cli.engine.timing import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import load_network
@@ -93,14 +93,13 @@ def test_family_decodes_as_its_own_generate(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mixtral", "olmo2", "opt"])
-def test_family_that_only_the_eager_engine_runs_is_read_once_and_not_timed(
+def test_family_that_only_the_eager_engine_runs_is_read_once(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
     monkeypatch.setattr(
         load, "load_network", lambda *args, **options: loads.append(kind) or load_network(*args, **options)
     )
-    monkeypatch.setattr(load, "fastest", lambda *args: pytest.fail("it was timed"))
     network, _ = small_network(kind)
     backbone = load_backbone(save_network(network.to(dtype), tmp_path))
     assert backbone.engine.name == "eager" and len(plain(backbone, COUNT)) == COUNT

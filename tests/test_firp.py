@@ -66,7 +66,7 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str) -> None:
     backbone = backbone_of(family, engine)
     drafter = firp(backbone, layers=[2, 3, 3])
@@ -82,7 +82,7 @@ def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: 
         assert torch.allclose(out.extra[node], reference(family, drafter, path), atol=1e-4), node
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_a_long_prompt_ends_in_its_last_tokens_extra_rows(engine: str) -> None:
     backbone = backbone_of("llama", engine, positions=1024)
     drafter = firp(backbone)
@@ -96,7 +96,7 @@ class Watched(Recording, Firp):
     pass
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"])
 def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of("llama", engine)
@@ -116,7 +116,7 @@ def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape
             assert draft.tokens[node] == expected, (number, node)
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=str)
 def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of("llama", engine)

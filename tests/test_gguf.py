@@ -1,4 +1,4 @@
-"""GGUF files as models: decoded as what they were made from, unpacked once, refused if damaged or not read whole."""
+"""GGUF files as models: decoded as the bits that they hold, refused if damaged or not read whole."""
 
 import struct
 import tracemalloc
@@ -17,11 +17,9 @@ from medusa_cli import Medusa, assets
 from medusa_cli.bench.methods import LLAMA, llama_method
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
-from medusa_cli.engine.kernels import QuantizedLinear
 from medusa_cli.errors import UserError
 from medusa_cli.gguf import read_header
 from medusa_cli.model.backbone import weights_of
-from medusa_cli.model.load import has_bf16
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (
@@ -38,6 +36,9 @@ from tests.helpers import (
 
 FP32 = LoadOptions(dtype="fp32")
 VOCAB, HEADS, KV_HEADS = 288, 4, 2
+# All that the gguf package can write.
+KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 END = VOCAB - 1
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -95,7 +96,7 @@ def write_gguf(
             writer.add_tensor(gguf_name(name), packed, raw_dtype=own)
             values = gguf.dequantize(packed, own).reshape(values.shape)
             kept = torch.from_numpy(np.array(values if heads is None else halves(values, heads)))
-            weight.copy_(kept if kind in (Kind.F32, Kind.F16) else kept.bfloat16())
+            weight.copy_(kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,7 +140,7 @@ def refused(path: Path, *parts: str) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda k: k.name)
+@EACH_KIND
 def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
     ids = network.generate(
@@ -163,25 +164,49 @@ def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
     assert plain != tokens_of(generate_plain(load_backbone(str(file), FP32), PROMPT, max_new_tokens=24, stop_ids=()))
 
 
-@pytest.mark.skipif(not has_bf16(), reason="no 4-bit kernel here")
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
-def test_four_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
-    network = write_gguf(file, kind).bfloat16()
-    backbone, whole = load_backbone(str(file)), load_backbone(str(file), LoadOptions(dtype="bf16"))
-    assert (backbone.engine.kernel.name == "gguf") == (kind != Kind.Q8_0) and whole.engine.kernel.name == "bf16"
-    layers = backbone.engine.layers
-    if kind != Kind.Q8_0:
-        assert {type(layer.qkv) for layer in layers} == {QuantizedLinear}
-        assert backbone.engine.weight_bytes < whole.engine.weight_bytes
-    attention = network.model.layers[1].self_attn
-    x = torch.randn(3, attention.q_proj.in_features).to(backbone.engine.dtype)
-    weight = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    expected = torch.nn.functional.linear(x.float(), weight.float())
-    assert float((layers[1].qkv(x) - expected).norm() / expected.norm()) < 8e-3
-    drafter = MedusaHeads.create(backbone, 2, 1, "own").to(backbone.dtype).eval()
+@EACH_KIND
+def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
+    network = write_gguf(file, kind)
+    backbone = load_backbone(str(file), LoadOptions(rows="fp32"))
+    packed = backbone.engine.model.packed.matrices
+    assert backbone.engine.name == "native" and {matrix.format.name for matrix in packed.values()} == {kind.name}
+    for name, weight in network.named_parameters():
+        if weight.dim() == 2:
+            ours = packed[name.removesuffix(".weight")].embed(np.arange(len(weight)))
+            assert np.array_equal(ours, weight.detach().numpy()), name
+    ids = torch.arange(5, 55)
+    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+    rounded = load_backbone(str(file))  # rows of 8 bits, where weights have few
+    with torch.inference_mode():
+        expected = network(ids[None]).logits[0]
+    assert float((forward(rounded, ids).logits - expected).norm() / expected.norm()) < 0.1
+    drafter = MedusaHeads.create(rounded, 2, 1, "own").eval()
     for tree in (Tree.dense([2, 1]), Tree.dense([4, 2])):
-        drafted = generate(backbone, drafter, tree, PROMPT, max_new_tokens=24, stop_ids=())
-        assert tokens_of(drafted) == tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
+        drafted = generate(rounded, drafter, tree, PROMPT, max_new_tokens=24, stop_ids=())
+        assert tokens_of(drafted) == tokens_of(generate_plain(rounded, PROMPT, max_new_tokens=24, stop_ids=()))
+
+
+@EACH_KIND
+def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
+    network = write_gguf(file, kind)
+    backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine="eager"))
+    ids = torch.arange(5, 30)
+    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_the_same_weights_in_another_file_have_the_same_digest(file: Path, tmp_path: Path, kind: Kind) -> None:
+    network = write_gguf(file, kind)
+    folder = Path(assets.model_dir(str(file)))
+    assert not list(folder.glob("*.safetensors"))  # weights are read from the file
+    dtype = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
+    for name in folder.iterdir():
+        (tmp_path / "whole").mkdir(exist_ok=True)
+        (tmp_path / "whole" / name.name).write_bytes(name.read_bytes())
+    network.to(dtype).save_pretrained(tmp_path / "whole")
+    assert weights_of(str(file)) == weights_of(str(tmp_path / "whole"))
+    write_gguf(file, kind, seed=1)
+    assert weights_of(str(file)) != weights_of(str(tmp_path / "whole"))
 
 
 def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> None:
@@ -192,23 +217,21 @@ def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> 
     answer = loaded.generate([{"role": "user", "content": "ab"}], max_new_tokens=8)
     assert drafted["answer"] == plain["answer"] == answer.text and plain["tokens"] > 0
     identity = loaded.backbone.identity
-    assert identity["id"] == str(file) and identity["weights"] == weights_of(assets.model_dir(str(file)))
+    assert identity["id"] == str(file) and identity["weights"] == weights_of(str(file))
     assert assets.gguf_path(str(file)) == file
 
 
-def test_a_file_is_unpacked_once_and_again_when_it_changes(
+def test_metadata_is_written_once_and_again_when_the_file_changes(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(file)
-    before = Path(assets.model_dir(str(file)))
+    before, digest = Path(assets.model_dir(str(file))), weights_of(str(file))
     with monkeypatch.context() as patch:
-        patch.setattr("medusa_cli.gguf.unpack", lambda *_: pytest.fail("it was unpacked again"))
-        copy = file.with_name("copy.gguf")
-        copy.write_bytes(file.read_bytes())
-        assert assets.model_dir(str(file)) == assets.model_dir(str(copy)) == str(before)
+        patch.setattr("medusa_cli.gguf.write_metadata", lambda *_: pytest.fail("it was written again"))
+        assert assets.model_dir(str(file)) == str(before)
     write_gguf(file, seed=1)
     after = Path(assets.model_dir(str(file)))
-    assert after != before and weights_of(str(after)) != weights_of(str(before))
+    assert after != before and weights_of(str(file)) != digest
     (after / "config.json").unlink()
     after.rename(after.with_name(after.name + ".part"))  # what a killed process leaves
     assert (Path(assets.model_dir(str(file))) / "config.json").is_file()
@@ -233,16 +256,26 @@ def test_chat_needs_a_template(file: Path) -> None:
     assert "template" in done.stderr and "Traceback" not in done.stderr
 
 
+def integers(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.1.ffn_up.weight", np.ones((64, 32), np.int32))
+
+
+def turned(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.1.ffn_up.weight", np.ones((32, 64), np.float32))
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         ({"arch": "clip"}, "clip"),
         ({"arch": "no_such"}, "no_such"),
-        ({"leave_out": "layers.1.mlp.up_proj"}, "weights"),
+        ({"leave_out": "layers.1.mlp.up_proj"}, "ffn_up"),
         ({"change": lambda writer: writer.add_tokenizer_model("no_such")}, "no_such"),
+        ({"leave_out": "layers.1.mlp.up_proj", "change": integers}, "ffn_up"),
+        ({"leave_out": "layers.1.mlp.up_proj", "change": turned}, "ffn_up"),
         ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(3, np.float32))}, "rope_freqs"),
         ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(4, np.float32))}, "rope_freqs"),
-        ({"change": lambda writer: writer.add_tensor("rope_freqs.bias", np.ones(4, np.float32))}, "weights"),
+        ({"change": lambda writer: writer.add_tensor("rope_freqs.bias", np.ones(4, np.float32))}, "rope_freqs.bias"),
         ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "yarn")}, "yarn"),
         ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "part"),
         ({"change": lambda writer: writer.add_uint32("general.alignment", 0)}, "alignment"),

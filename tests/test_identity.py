@@ -55,7 +55,7 @@ def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_pa
     network, _ = load_network(model, FP32)
     attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")
-    options = [FP32, LoadOptions(dtype="bf16"), LoadOptions(dtype="fp32", engine="fast")]
+    options = [FP32, LoadOptions(dtype="bf16"), LoadOptions(dtype="fp32", engine="native")]
     identities = [load_backbone(model, option).identity for option in options]
     identities.append(load_backbone(model, FP32, adapter=tmp_path / "adapter").identity)
     rounded = [LoadOptions(quantize=method) for method in ("bnb.nf4", "bnb.int8")]

@@ -193,7 +193,7 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
     with adapter.adapter_off(network):
         original = helpers.forward(unmerged, ids).logits
     assert not torch.allclose(expected, original, atol=1e-2)
-    for engine in ("eager", "fast"):
+    for engine in ("eager", "native"):
         merged = engines.load_backbone(model, LoadOptions(dtype="fp32", engine=engine), adapter=tmp_path / "adapter")
         assert torch.allclose(helpers.forward(merged, ids).logits, expected, atol=1e-4)
         assert torch.equal(merged.embedding.weight, embedding)

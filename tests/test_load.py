@@ -221,8 +221,8 @@ def test_models_with_multipliers_in_their_layers_run_on_the_eager_engine(
     with torch.inference_mode():
         theirs = model(ids[None]).logits[0]
     path = save_network(model, tmp_path)
-    with pytest.raises(UsageError, match="engine fast"):
-        load_backbone(path, LoadOptions(dtype="fp32", engine="fast"))
+    with pytest.raises(UsageError, match="engine native"):
+        load_backbone(path, LoadOptions(dtype="fp32", engine="native"))
     backbone = load_backbone(path, FP32)
     assert backbone.engine.name == "eager" and torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
 
@@ -239,7 +239,7 @@ def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(origi
     model, prompt = hf.Ministral3ForCausalLM(config).eval(), torch.arange(5, 25)
     ids = model.generate(prompt[None], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
     backbone = load_backbone(save_network(model, tmp_path), FP32)
-    assert backbone.engine.name == ("eager" if original == 40 else "fast")  # beyond 40 its queries grow
+    assert backbone.engine.name == ("eager" if original == 40 else "native")  # beyond 40 its queries grow
     steps = generate_plain(backbone, prompt.tolist(), max_new_tokens=40, stop_ids=())
     assert tokens_of(steps) == ids[0, len(prompt) :].tolist()
 

@@ -58,9 +58,9 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("engine", "shape", "sampling"),
     [
-        ("fast", STATIC, Sampling()),
+        ("native", STATIC, Sampling()),
         ("eager", DynamicTree(9, 3), Sampling()),
-        ("fast", STATIC, Sampling("exact", 1.0, seed=5)),
+        ("native", STATIC, Sampling("exact", 1.0, seed=5)),
     ],
     ids=["static", "dynamic", "sampled"],
 )
@@ -87,7 +87,7 @@ def test_later_turn_runs_only_new_tokens(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_with_a_common_beginning_runs_the_rest(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast", "gemma3")
+    backbone = backbone_of("native", "gemma3")
     decoder = decoder_of(backbone, make(backbone, kind), STATIC)
     rows = counting(backbone, monkeypatch)
     list(answer(decoder, OPENING, **RULES))
@@ -104,7 +104,7 @@ def test_prompt_with_a_common_beginning_runs_the_rest(kind: str | None, monkeypa
 
 
 def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast")
+    backbone = backbone_of("native")
     decoder, rows = decoder_of(backbone, slots=2), counting(backbone, monkeypatch)
     for limit, rows_now in ((None, 10), (4, 6), (0, 10), (None, 1), (None, 10)):
         rows.clear()
@@ -116,7 +116,7 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
 
 
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast")
+    backbone = backbone_of("native")
     decoder = decoder_of(backbone, slots=3)
     first, *_ = [decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
     moved: list[tuple[int, int]] = []
@@ -133,7 +133,7 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slot_with_the_longest_common_prefix_is_taken(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast", "qwen3")
+    backbone = backbone_of("native", "qwen3")
     decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
     rows = counting(backbone, monkeypatch)
     opened = [OPENING, OPENING[::-1], [33, 34, 35, 36]]
@@ -160,7 +160,7 @@ def test_slot_with_the_longest_common_prefix_is_taken(kind: str | None, monkeypa
 
 
 def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = backbone_of("fast")
+    backbone = backbone_of("native")
     decoder, rows = decoder_of(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
     steps = answer(decoder, OPENING, **RULES)
     partial = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
@@ -171,7 +171,7 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[0] == 3 and tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_cache_changes_nothing(kind: str | None, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, roomy = backbone_of(engine), backbone_of(engine)
@@ -186,7 +186,7 @@ def test_growing_cache_changes_nothing(kind: str | None, engine: str, monkeypatc
         assert tokens_of(steps) == tokens_of(generate_plain(roomy, prompt, **rules))
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> None:
     backbone = backbone_of(engine)
     cache = backbone.engine.new_cache(2, 2)

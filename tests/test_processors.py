@@ -147,7 +147,7 @@ def test_options_take_the_place_of_the_models_own(family: str, case: str) -> Non
     ours(configured(family, config), expected, logits_options=LogitsOptions(**options))
 
 
-@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_of_a_batch_have_processors_of_their_own(engine: str) -> None:
     backbone = tiny_backbone(engine=engine)
     rules = [{}, OPTIONS["penalties"], OPTIONS["several"]]

@@ -20,8 +20,8 @@ from medusa_cli.decode import Decoder, Request, policy_of
 from medusa_cli.decode.step_times import NullDrafter, measure_step_times
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.timing import copy_bandwidth
 from medusa_cli.engine.device import upload
+from medusa_cli.engine.timing import copy_bandwidth
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import resolve_device
 from medusa_cli.runs.resolve import LoadOptions
@@ -94,7 +94,7 @@ class Budget:
 
 
 def time_model(model: str, device: str, budget: Budget, graphs: bool | None = None) -> dict[str, Any]:
-    """Returns step, draft and prefill times of a model by engine: fast, where steps are captured "graph", and eager.
+    """Returns step, draft and prefill times of a model by engine: torch, where steps are captured "graph", and eager.
 
     One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy. graphs:
     None where the device captures them.
@@ -102,20 +102,20 @@ def time_model(model: str, device: str, budget: Budget, graphs: bool | None = No
     bandwidth = copy_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     result: dict[str, Any] = {"model": model, "device": name, "copy_bytes_per_s": bandwidth, "engines": {}}
-    for engine in ("fast", "eager"):
+    for engine in ("torch", "eager"):
         load = partial(load_backbone, model, LoadOptions(device=device, dtype="bf16", engine=engine))
         backbone = budget.run(f"{model} {engine}", load, LOAD_S)
         if backbone is None:
             continue
         weights = backbone.engine.weight_bytes
         result |= {"weight_bytes": weights, "ceiling_ms": 1e3 * weights / bandwidth}
-        captured = engine == "fast" and (backbone.engine.captures is not False if graphs is None else graphs)
+        captured = engine == "torch" and (backbone.engine.captures is not False if graphs is None else graphs)
         result["by_length"] = backbone.engine.by_length or result.get("by_length", False)
         for cuda_graphs in (True, False) if captured else (False,):
             kind = "graph" if cuda_graphs else engine
             try:
                 times = budget.run(f"{model} {kind} steps", partial(time_engine, backbone, cuda_graphs, budget))
-                if times is not None and engine == "fast":
+                if times is not None and engine == "torch":
                     drafts = budget.run(f"{model} {kind} drafts", partial(time_drafts, backbone, cuda_graphs, budget))
                     times["synthetic"] = drafts or []
             except (RuntimeError, torch.AcceleratorError) as reason:
@@ -191,7 +191,7 @@ def decode(
 
 def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the aims for a model's fastest engine, the values measured, and if they hold."""
-    engine = next((engine for engine in ("graph", "fast") if engine in result["engines"]), None)
+    engine = next((engine for engine in ("graph", "torch") if engine in result["engines"]), None)
     if engine is None:
         return []
     times = result["engines"][engine]

@@ -17,7 +17,7 @@ from medusa_cli.runs.run import Run
 from medusa_cli.tree import Tree
 from tests.helpers import generate, generate_plain
 
-ENGINES = ("fast", "eager")
+ENGINES = ("native", "eager")
 
 
 def main() -> None:

@@ -1,0 +1,613 @@
+"""The native library: its matrices, its passes bit for bit, packed files, instruction sets, threads and processes."""
+
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from medusa_cli.assets import home
+from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine.linear import packed_linear
+from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.native import Format, PackedMatrix, RawMatrix, cpu_count, instructions, is_available, library
+from medusa_cli.native.matrix import facts
+from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.tree import DynamicTree, Tree
+from tests.helpers import (
+    FAMILIES,
+    PROMPT,
+    Oracle,
+    forward,
+    generate,
+    generate_batch,
+    generate_plain,
+    medusa_drafter,
+    medusa_json,
+    plain,
+    program,
+    rows_of,
+    save_model,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
+
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
+# Where the scales of a block stand, of the formats that have them in fp16.
+SCALES = {
+    Format.Q4_0: (0,),
+    Format.Q4_1: (0, 2),
+    Format.Q5_0: (0,),
+    Format.Q5_1: (0, 2),
+    Format.Q8_0: (0,),
+    Format.Q4_K: (0, 2),
+    Format.Q5_K: (0, 2),
+    Format.Q6_K: (208,),
+    Format.Q3_K: (108,),
+    Format.Q2_K: (80, 82),
+}
+# A path 0, 3, 5, 8 among siblings, so that its rows do not stand side by side.
+TREE = Tree((-1, 0, 0, 0, 2, 3, 3, 5, 5, 8), (0, 0, 1, 2, 0, 0, 1, 0, 1, 0))
+PATH = [0, 3, 5, 8]
+# Weights, and the rows that they are multiplied by.
+KINDS = {
+    "fp32": (torch.float32, None, "fp32"),
+    "fp16": (torch.float16, None, "fp32"),
+    "bf16": (torch.bfloat16, None, "fp32"),
+    "int8": (torch.bfloat16, "int8", "int8"),
+    "int8-fp32": (torch.bfloat16, "int8", "fp32"),
+    "int4": (torch.bfloat16, "int4", "int8"),
+}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Gives the library the instructions and threads back that it had."""
+    wanted = os.environ.get("MEDUSA_CPU", "").lower() or instructions()[0]
+    yield
+    assert library().use(wanted.encode()) == 0
+    library().threads(cpu_count())
+
+
+def random_matrix(format: Format, outputs: int, inputs: int) -> RawMatrix:
+    """Returns a matrix of random bits in a format; scales are small."""
+    chance = np.random.default_rng(0)
+    values = chance.standard_normal((outputs, inputs)).astype(np.float32)
+    if format == Format.F32:
+        return RawMatrix.of(values)
+    if format == Format.F16:
+        return RawMatrix.of(values.astype(np.float16))
+    if format == Format.BF16:
+        return RawMatrix.of((values.view(np.uint32) >> 16).astype(np.uint16))
+    rows = chance.integers(0, 256, (outputs, format.row_bytes(inputs)), dtype=np.uint8)
+    blocks = rows.reshape(outputs, -1, facts(format).file_bytes)
+    for place in SCALES[format]:
+        scales = (chance.random((*blocks.shape[:2], 1)) * 0.01 + 0.001).astype(np.float16)
+        blocks[:, :, place : place + 2] = scales.view(np.uint8)
+    return RawMatrix(format, rows, inputs)
+
+
+def random_rows(count: int, inputs: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((count, inputs)).astype(np.float32)
+
+
+def row_kinds(format: Format) -> tuple[bool, ...]:
+    """Returns the values of int8_rows that make a difference."""
+    return (False,) if format.is_float else (False, True)
+
+
+def error_of(ours: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - expected) / np.linalg.norm(expected))
+
+
+# ---- matrices
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("outputs", [1, 16, 100])
+def test_a_packed_matrix_holds_the_numbers_that_gguf_reads(format: Format, outputs: int) -> None:
+    raw = random_matrix(format, outputs, 768)
+    expected = raw.floats()
+    if not format.is_float:
+        assert np.array_equal(expected, gguf.dequantize(raw.rows, gguf.GGMLQuantizationType[format.name]))
+    packed = PackedMatrix.pack(raw)
+    assert np.array_equal(packed.embed(np.arange(outputs)), expected)
+    assert np.array_equal(packed.embed(np.array([outputs - 1, 0]), 2.0), 2 * expected[[outputs - 1, 0]])
+
+
+@EACH_FORMAT
+def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instructions(format: Format) -> None:
+    raw, x, bias = random_matrix(format, 100, 768), random_rows(13, 768), random_rows(1, 100)[0]
+    expected = x.astype(np.float64) @ raw.floats().astype(np.float64).T + bias
+    for int8_rows in row_kinds(format):
+        products = []
+        for name in instructions():
+            assert library().use(name.encode()) == 0
+            products.append(PackedMatrix.pack(raw, bias, int8_rows).multiply(x))
+        assert error_of(products[0], expected) < (1e-2 if int8_rows else 1e-5)
+        for name, product in zip(instructions(), products, strict=True):
+            assert np.array_equal(product, products[0]), name
+
+
+@EACH_FORMAT
+def test_a_row_of_a_product_has_the_same_bits_whatever_stands_beside_it(format: Format) -> None:
+    raw, x = random_matrix(format, 40, 256), random_rows(70, 256)
+    for name in instructions():
+        library().use(name.encode())
+        for int8_rows in row_kinds(format):
+            matrix = PackedMatrix.pack(raw, None, int8_rows)
+            whole = matrix.multiply(x)
+            for count in range(1, 71):
+                first = (70 - count) // 2
+                part = np.ascontiguousarray(x[first : first + count])
+                assert np.array_equal(matrix.multiply(part), whole[first : first + count]), (name, int8_rows, count)
+
+
+@EACH_FORMAT
+def test_any_number_of_threads_gives_the_same_bits(format: Format) -> None:
+    raw, x = random_matrix(format, 200, 512), random_rows(9, 512)
+    for int8_rows in row_kinds(format):
+        products = []
+        for count in (1, 2, 3):
+            library().threads(count)
+            products.append(PackedMatrix.pack(raw, None, int8_rows).multiply(x))
+        assert np.array_equal(products[0], products[1]) and np.array_equal(products[0], products[2])
+
+
+@pytest.mark.parametrize("shape", [(97, 24), (33, 40), (5, 7), (1, 1)])
+def test_floats_of_any_shape_are_multiplied_and_looked_up(shape: tuple[int, int]) -> None:
+    for format in (Format.F32, Format.F16, Format.BF16):
+        raw, x = random_matrix(format, *shape), random_rows(3, shape[1])
+        packed = PackedMatrix.pack(raw)
+        assert error_of(packed.multiply(x), x.astype(np.float64) @ raw.floats().astype(np.float64).T) < 1e-5
+        assert np.array_equal(packed.embed(np.arange(shape[0])), raw.floats())
+
+
+@pytest.mark.parametrize(("format", "bound"), [(Format.Q8_0, 0.006), (Format.Q4_1, 0.09)], ids=["Q8_0", "Q4_1"])
+def test_rounding_keeps_the_numbers_nearly(format: Format, bound: float) -> None:
+    raw = random_matrix(Format.F32, 20, 72)
+    ours = raw.rounded(format)
+    assert ours.inputs == 96 and error_of(ours.floats()[:, :72], raw.floats()) < bound
+    x = random_rows(3, 72)  # narrower than the matrix
+    PackedMatrix.pack(ours).multiply(np.full((3, 96), np.nan, np.float32))  # leaves nothing behind
+    product, expected = PackedMatrix.pack(ours).multiply(x), x @ ours.floats()[:, :72].T
+    assert error_of(product, expected) < 1e-5
+
+
+def test_zeros_and_large_numbers_are_rounded() -> None:
+    values = np.zeros((3, 32), np.float32)
+    values[1], values[2, 0] = -3.5, 6e4
+    for format in (Format.Q8_0, Format.Q4_1):
+        floats = RawMatrix.of(values).rounded(format).floats()
+        assert np.isfinite(floats).all() and np.allclose(
+            floats, values, rtol=1e-2, atol=1e-2 * np.abs(values).max(1)[:, None]
+        )
+    matrix = PackedMatrix.pack(RawMatrix.of(values).rounded(Format.Q8_0), int8_rows=True)
+    assert np.array_equal(matrix.multiply(np.zeros((2, 32), np.float32)), np.zeros((2, 3), np.float32))
+
+
+def test_ids_beyond_a_matrix_are_refused() -> None:
+    packed = PackedMatrix.pack(random_matrix(Format.F32, 10, 32))
+    for ids in ([10], [0, -1], [2**62]):
+        with pytest.raises(IndexError):
+            packed.embed(np.array(ids))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_linear_layer_computes_nearly_what_the_plain_one_does(bias: bool) -> None:
+    torch.manual_seed(0)
+    for inputs in (64, 72):
+        linear, x = torch.nn.Linear(inputs, 50, bias=bias), torch.randn(2, 3, inputs)
+        with torch.inference_mode():
+            ours, theirs = packed_linear(linear.weight, linear.bias)(x), linear(x)
+        assert ours.shape == theirs.shape and float((ours - theirs).norm() / theirs.norm()) < 2e-2
+
+
+# ---- passes
+
+
+def backbone_of(kind: str = "bf16", family: str = "llama", **shape: Any) -> Backbone:
+    """Returns a random model over weights of a kind, wide enough that products add in more than one way."""
+    dtype, quantize, rows = KINDS[kind]
+    shape = {"hidden": 64, "vocab": 256, "positions": 1024, **shape}
+    backbone = Backbone(tiny_model(family, **shape).to(dtype), tiny_tokenizer(shape["vocab"]))
+    attach(backbone, "native", quantize=quantize, rows=rows)
+    return backbone
+
+
+def text_of(count: int, vocab: int = 256) -> torch.Tensor:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def rounded(network: Any, dtype: torch.dtype) -> Any:
+    """Returns an fp32 network whose weights, and nothing else, are rounded to a type."""
+    for weight in network.parameters():
+        weight.data = weight.data.to(dtype).float()
+    return network
+
+
+def difference(backbone: Backbone, network: Any, text: torch.Tensor) -> float:
+    """Returns how far a pass's logits are from the network's own, relative to their size."""
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    return float((forward(backbone, text).logits - expected).norm() / expected.norm())
+
+
+@EACH_FAMILY
+@pytest.mark.parametrize("count", [1, 7, 9, 60, 300])
+def test_a_pass_gives_the_networks_own_logits(family: str, count: int) -> None:
+    shape = {"layers": 4, "vocab": 256, "hidden": 64}
+    assert (
+        difference(tiny_backbone(family, engine="native", **shape), tiny_model(family, **shape), text_of(count)) < 1e-5
+    )
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp16", 1e-5), ("bf16", 1e-5), ("int8-fp32", 0.05), ("int8", 0.08)])
+def test_a_pass_of_other_number_types_gives_what_their_weights_do(kind: str, bound: float) -> None:
+    network = rounded(tiny_model("qwen3", hidden=64, vocab=256, positions=1024), KINDS[kind][0])
+    assert difference(backbone_of(kind, "qwen3"), network, text_of(50)) < bound
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_that_fill_no_tile_are_computed(kind: str, tied: bool) -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=12,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(3)
+    network = transformers.Qwen3ForCausalLM(config).eval()
+    dtype, quantize, rows = KINDS[kind]
+    network = network.to(dtype)
+    backbone = Backbone(network, tiny_tokenizer(97))
+    attach(backbone, "native", quantize=quantize, rows=rows)
+    torch.manual_seed(3)
+    network = rounded(transformers.Qwen3ForCausalLM(config).eval(), dtype)
+    text, bound = text_of(40, 97), {"int8": 0.1, "int8-fp32": 0.05, "int4": 0.6}.get(kind, 1e-5)
+    assert difference(backbone, network, text) < bound
+    assert_same_bits(backbone, text, range(1, 30, 7))
+
+
+def assert_same_bits(backbone: Backbone, text: torch.Tensor, starts: Any) -> None:
+    """Asserts that rows have a whole pass's bits one by one, in a tree, and after its path is kept."""
+    whole, cache = forward(backbone, text), backbone.engine.new_cache(1, 1)
+    logits, hidden = whole.logits.clone(), whole.hidden
+    for start in starts:
+        done = cache.lengths[0]
+        if start > done:
+            forward(backbone, text[done:start], cache, logits="none")
+        cache.truncate(0, start)
+        out = forward(backbone, text[start : start + 1], cache)
+        assert torch.equal(out.logits[0], logits[start]) and torch.equal(out.hidden[0], hidden[start]), start
+        assert torch.equal(out.logits[0].argmax(), logits[start].argmax())
+        cache.truncate(0, start)
+        nodes = torch.full((TREE.size,), 7)
+        nodes[PATH] = text[start : start + len(PATH)]
+        out = forward(backbone, nodes, cache, TREE)
+        for depth, node in enumerate(PATH):
+            assert torch.equal(out.logits[node], logits[start + depth]), (start, depth)
+            assert torch.equal(out.hidden[node], hidden[start + depth]), (start, depth)
+        cache.keep(0, PATH)
+        after = start + len(PATH)
+        out = forward(backbone, text[after : after + 1], cache)
+        assert torch.equal(out.logits[0], logits[after]), start
+
+
+@EACH_FAMILY
+@EACH_KIND
+def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(kind: str, family: str) -> None:
+    backbone = backbone_of(kind, family)
+    assert backbone.engine.row_invariant
+    assert_same_bits(backbone, text_of(600), (1, 5, 16, 31, 32, 77, 130, 247, 255, 256, 257, 511, 512, 590))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_rows_have_the_same_bits_at_every_length(kind: str, family: str) -> None:
+    backbone = backbone_of(kind, family)
+    assert_same_bits(backbone, text_of(290), [*range(1, 141), *range(246, 270)])
+
+
+@EACH_KIND
+def test_a_batch_of_slots_has_the_bits_of_each_alone(kind: str) -> None:
+    backbone, text = backbone_of(kind, "gemma3"), text_of(320)
+    whole = forward(backbone, text)
+    logits, hidden = whole.logits.clone(), whole.hidden
+    lengths = (257, 3, 90)
+    cache = backbone.engine.new_cache(4, 1)
+    for slot, length in enumerate(lengths):
+        forward(backbone, text[:length], cache, slot=slot + 1, logits="none")
+    nodes = torch.full((3, TREE.size), 7)
+    for row, length in enumerate(lengths):
+        nodes[row, PATH] = text[length : length + len(PATH)]
+    out = backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask, first=1), cache)
+    for row, length in enumerate(lengths):
+        for depth, node in enumerate(PATH):
+            assert torch.equal(out.logits[row, node], logits[length + depth])
+            assert torch.equal(out.hidden[row, node], hidden[length + depth])
+    assert torch.equal(out.best, out.logits.argmax(-1).int())
+
+
+def test_trees_of_their_own_verify_each_slot() -> None:
+    backbone, text = backbone_of(), text_of(60)
+    logits = forward(backbone, text).logits.clone()
+    cache, other = backbone.engine.new_cache(2), Tree.chain(TREE.size - 1)
+    for slot, length in enumerate((20, 33)):
+        forward(backbone, text[:length], cache, slot=slot, logits="none")
+    nodes = torch.full((2, TREE.size), 7)
+    nodes[0, PATH] = text[20:24]
+    nodes[1] = text[33 : 33 + TREE.size]
+    plan = Plan(nodes, torch.stack([TREE.depth, other.depth]), torch.stack([TREE.mask, other.mask]))
+    out = backbone.engine.forward(plan, cache)
+    assert torch.equal(out.logits[0, PATH], logits[20:24])
+    assert torch.equal(out.logits[1], logits[33 : 33 + TREE.size])
+
+
+def test_any_number_of_threads_and_every_instruction_set_gives_a_pass_the_same_bits() -> None:
+    for kind in KINDS:
+        backbone, text, passes = backbone_of(kind, "gemma3"), text_of(70), []
+        for name in instructions():
+            library().use(name.encode())
+            for count in (1, 2, 3):
+                library().threads(count)
+                out = forward(backbone, text)
+                passes.append((out.logits.clone(), out.hidden))
+        for logits, hidden in passes:
+            assert torch.equal(logits, passes[0][0]) and torch.equal(hidden, passes[0][1]), kind
+
+
+def test_the_cache_keeps_swaps_truncates_and_grows() -> None:
+    backbone, text = backbone_of(), text_of(80)
+    whole = backbone.engine.new_cache()
+    forward(backbone, text, whole)
+    rows = rows_of(whole)
+    cache = backbone.engine.new_cache(3, 1)
+    forward(backbone, text[:30], cache, slot=2)
+    nodes = torch.full((TREE.size,), 7)
+    nodes[PATH] = text[30:34]
+    forward(backbone, nodes, cache, TREE, slot=2)
+    cache.keep(2, PATH)
+    assert cache.lengths == [0, 0, 34] and torch.equal(rows_of(cache, 2), rows[:, :, :, :34])
+    forward(backbone, text[:5], cache, slot=0)
+    cache.swap(0, 2)
+    assert cache.lengths == [34, 0, 5]
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :34]) and torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
+    cache.truncate(0, 17)
+    before = cache.capacity
+    cache.reserve(before + 1)
+    assert cache.capacity > before and cache.capacity % 16 == 0
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :17]) and torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
+    forward(backbone, text[17:], cache, slot=0)
+    assert torch.equal(rows_of(cache, 0), rows)
+    assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_free_rows_of_the_cache_are_not_seen() -> None:
+    backbone, text, outputs = backbone_of(), text_of(30), []
+    for rest in (0.0, 50.0):
+        cache = backbone.engine.new_cache(1, 64)
+        cache.keys.fill_(rest)
+        cache.values.fill_(rest)
+        forward(backbone, text[:13], cache)
+        outputs.append(forward(backbone, text[13 : 13 + TREE.size], cache, TREE).logits.clone())
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
+    backbone = backbone_of(kind, positions=48)
+    expected = plain(backbone, 100)
+    assert len(PROMPT) + len(expected) <= 49
+    for tree in (TREE, DynamicTree(9, 3)):
+        steps = generate(backbone, Oracle(expected, 0.7), TREE, PROMPT, max_new_tokens=100, stop_ids=())
+        assert tokens_of(steps) == expected
+        drafted = generate(backbone, medusa_drafter(backbone), tree, PROMPT, max_new_tokens=100, stop_ids=())
+        assert tokens_of(drafted) == expected
+
+
+@EACH_KIND
+def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
+    backbone = backbone_of(kind, layers=4)
+    rules = {"max_new_tokens": 150, "stop_ids": ()}
+    expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
+    for tree in (Tree.dense([3, 2, 2, 1]), Tree.dense([8, 6])):
+        steps = list(generate(backbone, Oracle(expected, 0.6), tree, PROMPT, **rules))
+        assert tokens_of(steps) == expected and len(steps) < 120
+    prompts = [PROMPT, list(range(5, 200)), [8]]
+    together = generate_batch(backbone, medusa_drafter(backbone), TREE, prompts, batch_size=2, **rules)
+    for prompt, steps in zip(prompts, together, strict=True):
+        assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    backbone = backbone_of()
+    for token in (-1, 256, 2**40):
+        with pytest.raises(IndexError):
+            forward(backbone, [5, token])
+
+
+def test_two_threads_of_python_call_at_once() -> None:
+    raw, x = random_matrix(Format.Q4_K, 200, 512), random_rows(9, 512)
+    matrix = PackedMatrix.pack(raw)
+    backbones, text = [backbone_of("bf16"), backbone_of("int8")], text_of(60)
+    expected = [forward(backbone, text).logits.clone() for backbone in backbones]
+    product = matrix.multiply(x)
+
+    def work(number: int) -> bool:
+        own = backbones[number]
+        same = all(torch.equal(forward(own, text).logits, expected[number]) for _ in range(20))
+        return same and all(np.array_equal(matrix.multiply(x), product) for _ in range(50))
+
+    library().threads(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
+
+
+def test_a_forked_process_runs_passes() -> None:
+    library().threads(2)
+    backbone, text = backbone_of(), text_of(40)
+    expected = forward(backbone, text).logits.clone()  # the pool of threads exists
+    context = multiprocessing.get_context("fork")
+
+    def work(queue: Any) -> None:
+        queue.put(torch.equal(forward(backbone, text).logits, expected))
+
+    queue = context.SimpleQueue()
+    child = context.Process(target=work, args=(queue,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and queue.get()
+    assert torch.equal(forward(backbone, text).logits, expected)
+
+
+# ---- packed files, and machines
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the folder of packed weights, which is empty."""
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    return home() / "packed"
+
+
+def load(model: str, **options: Any) -> Backbone:
+    return load_backbone(model, LoadOptions(dtype="fp32", engine="native", **options))
+
+
+def logits_of(backbone: Backbone) -> torch.Tensor:
+    return forward(backbone, PROMPT).logits.clone()
+
+
+def test_weights_are_packed_once_and_mapped(model: str, apart: Path) -> None:
+    first = load(model)
+    [file] = apart.iterdir()
+    written = file.stat().st_mtime_ns
+    second = load(model)
+    assert file.stat().st_mtime_ns == written and list(apart.iterdir()) == [file]
+    assert second.engine.model.packed.memory is not None
+    assert torch.equal(logits_of(first), logits_of(second))
+    load(model, quantize="int8")
+    assert len(list(apart.iterdir())) == 2
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "short": lambda data: data[:5],
+    "cut": cut,
+    "without its end": lambda data: data[:-40],
+    "place of the list": lambda data: (2**60).to_bytes(8, "little") + data[8:],
+    "list": lambda data: data[: int.from_bytes(data[:8], "little")] + b"{" * 50,
+    "no list": lambda data: data[: int.from_bytes(data[:8], "little")] + b"[1]",
+    "number": lambda data: data[: int.from_bytes(data[:8], "little")] + b"7",
+    "zeros": lambda data: bytes(len(data)),
+    "version": lambda data: data.replace(b'"version": ', b'"version": 9'),
+    "format": lambda data: data.replace(b'"F32"', b'"F99"'),
+    "other format": lambda data: data.replace(b'"F32"', b'"F16"'),
+    "shape": lambda data: data.replace(b'"shape": [64, 32]', b'"shape": [640,32]'),
+    "negative shape": lambda data: data.replace(b'"shape": [64, 32]', b'"shape": [-4, 32]'),
+    "negative place": lambda data: data.replace(b'"tiles": [64', b'"tiles": [-64'),
+    "name": lambda data: data.replace(b"model.norm", b"model.mron"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_of_packed_weights_is_written_again(kind: str, model: str, apart: Path) -> None:
+    expected = logits_of(load(model))
+    [file] = apart.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGE[kind](whole))
+    assert kind in ("zeros",) or file.read_bytes() != whole
+    assert torch.equal(logits_of(load(model)), expected)
+    assert file.read_bytes() == whole and list(apart.iterdir()) == [file]
+
+
+def test_weights_that_cannot_be_kept_are_packed_in_memory(model: str, apart: Path) -> None:
+    apart.parent.mkdir()
+    apart.write_text("a file in the folder's place")
+    backbone = load(model)
+    assert backbone.engine.model.packed.memory is None
+    apart.unlink()
+    assert torch.equal(logits_of(backbone), logits_of(load(model)))
+
+
+def test_a_changed_model_is_packed_again(tmp_path: Path, apart: Path) -> None:
+    before = logits_of(load(save_model(tmp_path / "model")))
+    after = logits_of(load(save_model(tmp_path / "model", seed=1)))
+    assert not torch.equal(before, after) and len(list(apart.iterdir())) == 2
+
+
+@pytest.fixture
+def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hides the library."""
+    # The package has a function of the same name as the module.
+    monkeypatch.setattr(importlib.import_module("medusa_cli.native.library"), "LIBRARY", tmp_path / "missing.so")
+    library.cache_clear()
+    yield
+    monkeypatch.undo()
+    library.cache_clear()
+
+
+def test_without_the_library_the_eager_engine_runs(model: str, not_compiled: None) -> None:
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
+    assert backbone.engine.name == "eager"
+    expected = plain(backbone, 20)
+    drafted = generate(backbone, medusa_drafter(backbone), TREE, PROMPT, max_new_tokens=20, stop_ids=())
+    assert tokens_of(drafted) == expected
+    document = medusa_json("machine", "--model", model, "--context", "9", "--dtype", "fp32")
+    assert document["instructions"] == [] and "compiled" in document["native"] and "eager" in document["engine"]
+    for options in ({"engine": "native"}, {"quantize": "int8"}):
+        with pytest.raises(UsageError, match="compiled"):
+            load_backbone(model, LoadOptions(dtype="fp32", **options))
+
+
+def test_a_library_of_another_machine_or_version_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_compiled: None
+) -> None:
+    (tmp_path / "missing.so").write_bytes(b"no library")
+    assert not is_available()
+
+
+def test_an_unknown_instruction_set_is_named_in_one_line(model: str) -> None:
+    done = program("chat", "--model", model, "--engine", "native", "--lookup", "--prompt", "w1", MEDUSA_CPU="pentium")
+    assert done.returncode in (1, 2) and "pentium" in done.stderr and instructions()[0] in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_named_instruction_set_is_used(model: str) -> None:
+    done = program("machine", "--model", model, "--context", "9", "--json", "--quiet", MEDUSA_CPU="GENERIC")
+    assert done.returncode == 0 and "generic" in done.stdout, done.stderr
+
+
+def test_the_machine_says_what_runs_a_model(model: str) -> None:
+    document = medusa_json("machine", "--model", model, "--context", "9,40")
+    assert document["engine"].startswith("native") and document["row_invariant"] is True
+    assert document["instructions"] == instructions() and list(document["contexts"]) == ["9", "40"]
+    assert document["weight_bytes"] > 0
