@@ -17,7 +17,7 @@ namespace medusa {
 struct Sight {
   int64_t prefix;
   int64_t tiles;                 // masks of a row
-  std::vector<int64_t> lowest;   // [rows], of a window
+  std::vector<int64_t> lowest;   // [rows], of a window, at most the prefix
   std::vector<int64_t> last;     // [rows], one behind the last column that it sees
   std::vector<uint16_t> masks;   // [rows, tiles]
 };
@@ -33,7 +33,7 @@ inline void look(Sight& sight, int64_t rows, int64_t prefix, const uint8_t* seen
   sight.masks.assign(rows * tiles, 0);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t lowest = window ? std::max<int64_t>(0, positions[r] - window + 1) : 0;
-    sight.lowest[r] = lowest;
+    sight.lowest[r] = std::min(lowest, prefix);
     uint16_t* masks = &sight.masks[r * tiles];
     for (int64_t c = std::max(16 * first, lowest); c < prefix; c++) masks[0] |= 1u << (c % 16);
     for (int64_t j = 0; j < rows; j++) {
