@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
-from medusa_cli.serve.tools import MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
+from medusa_cli.serve.tools import MARKERS, MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
 from tests.helpers import (
     END_ID,
     PROMPT,
@@ -236,23 +237,39 @@ def test_calls_are_read_as_they_come(text: str, size: int) -> None:
     assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ANSWERS[text]
 
 
+CUT = '<tool_call>{"name": "f", "arguments": {"city": "'
+
+
+def test_a_call_that_the_end_cuts_is_content() -> None:
+    assert CallReader(["f"]).feed(CUT, last=True) == {"content": CUT}
+    whole = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    delta = CallReader(["f"]).feed(whole + CUT, last=True)
+    assert len(delta["tool_calls"]) == 1 and delta["content"].endswith(CUT.removeprefix("<tool_call>"))
+    reader = CallReader(["f"])  # of a stream, which has sent a part of it
+    [call] = reader.feed(CUT)["tool_calls"]
+    assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
+
+
 @pytest.mark.parametrize(
     "template",
     ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"],
     ids=["hermes", "llama", "mistral", "mistral-11"],
 )
-@pytest.mark.parametrize("special", [True, False])
-def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) -> None:
-    """Calls come back from what a model of any style writes by the grammar, its markers special tokens or text."""
+@pytest.mark.parametrize("special", [None, True, False])
+def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool | None) -> None:
+    """Calls come back from what a model of any style writes by the grammar.
+
+    Its markers are text, special tokens, or as Qwen's `<tool_call>` added tokens that are not special.
+    """
     backbone = byte_backbone()
-    if special:
-        backbone.tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
-        backbone = tiny_backbone(vocab=len(backbone.tokenizer), positions=2048)
-        backbone.tokenizer = byte_tokenizer()
-        backbone.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    if special is not None:
+        tokenizer = backbone.tokenizer
+        tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in MARKERS])
+        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048)
+        backbone.tokenizer = tokenizer
     backbone.tokenizer.chat_template = template
     keep = tuple(marker_ids(backbone).values())
-    assert len(keep) == 2 * special
+    assert len(keep) == (0 if special is None else len(MARKERS))
     grammar = calls_grammar(backbone, TOOLS, several=True)
     for seed in range(3):
         rules = {"max_new_tokens": 600, "sampling": Sampling("exact", 1.0, seed=seed)}
@@ -260,6 +277,7 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) 
         text = backbone.decode(tokens, keep)
         delta = CallReader(NAMES).feed(text, last=True)
         assert tokens[-1] == END_ID and "content" not in delta, text
+        assert special is None or template == "<|python_tag|>" or tokens[0] in keep
         for call in delta["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
             assert call["function"]["name"] == "now" or jsonschema.is_valid(WEATHER, arguments)

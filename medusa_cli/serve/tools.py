@@ -60,9 +60,9 @@ def style_of(template: str) -> ToolStyle:
 
 
 def marker_ids(backbone: Backbone) -> dict[str, int]:
-    """Returns the markers that are special tokens of the model, which decoding would leave out, by their text."""
+    """Returns the markers that are tokens of the model, special or not, by their text."""
     tokens = backbone.tokenizer.added_tokens_decoder
-    return {token.content: id for id, token in tokens.items() if token.special and token.content in MARKERS}
+    return {token.content: id for id, token in tokens.items() if token.content in MARKERS}
 
 
 def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Grammar | None = None) -> Grammar:
@@ -135,11 +135,12 @@ _BETWEEN = re.compile(r"[\s,;}\]]*(?:\[\s*(?=\{))?")
 _decode = json.JSONDecoder().raw_decode
 
 
-def read_calls(text: str, names: Collection[str], last: bool) -> tuple[str, list[tuple[str, str]]]:
+def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
     A call begins with a marker of any style, or with the answer. What is no call of a tool of these names is content.
-    last: the answer ends here; else the arguments of the last call may go on.
+    last: the answer ends here; else the arguments of the last call may go on. A call that the end of the answer cuts
+    is content, too, unless it is one of the first `sent`, which the client has.
     """
     content, calls, at, begun = "", list[tuple[str, str]](), 0, False
     while True:
@@ -177,6 +178,9 @@ def read_calls(text: str, names: Collection[str], last: bool) -> tuple[str, list
                 content, begun = content + text[start:at], True
                 break
             if end is None:
+                if last and len(calls) > sent:
+                    calls.pop()
+                    content += text[start:]
                 return content, calls
             start, at, bare = end, end, False
 
@@ -210,7 +214,7 @@ class CallReader:
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
         """Takes more of the answer; returns the content and the calls that it adds, as a delta of OpenAI's API."""
         self._text += text
-        content, calls = read_calls(self._text, self._names, last)
+        content, calls = read_calls(self._text, self._names, last, self.count)
         delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
         self._sent, parts = max(self._sent, len(content)), []
         for index in range(max(0, self.count - 1), len(calls)):
