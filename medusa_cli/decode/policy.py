@@ -95,6 +95,10 @@ class DraftPolicy(ABC):
 
     def next(self, sequences: Several[Sequence]) -> list[Proposal]:
         """Returns what each sequence drafts next."""
+        speculative = [sequence for sequence in sequences if sequence.request.speculative]
+        if len(speculative) < len(sequences):
+            drafts = iter(self.next(speculative) if speculative else ())
+            return [next(drafts) if sequence.request.speculative else (ROOT, []) for sequence in sequences]
         matches = [
             likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
             for of in sequences
@@ -303,7 +307,7 @@ class AdaptivePolicy(DraftPolicy):
         drafted = [
             (step, sequence.draft.acceptance)
             for sequence, step in zip(sequences, steps, strict=True)
-            if not step.looked_up and sequence.draft.acceptance
+            if not step.looked_up and sequence.draft.acceptance and sequence.request.speculative
         ]
         nodes, batch = drafted[0][0].nodes if drafted else 0, len(steps)
         tree = self._index.get(nodes)

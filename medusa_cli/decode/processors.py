@@ -220,7 +220,8 @@ def sequence_processors(
     text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
     grammar = None
     if options.grammar is not None:
-        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, ends or sorted(backbone.eos_ids))
+        after = ends or sorted(backbone.eos_ids)
+        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
     arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length, grammar)}
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
