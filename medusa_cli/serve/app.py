@@ -44,7 +44,6 @@ from medusa_cli.serve.schema import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
-    TemplateRequest,
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
@@ -52,7 +51,7 @@ from medusa_cli.serve.schema import (
 from medusa_cli.serve.templates import TemplateProcess
 from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids, template_of
 
-Body = ChatRequest | CompletionRequest | TemplateRequest | TokenizeText | TokenizeChat | DetokenizeRequest
+Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -123,7 +122,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
         return await handler.detokenize(body)
 
     @app.post("/apply-template", responses=REFUSALS)
-    async def apply_template(body: TemplateRequest) -> dict[str, str]:
+    async def apply_template(body: ChatRequest) -> dict[str, str]:
         if body.model is not None:
             handler.check_model(body.model)
         return {"prompt": await handler.render(body)}

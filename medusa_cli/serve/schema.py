@@ -527,13 +527,6 @@ class CompletionRequest(Sampled):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class TemplateRequest(Conversation):
-    """Body of /apply-template, as llama.cpp's."""
-
-    no_effect = neutral.CHAT
-    model: str | None = None
-
-
 class TokenizeText(Strict):
     """Body of /tokenize with a text, in vLLM's words."""
 

@@ -113,7 +113,9 @@ def describe_tools(
                 continue
             role = "user"
         calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-        rendered.append({"role": role, "content": "\n".join([*filter(None, [text]), *map(_tagged, calls)])})
+        content = "\n".join([*filter(None, [text]), *map(_tagged, calls)])
+        rest = {name: value for name, value in message.items() if not name.startswith("tool_call")}
+        rendered.append({**rest, "role": role, "content": content})
     if tools:
         text = INSTRUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
         if rendered[0]["role"] == "system":
