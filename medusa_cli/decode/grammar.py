@@ -179,13 +179,9 @@ class GrammarCompiler:
     def __init__(self, backbone: Backbone) -> None:
         need_extra("grammar", "an answer by a grammar")
 
-        from llguidance.hf import from_tokenizer
 
-        ends = sorted(backbone.eos_ids) or None
         try:
-            tokenizer = from_tokenizer(backbone.tokenizer, backbone.vocab_size, ends)
-            self._special = _special_tokens(backbone, tokenizer)
-            self._tokenizer = _without_names(backbone, self._special, ends)
+            self._tokenizer, self._special = _tokenizer_of(backbone)
         except Exception as reason:  # of a library that reads any file
             text = f"grammars cannot be followed with the tokenizer of {backbone.id!r}: {first_line(reason)}"
             raise UserError(text, "use a model with a byte-level or SentencePiece tokenizer.json") from reason
@@ -216,16 +212,23 @@ class GrammarCompiler:
         return matcher
 
 
-def _special_tokens(backbone: Backbone, tokenizer: LLTokenizer) -> dict[str, int]:
-    """Returns the ids of the tokens that are no text in a grammar, by their names.
+def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
+    """Returns the tokenizer that grammars are compiled over, and the ids of tokens that are no text in them, by name.
 
     llguidance takes some added tokens for special ones because of their angle brackets, such as Qwen's `<tool_call>`.
     """
-    tokens = backbone.tokenizer.added_tokens_decoder.items()
-    return {token.content: id for id, token in tokens if tokenizer.is_special_token(id)}
+    tokens = backbone.tokenizer.added_tokens_decoder
+    special = {
+        token.content: id
+        for id, token in tokens.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+    tokenizer = _without_names(backbone, special)
+    known = {token.content: id for id, token in tokens.items() if tokenizer.is_special_token(id)}
+    return (tokenizer, special) if known == special else (_without_names(backbone, known), known)
 
 
-def _without_names(backbone: Backbone, special: Collection[str], ends: list[int] | None) -> LLTokenizer:
+def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     """Returns a tokenizer that writes the names of special tokens with other tokens.
 
     By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar forces the text,
@@ -245,7 +248,8 @@ def _without_names(backbone: Backbone, special: Collection[str], ends: list[int]
         model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
-    return LLTokenizer(json.dumps(file), n_vocab=backbone.vocab_size, eos_token=ends or backbone.tokenizer.eos_token_id)
+    ends = sorted(backbone.eos_ids) or backbone.tokenizer.eos_token_id
+    return LLTokenizer(json.dumps(file), n_vocab=backbone.vocab_size, eos_token=ends)
 
 
 # Strings, regular expressions and comments of Lark's form, within which `<name>` is text.
