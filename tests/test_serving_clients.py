@@ -167,6 +167,15 @@ def test_any_call_of_the_past_is_taken(server: Served, arguments: Any) -> None:
     assert status == 200 and shown in answer["prompt"]
 
 
+def test_a_broken_call_is_taken_as_an_item_of_the_past(server: Served) -> None:
+    items = [
+        {"role": "user", "content": "w1"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"city": "', "status": "incomplete"},
+        {"type": "function_call_output", "call_id": "a", "output": "w4"},
+    ]
+    assert server.post({"input": items, "max_output_tokens": 2}, "/v1/responses")[0] == 200
+
+
 def test_first_forms_of_calls_and_results_are_taken(server: Served) -> None:
     call = {"name": "f", "arguments": "{}"}
     messages = [
