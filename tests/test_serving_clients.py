@@ -126,7 +126,7 @@ def test_the_only_model_needs_no_name(server: Served) -> None:
 
 
 MARKED = {
-    "role": "assistant", "content": "w3", "refusal": None, "cache_control": {"type": "ephemeral"},
+    "role": "assistant", "content": "w3", "reasoning": "w5", "refusal": None, "cache_control": {"type": "ephemeral"},
     "provider_specific_fields": {"refusal": None}, "reasoning_content": "w5", "annotations": [], "tool_calls": [],
     "function_call": None, "audio": None, "thinking_blocks": [], "reasoning_details": [],
 }  # fmt: skip
@@ -241,6 +241,7 @@ def test_special_tokens_are_shown_if_asked_for(server: Served) -> None:
     ("fields", "same"),
     [
         ({"repeat_penalty": 1.4}, {"repetition_penalty": 1.4}),
+        ({"repeat_penalty": 1.4, "repetition_penalty": 1.4, "n_predict": 12}, {"repetition_penalty": 1.4}),
         ({"n_predict": 5, "max_tokens": None}, {"max_tokens": 5}),
         ({"prompt": [5, 9, 9, 9, *IDS], "truncate_prompt_tokens": 5}, {}),
         ({"truncate_prompt_tokens": -1}, {}),
@@ -309,17 +310,25 @@ def test_prompts_have_log_probabilities_in_vllms_form(server: Served) -> None:
 
 
 def test_token_ids_are_returned_if_asked_for(server: Served, medusa: Medusa) -> None:
-    ids = medusa.generate(IDS, max_new_tokens=12).tokens
+    alone = medusa.generate(IDS, max_new_tokens=12)
+    ids, waiting = alone.tokens, f"{alone.text[:12]} never"  # the first texts wait until this is no stop string
     [choice] = completion(server, return_token_ids=True)["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (IDS, ids)
-    choices = [
-        choice for chunk in chunks_of(server, {**SHORT, "return_token_ids": True}) for choice in chunk["choices"]
-    ]
+    chunks = chunks_of(server, {**SHORT, "return_token_ids": True, "stop": waiting})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert choices[0]["prompt_token_ids"] == IDS
     assert [id for choice in choices for id in choice.get("token_ids", ())] == ids
     whole = chat_of(server, return_token_ids=True)
     assert whole["prompt_token_ids"] and len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
     assert "token_ids" not in completion(server)["choices"][0]
+
+
+def test_guidellm_counts_tokens_by_its_body(server: Served) -> None:
+    body = {"max_tokens": 6, "max_completion_tokens": 6, "ignore_eos": True, "stop": None, "stream": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = chunks_of(server, {**CHAT, **body}, "/v1/chat/completions")
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 6
+    assert sum(bool(chunk["choices"][0]["delta"].get("content")) for chunk in chunks if chunk["choices"]) >= 1
 
 
 def test_usage_comes_with_each_chunk_if_asked_for(server: Served) -> None:

@@ -24,8 +24,8 @@ _KEY = (
     "can read command lines."
 )
 _CORS = (
-    "An origin whose web pages may use the server, such as https://chat.example, beside pages of this machine; * is any. "
-    "More than once."
+    "An origin whose web pages may use the server, such as https://chat.example, beside pages of this machine; * is "
+    "any. More than once."
 )
 
 

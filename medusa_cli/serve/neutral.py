@@ -37,6 +37,15 @@ def unless(field: str) -> Check:
     return check
 
 
+def same_as(field: str, *values: Any) -> Check:
+    """Returns a check for the value of another field of the same meaning, and for these."""
+
+    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+        return (field in beside and beside[field] == value) or only(*values)(value, beside)
+
+    return check
+
+
 def among(*values: Any) -> Check:
     """Returns a check for lists of nothing but these values."""
 
@@ -92,11 +101,17 @@ SWITCHED_OFF = {
     "best_of": one_of_each,
 }
 # Fields that are used, with values by which clients leave them out.
-LEFT_OUT = {**named(only(-1), "top_k", "seed"), "logprobs": only(False)}
+LEFT_OUT = {
+    **named(only(-1), "top_k", "seed"),
+    "logprobs": only(False),
+    "repeat_penalty": same_as("repetition_penalty"),
+    "n_predict": same_as("max_tokens"),
+}
 REQUEST: Table = {**ABOUT_THE_REQUEST, **SWITCHED_OFF, **LEFT_OUT}
 CHAT: Table = {
     **REQUEST,
-    **named(only(-1), "max_tokens", "max_completion_tokens", "n_predict"),
+    **named(only(-1), "max_tokens", "max_completion_tokens"),
+    "n_predict": same_as("max_tokens", -1),
     **named(only([]), "functions", "plugins"),
     **named(only("none", "auto"), "function_call"),
     "modalities": among("text"),
@@ -117,7 +132,11 @@ MARKS: Table = named(
     *("id", "status", "phase", "index", "annotations", "logprobs", "cache_control", "provider_specific_fields"),
     *("reasoning_details", "thinking_blocks", "strict", "metadata"),
 )
-MESSAGE: Table = {**MARKS, **named(only([]), "tool_calls", "images", "annotations")}
+MESSAGE: Table = {
+    **MARKS,
+    **named(only([]), "tool_calls", "images"),
+    "reasoning": same_as("reasoning_content"),
+}
 SCHEMA: Table = named(anything, "description", "strict")
 STREAM: Table = named(anything, "include_obfuscation")
 STRUCTURE: Table = named(anything, "disable_fallback", "disable_any_whitespace", "disable_additional_properties")

@@ -36,7 +36,7 @@ class OpenAIFormat:
 
     def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
         self._chat, self._tickets, self._n = isinstance(body, ChatRequest), tickets, body.n
-        self._body_of_request, self._backbone = body, backbone
+        self._asked, self._backbone = body, backbone
         keep = () if body.skip_special_tokens else special_ids(backbone)
         self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -65,7 +65,7 @@ class OpenAIFormat:
             return {"usage": None} if self._stream_usage else {}
 
         async with aclosing(events):
-            with_ids = self._body_of_request.return_token_ids
+            with_ids = self._asked.return_token_ids
             for index, text in enumerate(self._echoes):
                 if self._chat or text or with_ids:  # the role, or what is echoed, comes before the first text
                     delta = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
@@ -75,7 +75,7 @@ class OpenAIFormat:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
                     return
-                if event.pieces or event.likelihoods or event.last:
+                if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
         if self._stream_usage:  # after the last choice, alone
             yield sse({**self._body([]), "usage": self._usage()})
@@ -86,13 +86,15 @@ class OpenAIFormat:
         choices = []
         for index, ticket in enumerate(self._tickets):
             answer = ticket.answer
-            message = {"role": "assistant", "content": self._echoes[index] + answer.text, "refusal": None}
+            text = self._echoes[index] + answer.text
+            message = {"role": "assistant", "content": text, "refusal": None}
             if calls := self._calls[index]:
                 read = calls.feed(answer.text, last=True)
                 for call in read.get("tool_calls", ()):
                     del call["index"]
-                message |= {"content": None if calls.count else "", **read}
-            content = {"message": message} if self._chat else {"text": self._echoes[index] + answer.text}
+                said = self._echoes[index] + read.get("content", "")
+                message |= {**read, "content": said or (None if calls.count else "")}
+            content = {"message": message} if self._chat else {"text": text}
             choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason, answer.tokens))
         more: dict[str, Any] = {}
         for index, choice in enumerate(choices):
@@ -122,7 +124,7 @@ class OpenAIFormat:
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         """Adds the log probabilities of its prompt to a choice, as vLLM does; returns those of a chat."""
-        ticket, wanted = self._tickets[index], self._body_of_request.prompt_logprobs
+        ticket, wanted = self._tickets[index], self._asked.prompt_logprobs
         rows: list[dict[str, Any] | None] = []
         for likelihood in ticket.answer.likelihoods[: len(ticket.request.prompt)]:
             entries: dict[str, Any] = {}
@@ -137,8 +139,8 @@ class OpenAIFormat:
 
     def _of_prompt(self, choice: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
         wanted = {
-            "prompt_token_ids": self._body_of_request.return_token_ids,
-            "prompt_logprobs": self._body_of_request.prompt_logprobs is not None,
+            "prompt_token_ids": self._asked.return_token_ids,
+            "prompt_logprobs": self._asked.prompt_logprobs is not None,
         }
         if not wanted[field]:
             return {}
@@ -161,7 +163,7 @@ class OpenAIFormat:
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
             "prompt_tokens_details": {"cached_tokens": sum(ticket.reused for ticket in prompts)},
-            "medusa": speculative_figures(self._tickets, by_position=self._body_of_request.drafts.figures),
+            "medusa": speculative_figures(self._tickets, by_position=self._asked.drafts.figures),
         }
 
     def _choice(
@@ -172,7 +174,7 @@ class OpenAIFormat:
         reason: str | None,
         tokens: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        body = self._body_of_request
+        body = self._asked
         logprobs: dict[str, Any] | None = None
         if body.top is not None and likelihoods is not None:
             skipped = min(self._skip[index], len(likelihoods))
