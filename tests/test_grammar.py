@@ -234,6 +234,8 @@ OPEN: list[dict[str, Any]] = [
     {"$ref": "#/$defs/a~1b%25", "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"a/b%": _has("a"), "B": _has("b")}},
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "b"]},
     {**_has("a"), "minProperties": 2},
+    {**_has("a"), "enum": [{"a": True, "b": 1}]},
+    {"$ref": "#/$defs/A", "required": ["b"], "$defs": {"A": _has("a")}},
     {"type": "array", "items": {"allOf": [_has("a"), {"$ref": "#/$defs/B"}]}, "minItems": 1, "$defs": {"B": _has("b")}},
 ]
 

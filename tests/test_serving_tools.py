@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
+from medusa_cli.errors import UsageError
 from medusa_cli.serve.tools import MARKERS, MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
 from tests.helpers import (
     END_ID,
@@ -238,6 +239,14 @@ def test_calls_are_read_as_they_come(text: str, size: int) -> None:
     assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ANSWERS[text]
 
 
+def test_a_tool_whose_schema_is_too_deep_is_refused() -> None:
+    # A chain of definitions, longer than a recursive parser can follow.
+    chain = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9999)}}
+    for parameters in (chain, json.loads('{"items":' * 150 + "{}" + "}" * 150)):
+        with pytest.raises(UsageError):
+            calls_grammar(byte_backbone(), [{"function": {"name": "f", "parameters": parameters}}], several=False)
+
+
 CUT = '<tool_call>{"name": "f", "arguments": {"city": "'
 
 
@@ -288,6 +297,7 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
     ("fields", "param"),
     [
         ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
+        ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
         ({"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),

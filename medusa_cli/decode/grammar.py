@@ -37,7 +37,8 @@ ANY_OBJECT = {"type": "object"}
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords that say which properties an object has: two of them at once must agree.
-SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf")
+SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+DEMANDING = ("required", "minProperties")
 # Formats that llguidance follows. By the standard any other is a remark, which constrains nothing.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 CACHED_GRAMMARS = 128
@@ -123,6 +124,7 @@ def _combined(schema: Any) -> set[int]:
     """Returns the ids of a schema's parts that must agree with others, with all that they hold or refer to."""
     combined = set[int]()
     todo = [part for part in _parts(schema) if _combines(part)]
+    todo.reverse()  # the outer ones first, which hold the others
     while todo:
         start = todo.pop()
         if id(start) in combined:
@@ -136,8 +138,10 @@ def _combined(schema: Any) -> set[int]:
 
 
 def _combines(part: Mapping[str, Any]) -> bool:
-    several = part.get("allOf")
-    return sum(key in part for key in SHAPING) > 1 or (isinstance(several, list) and len(several) > 1)
+    """Returns True for a part whose keywords must agree on the properties of an object."""
+    several, shaping = part.get("allOf"), sum(key in part for key in SHAPING)
+    demands = "properties" not in part and any(key in part for key in DEMANDING)
+    return shaping > 1 or (shaping == 1 and demands) or (isinstance(several, list) and len(several) > 1)
 
 
 def _referred(schema: Any, reference: Any) -> Any:
@@ -147,8 +151,8 @@ def _referred(schema: Any, reference: Any) -> Any:
     part = schema
     for name in reference.split("/")[1:]:
         name = unquote(name).replace("~1", "/").replace("~0", "~")
-        if isinstance(part, list) and name.isdigit() and int(name) < len(part):
-            part = part[int(name)]
+        if isinstance(part, list):
+            part = dict(enumerate(part)).get(int(name)) if re.fullmatch("[0-9]{1,9}", name) else None
         else:
             part = part.get(name) if isinstance(part, dict) else None
     return part
@@ -178,8 +182,6 @@ class GrammarCompiler:
 
     def __init__(self, backbone: Backbone) -> None:
         need_extra("grammar", "an answer by a grammar")
-
-
         try:
             self._tokenizer, self._special = _tokenizer_of(backbone)
         except Exception as reason:  # of a library that reads any file

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_cli.decode.answer import partial_stop
-from medusa_cli.decode.grammar import Grammar, closed, inline
+from medusa_cli.decode.grammar import Grammar, inline
 from medusa_cli.model import Backbone
 
 # Tokens of some vocabularies, plain text in others.
@@ -85,9 +85,11 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]
         head, tail = style.call.replace("NAME", json.dumps(name)).replace("BARE", name).split("ARGUMENTS")
-        schema = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+        schema = {"type": "object", **(tool["function"].get("parameters") or {"properties": {}})}
+        checked = Grammar.of(json_schema=schema)
+        assert checked is not None
         lines.append(f"call_{i}: {literal(head)} arguments_{i} {literal(tail)}")
-        lines.append(f"arguments_{i}: {inline({'type': 'object', **closed(schema)})}")
+        lines.append(f"arguments_{i}: {inline(json.loads(checked.text))}")
     if answer:
         lines.append(f"answer: {inline(json.loads(answer.text))}")
     return Grammar("grammar", "\n".join(lines))
