@@ -105,6 +105,7 @@ class Sequence:
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
         self.request, self.number, self.draft = request, number, draft
+        draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
         processors = sequence_processors(
             backbone, request.prompt, self.stop.left, self.stop.stop_ids, request.sampling, request.logits_options
