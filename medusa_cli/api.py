@@ -227,6 +227,7 @@ class Rules(TypedDict, total=False):
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
     grammar: str | None
+    speculative: bool
     raw: bool
 
 
@@ -330,6 +331,7 @@ class Medusa:
         json_schema: Mapping[str, Any] | str | None = None,
         regex: str | None = None,
         grammar: str | Grammar | None = None,
+        speculative: bool = True,
         raw: bool = False,
     ) -> Request:
         """Returns the request that stream, generate and batch decode.
@@ -340,7 +342,7 @@ class Medusa:
         each; the model's own, before what follows. prompt_logprobs: report the prompt's tokens before the answer's, of
         which there may then be none. min_p and repetition_penalty to logit_bias: None takes what the model's
         generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
-        must follow. Raises UsageError for invalid values.
+        must follow. speculative: False decodes plainly. Raises UsageError for invalid values.
         """
         numbers = {"max_new_tokens": max_new_tokens, "top_k": top_k, "seed": seed, "logprobs": logprobs}
         for name, value in numbers.items():
@@ -375,6 +377,7 @@ class Medusa:
             logprobs,
             logits_options=logits_options,
             prompt_logprobs=prompt_logprobs,
+            speculative=speculative,
         )
 
     def stream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> "Stream":

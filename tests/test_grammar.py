@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa_cli import assets
@@ -213,11 +214,116 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
     schema = {"properties": {"enum": part, "free": {**part, "additionalProperties": True}}, "default": part}
     done = closed({**schema, "$defs": {"A": part}, "anyOf": [part]})
     assert done == {**schema, "$defs": {"A": part}, "anyOf": [part]}  # combined ones are left as they are
-    done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part]}], "items": schema})
+    done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part, {}]}], "items": schema})
     shut = {**part, "additionalProperties": False}
     assert done["$defs"]["A"] == done["anyOf"][0] == done["items"]["properties"]["enum"] == shut
-    assert done["anyOf"][1] == {"allOf": [part]} and done["items"]["default"] == part
+    assert done["anyOf"][1] == {"allOf": [part, {}]} and done["items"]["default"] == part
     assert done["items"]["properties"]["free"]["additionalProperties"] is True
+    assert closed({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": part}})["$defs"]["A"] == shut
+
+
+def _has(*names: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": [*names]}
+
+
+# Schemas that closed objects would make unsatisfiable.
+OPEN: list[dict[str, Any]] = [
+    {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": _has("a"), "B": _has("b")}},
+    {"allOf": [{"$ref": "#/$defs/A"}, _has("c")], "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": _has("b")}},
+    {"$ref": "#/definitions/A", "properties": {"b": {}}, "required": ["b"], "definitions": {"A": _has("a")}},
+    {"$ref": "#/$defs/a~1b%25", "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"a/b%": _has("a"), "B": _has("b")}},
+    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "b"]},
+    {**_has("a"), "minProperties": 2},
+    {**_has("a"), "enum": [{"a": True, "b": 1}]},
+    {"$ref": "#/$defs/A", "required": ["b"], "$defs": {"A": _has("a")}},
+    {"type": "array", "items": {"allOf": [_has("a"), {"$ref": "#/$defs/B"}]}, "minItems": 1, "$defs": {"B": _has("b")}},
+]
+
+
+@pytest.mark.parametrize("schema", OPEN, ids=str)
+def test_closing_leaves_schemas_satisfiable(schema: dict[str, Any]) -> None:
+    backbone = byte_backbone()
+    for seed in range(3):
+        rules = {"sampling": Sampling("exact", 1.0, seed=seed), "max_new_tokens": 1500}
+        tokens = tokens_of(answers(backbone, Grammar.of(json_schema=schema), None, **rules))
+        if tokens[-1] == END_ID:  # open objects may go on and on
+            jsonschema.validate(schema, json.loads(backbone.decode(tokens)))
+
+
+@pytest.mark.parametrize("format", ["password", "path", "int32", "no-such-format"])
+def test_unknown_formats_are_remarks(format: str) -> None:
+    schema = {"type": "string", "format": format, "maxLength": 5}
+    tokens = tokens_of(answers(byte_backbone(), Grammar.of(json_schema=schema), None))
+    assert tokens[-1] == END_ID
+    assert closed({"properties": {"format": {"format": "date"}}})["properties"]["format"] == {"format": "date"}
+
+
+def test_one_of_overlapping_parts_is_followed() -> None:
+    schema = {"oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "number", "maximum": 9}]}
+    backbone = byte_backbone()
+    tokens = tokens_of(answers(backbone, Grammar.of(json_schema=schema), None, max_new_tokens=40))
+    assert float(backbone.decode(tokens)) <= 9
+
+
+def bracketed_backbone() -> Backbone:
+    """Returns a tiny model whose vocabulary has `<tool_call>` as Qwen's: an added token that is not special."""
+    backbone = byte_backbone()
+    backbone.tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
+    tokenizer, backbone = backbone.tokenizer, tiny_backbone(vocab=len(backbone.tokenizer), positions=2048)
+    backbone.tokenizer = tokenizer
+    return backbone
+
+
+ADDED = ("<tool_call>", "</tool_call>", "[CALL]", "<t>")
+BRACKETED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "<tool_call>x{2}"}, "<tool_call>xx"),
+    ({"json_schema": {"const": "a<tool_call>b"}}, '"a<tool_call>b"'),
+    ({"json_schema": {"enum": ["<end>"]}}, '"<end>"'),
+    ({"grammar": 'start: "<tool_call>\\n" /<t>y/ // <tool_call>'}, "<tool_call>\n<t>y"),
+    ({"grammar": 'start: <tool_call> "[CALL]" </tool_call>'}, "<tool_call>[CALL]</tool_call>"),
+    ({"grammar": 'root ::= "<tool_call>" "x"'}, "<tool_call>x"),
+]
+
+
+@pytest.mark.parametrize(("source", "text"), BRACKETED, ids=[str(source) for source, _ in BRACKETED])
+@pytest.mark.parametrize("drafted", [None, "heads"])
+def test_texts_that_are_added_tokens_are_followed(source: dict[str, Any], text: str, drafted: str | None) -> None:
+    backbone = bracketed_backbone()
+    tokens = tokens_of(answers(backbone, Grammar.of(**source), drafted))
+    assert tokens[-1] == END_ID and backbone.decode(tokens) == text
+    named = "<tool_call>" in source.get("grammar", "").split('"')[0]
+    assert (backbone.tokenizer.convert_tokens_to_ids("<tool_call>") in tokens) == named
+
+
+def test_an_answer_ends_where_the_parser_refuses_what_it_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        """Follows a grammar, but takes no third token."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.count = inner, 0
+
+        def deep_copy(self) -> "Refusing":
+            return Refusing(self.inner.deep_copy())
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            taken = self.inner.try_consume_tokens(tokens[: max(0, 2 - self.count)])
+            self.count += taken
+            return taken
+
+        def rollback(self, count: int) -> None:
+            self.count -= count
+            self.inner.rollback(count)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    backbone = byte_backbone()
+    matcher = Refusing(matcher_of(backbone, Grammar.of(regex="[ab]{9}")))
+    monkeypatch.setattr("medusa_cli.decode.processors.matcher_of", lambda *_: matcher)
+    answer = Medusa(LoadedModel(backbone)).generate(PROMPT, max_new_tokens=30, regex="[ab]{9}")
+    assert answer.tokens[-1] == END_ID and len(answer.tokens) <= 4 and answer.finish_reason == "length"
+    answer = Medusa(LoadedModel(backbone)).generate(PROMPT, max_new_tokens=30, regex="[ab]{9}", stop_ids=())
+    assert set(answer.text) <= {"a", "b"} and answer.finish_reason == "length"
 
 
 # Definitions that refer to one another in a chain, longer than a recursive parser can follow.

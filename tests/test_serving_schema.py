@@ -21,8 +21,8 @@ from tests.serving import MODEL, Served, serving  # noqa: E402
 # Not checked: that a valid body is answered (a token id may be beyond the vocabulary), and that any other is refused
 # (null is read as left out).
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics")
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/apply-template")
+GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/props", "/slots")
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
-from medusa_cli.serve.tools import MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
+from medusa_cli.errors import UsageError
+from medusa_cli.serve.tools import MARKERS, MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
 from tests.helpers import (
     END_ID,
     PROMPT,
@@ -38,6 +40,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
+NO_CALL = {"function": {"name": "f", "arguments": 5}}
 BAD_CALL = {"function": {"name": "f", "arguments": "["}}
 DEEP_CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
 NAMES = ("get_weather", "now")
@@ -236,23 +239,47 @@ def test_calls_are_read_as_they_come(text: str, size: int) -> None:
     assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ANSWERS[text]
 
 
+def test_a_tool_whose_schema_is_too_deep_is_refused() -> None:
+    # A chain of definitions, longer than a recursive parser can follow.
+    chain = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9999)}}
+    for parameters in (chain, json.loads('{"items":' * 150 + "{}" + "}" * 150)):
+        with pytest.raises(UsageError):
+            calls_grammar(byte_backbone(), [{"function": {"name": "f", "parameters": parameters}}], several=False)
+
+
+CUT = '<tool_call>{"name": "f", "arguments": {"city": "'
+
+
+def test_a_call_that_the_end_cuts_is_content() -> None:
+    assert CallReader(["f"]).feed(CUT, last=True) == {"content": CUT}
+    whole = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    delta = CallReader(["f"]).feed(whole + CUT, last=True)
+    assert len(delta["tool_calls"]) == 1 and delta["content"].endswith(CUT.removeprefix("<tool_call>"))
+    reader = CallReader(["f"])  # of a stream, which has sent a part of it
+    [call] = reader.feed(CUT)["tool_calls"]
+    assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
+
+
 @pytest.mark.parametrize(
     "template",
     ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"],
     ids=["hermes", "llama", "mistral", "mistral-11"],
 )
-@pytest.mark.parametrize("special", [True, False])
-def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) -> None:
-    """Calls come back from what a model of any style writes by the grammar, its markers special tokens or text."""
+@pytest.mark.parametrize("special", [None, True, False])
+def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool | None) -> None:
+    """Calls come back from what a model of any style writes by the grammar.
+
+    Its markers are text, special tokens, or as Qwen's `<tool_call>` added tokens that are not special.
+    """
     backbone = byte_backbone()
-    if special:
-        backbone.tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
-        backbone = tiny_backbone(vocab=len(backbone.tokenizer), positions=2048)
-        backbone.tokenizer = byte_tokenizer()
-        backbone.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    if special is not None:
+        tokenizer = backbone.tokenizer
+        tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in MARKERS])
+        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048)
+        backbone.tokenizer = tokenizer
     backbone.tokenizer.chat_template = template
     keep = tuple(marker_ids(backbone).values())
-    assert len(keep) == 2 * special
+    assert len(keep) == (0 if special is None else len(MARKERS))
     grammar = calls_grammar(backbone, TOOLS, several=True)
     for seed in range(3):
         rules = {"max_new_tokens": 600, "sampling": Sampling("exact", 1.0, seed=seed)}
@@ -260,6 +287,7 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) 
         text = backbone.decode(tokens, keep)
         delta = CallReader(NAMES).feed(text, last=True)
         assert tokens[-1] == END_ID and "content" not in delta, text
+        assert special is None or template == "<|python_tag|>" or tokens[0] in keep
         for call in delta["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
             assert call["function"]["name"] == "now" or jsonschema.is_valid(WEATHER, arguments)
@@ -269,12 +297,9 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool) 
     ("fields", "param"),
     [
         ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
+        ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
-        ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
-            "messages.0.tool_calls.0.function.arguments",
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),
         ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -340,11 +365,11 @@ def test_responses_call_tools_and_take_results(served: Served) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": []}]}, "input.0.arguments"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema"}}}, None),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "objekt"}}}}, "text"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"temperature": 1000}, "temperature"),
     ],
 )

@@ -23,7 +23,10 @@ _KEY = (
     "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
     "can read command lines."
 )
-_CORS = "An origin whose web pages may use the server, such as http://localhost:3000; * is any. More than once."
+_CORS = (
+    "An origin whose web pages may use the server, such as https://chat.example, beside pages of this machine; * is "
+    "any. More than once."
+)
 
 
 def serve(

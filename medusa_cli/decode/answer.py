@@ -178,7 +178,8 @@ class Answer:
 
     finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop string is not part of
     the text, and text that may begin one waits until that is decided; its tokens, and an end token, are among `tokens`.
-    keep: special tokens that the text shows.
+    keep: special tokens that the text shows. ends: tokens that the text does not show if one of them ends the answer.
+    include_stop: the text shows what ended it.
     """
 
     def __init__(
@@ -187,6 +188,9 @@ class Answer:
         stop_strings: Sequence[str] = (),
         prompt_tokens: int = 0,
         keep: Collection[int] = (),
+        *,
+        ends: Collection[int] = (),
+        include_stop: bool = False,
     ) -> None:
         self.text = ""
         self.tokens: list[int] = []
@@ -196,6 +200,7 @@ class Answer:
         self.prompt_tokens = prompt_tokens
         self._stream = TextStream(backbone, keep)
         self._stops = [text for text in stop_strings if text]
+        self._ends, self._include_stop = () if include_stop else ends, include_stop
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
@@ -203,7 +208,10 @@ class Answer:
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
-        for tokens, accepted in ((step.tokens[:-1], True), (step.tokens[-1:], False)):
+        last = step.tokens[-1:]
+        if finish_reason == "stop" and last and last[0] in self._ends:
+            last = []
+        for tokens, accepted in ((step.tokens[:-1], True), (last, False)):
             if tokens and (text := self._stream.add(tokens)):
                 self._waiting.append(Piece(text, accepted))
         return self._show(finish_reason)
@@ -218,7 +226,8 @@ class Answer:
         shown, self._waiting, self.finish_reason = self._waiting, [], finish_reason
         if self._stops:
             text = "".join(piece.text for piece in shown)
-            starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+            found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+            starts = [start + len(stop) * self._include_stop for start, stop in found]
             partial = 0 if finish_reason else max(partial_stop(text, stop) for stop in self._stops)
             shown, rest = split(shown, min(starts, default=len(text) - partial))
             self._waiting, self.finish_reason = ([], "stop") if starts else (rest, finish_reason)

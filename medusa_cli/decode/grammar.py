@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,18 +23,26 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 # One way of writing JSON, the one that models write most: free whitespace lets small models write blanks for ever, and
-# forces fewer tokens.
-WHITESPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# forces fewer tokens. An answer by `oneOf` follows one part of it; whether it follows no other is not checked.
+JSON_OPTIONS: Any = {
+    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    **{"coerce_one_of": True},
+}
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
 # Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and those that combine.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+# Keywords that say which properties an object has: two of them at once must agree.
+SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+DEMANDING = ("required", "minProperties")
+# Formats that llguidance follows. By the standard any other is a remark, which constrains nothing.
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 CACHED_GRAMMARS = 128
+PRIVATE = "\ue000"  # a character that no text has
 # The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references ends the process.
 MAX_NESTING, MAX_RULES = 100, 250
 
@@ -82,26 +92,86 @@ def check_size(kind: str, source: str, rules: int) -> None:
 
 def inline(schema: Mapping[str, Any]) -> str:
     """Returns a JSON schema as the body of a rule in Lark's form."""
-    return f"%json {json.dumps({**schema, 'x-guidance': WHITESPACE})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
 
-    Schemas leave `additionalProperties` out, and mean none: small models would write more and more of them.
+    Schemas leave `additionalProperties` out, and mean none: small models would write more and more of them. Parts that
+    must agree with others (`allOf`) stay open, and so does what they refer to. Unknown formats are left out.
     """
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict) or "allOf" in schema or ("properties" in schema and COMBINING & schema.keys()):
-        return schema
-    result = {}
-    for key, value in schema.items():
-        if key in BY_NAME and isinstance(value, dict):
-            result[key] = {name: closed(part) for name, part in value.items()}
+    result: dict[str, Any] = json.loads(json.dumps(schema))
+    open_parts = _combined(result)
+    for part in _parts(result):
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
+        if id(part) not in open_parts and _names_all(part):
+            part["additionalProperties"] = False
+    return result
+
+
+def _names_all(part: Mapping[str, Any]) -> bool:
+    """Returns True if an object may do with the properties that its schema names, and asks for no others."""
+    properties, required = part.get("properties"), part.get("required", ())
+    if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+        return False
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
+    return not others & part.keys() and all(name in properties for name in required)
+
+
+def _combined(schema: Any) -> set[int]:
+    """Returns the ids of a schema's parts that must agree with others, with all that they hold or refer to."""
+    combined = set[int]()
+    todo = [part for part in _parts(schema) if _combines(part)]
+    todo.reverse()  # the outer ones first, which hold the others
+    while todo:
+        start = todo.pop()
+        if id(start) in combined:
+            continue
+        for part in _parts(start):
+            combined.add(id(part))
+            target = _referred(schema, part.get("$ref"))
+            if isinstance(target, dict):
+                todo.append(target)
+    return combined
+
+
+def _combines(part: Mapping[str, Any]) -> bool:
+    """Returns True for a part whose keywords must agree on the properties of an object."""
+    several, shaping = part.get("allOf"), sum(key in part for key in SHAPING)
+    demands = "properties" not in part and any(key in part for key in DEMANDING)
+    return shaping > 1 or (shaping == 1 and demands) or (isinstance(several, list) and len(several) > 1)
+
+
+def _referred(schema: Any, reference: Any) -> Any:
+    """Returns the part of a schema at a JSON pointer, None for other references."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    part = schema
+    for name in reference.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list):
+            part = dict(enumerate(part)).get(int(name)) if re.fullmatch("[0-9]{1,9}", name) else None
         else:
-            result[key] = value if key in VALUES else closed(value)
-    others = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
-    return result if "properties" not in schema or others & schema.keys() else {**result, "additionalProperties": False}
+            part = part.get(name) if isinstance(part, dict) else None
+    return part
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields a schema and all schemas in it, the outer ones first."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            yield part
+            for key, value in part.items():
+                if key in BY_NAME and isinstance(value, dict):
+                    todo += value.values()
+                elif key not in VALUES:
+                    todo.append(value)
 
 
 class GrammarCompiler:
@@ -112,10 +182,8 @@ class GrammarCompiler:
 
     def __init__(self, backbone: Backbone) -> None:
         need_extra("grammar", "an answer by a grammar")
-        from llguidance.hf import from_tokenizer
-
         try:
-            self._tokenizer = from_tokenizer(backbone.tokenizer, backbone.vocab_size, sorted(backbone.eos_ids) or None)
+            self._tokenizer, self._special = _tokenizer_of(backbone)
         except Exception as reason:  # of a library that reads any file
             text = f"grammars cannot be followed with the tokenizer of {backbone.id!r}: {first_line(reason)}"
             raise UserError(text, "use a model with a byte-level or SentencePiece tokenizer.json") from reason
@@ -127,11 +195,11 @@ class GrammarCompiler:
 
         try:
             if grammar.kind == "json_schema":
-                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=WHITESPACE)
+                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
             elif grammar.kind == "regex":
                 source = LLMatcher.grammar_from_regex(grammar.text)
             else:
-                source = grammar_from("grammar", grammar.text)
+                source = grammar_from("grammar", by_ids(grammar.text, self._special))
             matcher = LLMatcher(self._tokenizer, source, log_level=0)
             fault = matcher.get_error()
             if not fault:
@@ -144,6 +212,62 @@ class GrammarCompiler:
             text = " ".join(fault.split("\n   1 |")[0].split())
             raise UsageError(f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out")
         return matcher
+
+
+def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
+    """Returns the tokenizer that grammars are compiled over, and the ids of tokens that are no text in them, by name.
+
+    llguidance takes some added tokens for special ones because of their angle brackets, such as Qwen's `<tool_call>`.
+    """
+    tokens = backbone.tokenizer.added_tokens_decoder
+    special = {
+        token.content: id
+        for id, token in tokens.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+    tokenizer = _without_names(backbone, special)
+    known = {token.content: id for id, token in tokens.items() if tokenizer.is_special_token(id)}
+    return (tokenizer, special) if known == special else (_without_names(backbone, known), known)
+
+
+def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
+    """Returns a tokenizer that writes the names of special tokens with other tokens.
+
+    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar forces the text,
+    llguidance would allow nothing else; but its parser takes no special token for text, and refuses it.
+    """
+    from llguidance import LLTokenizer
+
+    hidden = {name: f"{name[:1]}{PRIVATE}{name[1:]}" for name in special}
+    file = json.loads(backbone.tokenizer.backend_tokenizer.to_str())
+    file |= {"padding": None, "truncation": None}
+    for token in file["added_tokens"]:
+        token["content"] = hidden.get(token["content"], token["content"])
+    model = file["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(piece, piece): id for piece, id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    ends = sorted(backbone.eos_ids) or backbone.tokenizer.eos_token_id
+    return LLTokenizer(json.dumps(file), n_vocab=backbone.vocab_size, eos_token=ends)
+
+
+# Strings, regular expressions and comments of Lark's form, within which `<name>` is text.
+_LARK_TEXT = r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/'
+
+
+def by_ids(grammar: str, special: Mapping[str, int]) -> str:
+    """Returns a grammar whose special tokens are given by their ids in place of their names."""
+    if "<" not in grammar or not special:
+        return grammar
+    names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+
+    def replace(found: re.Match[str]) -> str:
+        return f"<[{special[found[0]]}]>" if found[0] in special else found[0]
+
+    return re.sub(f"{_LARK_TEXT}|{names}", replace, grammar)
 
 
 _compilers: WeakKeyDictionary[Backbone, GrammarCompiler] = WeakKeyDictionary()
@@ -171,24 +295,29 @@ class GrammarProcessor(LogitsProcessor):
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits [1, V] after the text [1, L]. A text that the grammar does not allow changes nothing."""
-        if not self._read(input_ids) and not self._matcher.is_error():
-            return scores
-        # Beyond the limits of grammars the mask allows nothing but the end.
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
-        if self._stop_ids and self._matcher.is_accepting():
-            allowed[self._stop_ids] = True
+        """Returns logits [1, V] after the text [1, L]. After a text that the grammar does not allow comes the end."""
+        if self._read(input_ids) or self._matcher.is_error():
+            # Beyond the limits of grammars the mask allows nothing but the end.
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
+            if self._stop_ids and self._matcher.is_accepting():
+                allowed[self._stop_ids] = True
+        else:
+            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+            allowed[self._stop_ids or [0]] = True
         forbidden = ~allowed.to(scores.device)
         masked = scores.masked_fill(forbidden, -torch.inf)
         if masked.max() == -torch.inf:  # other processors forbid all that the grammar allows
             return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
         return masked
 
-    @property
-    def exhausted(self) -> bool:
-        """Returns True once the answer went beyond the library's limits, after which the end alone is allowed."""
-        return bool(self._matcher.is_error())
+    def cuts_off(self, text: Tensor) -> bool:
+        """Returns True if the text [1, L] ends before the grammar does: at a limit of the library, or at a fault of it.
+
+        The library may refuse a token that it allowed before; after both the end alone is allowed.
+        """
+        complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
+        return not complete or bool(self._matcher.is_error())
 
     def forced(self, text: Tensor) -> list[int]:
         """Returns the only tokens that may follow the text [1, L], the end among them."""

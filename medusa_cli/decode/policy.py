@@ -46,10 +46,14 @@ UNCALIBRATED = 0.3
 
 @dataclass
 class DraftState:
-    """Holds what a policy knows of one sequence: its acceptance, and the sources of its n-gram matches."""
+    """Holds what a policy knows of one sequence: its acceptance, and the sources of its n-gram matches.
+
+    speculative: False for a sequence that drafts nothing.
+    """
 
     acceptance: AcceptanceEstimate | None = None
     ngrams: tuple[NgramSource, ...] = ()
+    speculative: bool = True
 
 
 # What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from the root.
@@ -95,6 +99,10 @@ class DraftPolicy(ABC):
 
     def next(self, sequences: Several[Sequence]) -> list[Proposal]:
         """Returns what each sequence drafts next."""
+        speculative = [sequence for sequence in sequences if sequence.draft.speculative]
+        if len(speculative) < len(sequences):
+            drafts = iter(self.next(speculative) if speculative else ())
+            return [next(drafts) if sequence.draft.speculative else (ROOT, []) for sequence in sequences]
         matches = [
             likeliest(match for source in of.draft.ngrams for match in source.find(of.tokens, of.root))
             for of in sequences
@@ -303,7 +311,7 @@ class AdaptivePolicy(DraftPolicy):
         drafted = [
             (step, sequence.draft.acceptance)
             for sequence, step in zip(sequences, steps, strict=True)
-            if not step.looked_up and sequence.draft.acceptance
+            if not step.looked_up and sequence.draft.acceptance and sequence.draft.speculative
         ]
         nodes, batch = drafted[0][0].nodes if drafted else 0, len(steps)
         tree = self._index.get(nodes)

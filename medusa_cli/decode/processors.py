@@ -165,8 +165,8 @@ class SequenceProcessors:
 
     @property
     def exhausted(self) -> bool:
-        """Returns True if the answer went beyond the limits of its grammar."""
-        return self._grammar is not None and self._grammar.exhausted
+        """Returns True if the answer ended before its grammar did."""
+        return self._grammar is not None and self._grammar.cuts_off(self._text)
 
     def forced(self) -> list[int]:
         """Returns the tokens that a grammar forces after the text."""
@@ -220,7 +220,8 @@ def sequence_processors(
     text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
     grammar = None
     if options.grammar is not None:
-        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, ends or ())
+        after = ends or sorted(backbone.eos_ids)
+        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
     arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length, grammar)}
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None

@@ -23,6 +23,7 @@ class Request:
     stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report beside each token,
     None for no log probabilities. reuse: how many of the prompt's first tokens cached rows may serve, None for all.
     prompt_logprobs: report the prompt's tokens before the answer's, of which there may be none (max_new_tokens 0).
+    speculative: False decodes plainly, whatever runs beside it.
     Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
     """
 
@@ -35,6 +36,7 @@ class Request:
     reuse: int | None = None
     logits_options: LogitsOptions = MODELS_OWN
     prompt_logprobs: bool = False
+    speculative: bool = True
 
     @property
     def scores_prompt(self) -> bool:
@@ -103,6 +105,7 @@ class Sequence:
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
         self.request, self.number, self.draft = request, number, draft
+        draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
         processors = sequence_processors(
             backbone, request.prompt, self.stop.left, self.stop.stop_ids, request.sampling, request.logits_options

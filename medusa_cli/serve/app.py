@@ -24,10 +24,19 @@ from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
-from medusa_cli.serve.errors import ErrorBody, Refusal, failure, refusal_for, refusal_for_body, refusal_for_http
+from medusa_cli.serve.errors import (
+    ErrorBody,
+    Refusal,
+    failure,
+    refusal_for,
+    refusal_for_body,
+    refusal_for_http,
+    too_long,
+)
+from medusa_cli.serve.infill import infill_ids
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
-from medusa_cli.serve.openai_format import OpenAIFormat
+from medusa_cli.serve.openai_format import OpenAIFormat, special_ids
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest, in_responses
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
@@ -40,12 +49,14 @@ from medusa_cli.serve.schema import (
     TokenizeText,
 )
 from medusa_cli.serve.templates import TemplateProcess
-from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids
+from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids, template_of
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+# Pages that this machine serves, as other servers of models allow them.
+LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # Keeps the likeliest token alone, as OpenAI's 0 does.
 MIN_TOP_P = 1e-9
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -56,23 +67,28 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 
 def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
     """Returns the ASGI application, and the scheduler that its caller runs and drains."""
-    metrics = Metrics()
+    metrics = Metrics(limits.names[0])
     scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
     handler = Handler(medusa, scheduler, limits, templates)
     started = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": started, "owned_by": "medusa"}
+        own = {"id": name, "object": "model", "created": started, "owned_by": "medusa"}
+        meta = {"n_ctx_train": medusa.backbone.max_positions, "n_vocab": medusa.backbone.vocab_size}
+        return {**own, "root": name, "parent": None, "max_model_len": handler.context, "meta": meta}
 
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat(body: ChatRequest, http: HttpRequest) -> Any:
         return await handler.answer(body, http.receive)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", responses=ANSWERS)
     async def complete(body: CompletionRequest, http: HttpRequest) -> Any:
         return await handler.answer(body, http.receive)
 
+    @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", responses=ANSWERS)
     async def respond(body: ResponsesRequest, http: HttpRequest) -> Any:
         try:
@@ -84,10 +100,12 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
         except Refusal as refusal:
             raise in_responses(refusal) from refusal
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model(name) for name in limits.names]}
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def retrieve(name: str) -> dict[str, Any]:
         if not name:
@@ -102,6 +120,20 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     @app.post("/detokenize", responses=REFUSALS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         return await handler.detokenize(body)
+
+    @app.post("/apply-template", responses=REFUSALS)
+    async def apply_template(body: ChatRequest) -> dict[str, str]:
+        if body.model is not None:
+            handler.check_model(body.model)
+        return {"prompt": await handler.render(body)}
+
+    @app.get("/props", responses={401: REFUSALS[401]})
+    async def props() -> dict[str, Any]:
+        return handler.props()
+
+    @app.get("/slots", responses={401: REFUSALS[401]})
+    async def slots() -> list[dict[str, Any]]:
+        return handler.slots()
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -134,11 +166,10 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
         response.headers.update(reason.headers or {})
         return response
 
-    checked = Middleware(app, limits, metrics)
-    if not limits.cors:
-        return checked, scheduler
     # Before the key is checked: browsers ask without it whether they may send it.
-    return CORSMiddleware(checked, limits.cors, allow_methods=["*"], allow_headers=["*"]), scheduler
+    allowed: Any = {"allow_origins": limits.cors, "allow_origin_regex": LOCAL_PAGES}
+    any_method: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+    return CORSMiddleware(Middleware(app, limits, metrics), **allowed, **any_method), scheduler
 
 
 class Handler:
@@ -148,6 +179,44 @@ class Handler:
         self._medusa, self._scheduler, self._limits, self._templates = medusa, scheduler, limits, templates
         self._rendering = asyncio.Lock()  # a slow chat template holds up other chats alone
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
+
+    @property
+    def context(self) -> int:
+        """Returns the most tokens that a prompt and its answer have together."""
+        limits = self._limits
+        return min(self._medusa.backbone.max_positions, limits.max_prompt_tokens + limits.max_new_tokens)
+
+    @property
+    def longest_prompt(self) -> int:
+        return min(self._limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
+
+    def props(self) -> dict[str, Any]:
+        """Returns what llama.cpp's clients read of a server."""
+        limits, tokenizer = self._limits, self._medusa.backbone.tokenizer
+        params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": limits.max_new_tokens}
+        return {
+            "default_generation_settings": {"n_ctx": self.context, "params": params},
+            "total_slots": limits.slots,
+            "model_alias": limits.names[0],
+            "model_path": limits.names[0],
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": template_of(self._medusa.backbone),
+            "bos_token": tokenizer.bos_token or "",
+            "eos_token": tokenizer.eos_token or "",
+            "build_info": f"medusa {__version__}",
+        }
+
+    def slots(self) -> list[dict[str, Any]]:
+        """Returns what each slot does, in llama.cpp's words, without any text."""
+        running = self._scheduler.running()
+        idle: dict[str, Any] = {"n_ctx": self.context, "speculative": self._scheduler.speculative}
+        slots = [{"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)]
+        for slot, ticket in zip(slots, running, strict=False):
+            left = ticket.request.max_new_tokens - ticket.answer.stats.tokens
+            slot["is_processing"] = True
+            slot["n_prompt_tokens"] = len(ticket.request.prompt)
+            slot["next_token"] = {"n_decoded": ticket.answer.stats.tokens, "n_remain": left}
+        return slots
 
     def check_model(self, name: str) -> None:
         names = self._limits.names
@@ -162,6 +231,7 @@ class Handler:
 
         original: the request of a response, which `body` asks for as a chat.
         """
+        body.model = body.model or self._limits.names[0]
         requests = await self._requests(body)
         backbone = self._medusa.backbone
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -171,14 +241,20 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        keep = marker_ids(backbone).values() if isinstance(body, ChatRequest) and body.offered else ()
+        keep = set() if body.skip_special_tokens else {*special_ids(backbone)}
+        if isinstance(body, ChatRequest) and body.offered:
+            keep |= {*marker_ids(backbone).values()}
+        rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
+        if keep or body.stop_token_ids:
+            rules["ends"] = {*body.stop_token_ids, *backbone.eos_ids}
         tickets = [
-            Ticket(request, Answer(backbone, request.stop_strings, keep=tuple(keep)), partial(deliver, index))
+            Ticket(request, Answer(backbone, request.stop_strings, **rules), partial(deliver, index))
             for index, request in enumerate(requests)
         ]
         self._scheduler.submit(tickets)
         answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
+            original.model = body.model
             answer = ResponsesFormat(original, body, tickets[0])
         received = _until_gone(tickets, events, receive)
         if body.stream:
@@ -194,7 +270,7 @@ class Handler:
         """Returns the token ids of a text or a conversation in vLLM's form; raises Refusal."""
         [tokens], backbone = await self._encode(body), self._medusa.backbone
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": backbone.max_positions, "tokens": tokens, "token_strs": texts}
+        return {"count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Returns the text of token ids, special tokens included; raises Refusal."""
@@ -205,12 +281,18 @@ class Handler:
         """Returns the decoder's requests, one a choice, within the server's limits."""
         limits, prompts = self._limits, await self._encode(body)
         limit = limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
-        longest = min(limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
+        if body.truncate_prompt_tokens is not None:
+            kept = self.longest_prompt if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
+            prompts = [prompt[-kept:] for prompt in prompts]
         for prompt in prompts:
-            if len(prompt) > longest:
-                text = f"the prompt has {len(prompt):,} tokens, this server takes {longest:,}"
-                raise Refusal(400, text, code="context_length_exceeded")
+            if len(prompt) > self.longest_prompt:
+                raise too_long(len(prompt), self.longest_prompt)
         grammar = await self._grammar(body)
+        scored = body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and body.echo)
+        wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
+        minimum = body.min_tokens
+        if minimum is not None and body.limit is not None and limit < minimum <= body.limit:
+            minimum = limit  # the server's limit is lower than the client's
         try:
             return [
                 self._medusa.request(
@@ -222,15 +304,17 @@ class Handler:
                     min_p=body.min_p,
                     seed=None if body.seed is None else body.seed + index,
                     stop=body.stop_strings,
-                    stop_ids=() if body.ignore_eos else None,
-                    logprobs=body.top,
-                    prompt_logprobs=isinstance(body, CompletionRequest) and body.echo,
+                    stop_ids=self._stop_ids(body),
+                    logprobs=max(wanted, default=None),
+                    prompt_logprobs=scored,
                     repetition_penalty=body.repetition_penalty,
                     presence_penalty=body.presence_penalty or None,
                     frequency_penalty=body.frequency_penalty or None,
-                    min_new_tokens=body.min_tokens,
+                    no_repeat_ngram_size=body.no_repeat_ngram_size,
+                    min_new_tokens=minimum,
                     logit_bias=body.logit_bias or None,
                     grammar=grammar,
+                    speculative=body.drafts.enabled,
                     raw=True,
                 )
                 for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
@@ -238,11 +322,22 @@ class Handler:
         except UserError as reason:
             raise self._refusal(reason, "prompt") from reason
 
+    def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
+        """Returns the tokens that end an answer, None for the model's own alone; raises Refusal."""
+        backbone = self._medusa.backbone
+        for token in body.stop_token_ids:
+            if token >= backbone.vocab_size:
+                text = f"stop_token_ids: {token} is no token id; use ids from 0 to {backbone.vocab_size - 1}"
+                raise Refusal(400, text, param="stop_token_ids", code="invalid_value")
+        if body.ignore_eos:
+            return {*body.stop_token_ids}
+        return {*body.stop_token_ids, *backbone.eos_ids} if body.stop_token_ids else None
+
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
         """Returns what the answer must follow, compiled here and not between the steps of others; raises Refusal."""
         backbone = self._medusa.backbone
         try:
-            grammar = body.grammar
+            grammar = body.followed
             if isinstance(body, ChatRequest) and body.required:
                 grammar = calls_grammar(backbone, body.required, body.parallel_tool_calls)
             elif isinstance(body, ChatRequest) and body.offered and grammar and grammar.kind == "json_schema":
@@ -259,15 +354,23 @@ class Handler:
             self.check_model(body.model)
         try:
             if isinstance(body, Conversation):
-                async with self._rendering:
-                    text = await run_in_threadpool(self._render, body)
+                text = await self.render(body)
+                encode = partial(token_ids, self._medusa.backbone, begin=body.add_special_tokens)
                 async with self._encoding:
-                    return [await run_in_threadpool(token_ids, self._medusa.backbone, text)]
+                    return [await run_in_threadpool(encode, text)]
             async with self._encoding:
                 return await run_in_threadpool(self._token_ids, body)
         except UserError as reason:
             field = next(field for field in ("messages", "prompt", "tokens") if field in body.model_fields_set)
             raise self._refusal(reason, field) from reason
+
+    async def render(self, body: Conversation) -> str:
+        """Returns a conversation as the text of a prompt; raises Refusal."""
+        try:
+            async with self._rendering:
+                return await run_in_threadpool(self._render, body)
+        except UserError as reason:
+            raise self._refusal(reason, "messages") from reason
 
     def _render(self, body: Conversation) -> str:
         """Returns a conversation as the text of a prompt."""
@@ -284,7 +387,14 @@ class Handler:
         """Returns the token ids of prompts."""
         if isinstance(body, TokenizeText):
             return [token_ids(self._medusa.backbone, body.prompt, begin=body.add_special_tokens)]
-        return [self._medusa.encode(prompt, raw=True) for prompt in body.prompts]
+        backbone = self._medusa.backbone
+        if isinstance(body, CompletionRequest) and body.suffix:
+            return [infill_ids(backbone, str(prompt), body.suffix) for prompt in body.prompts]
+        begin = not isinstance(body, CompletionRequest) or body.add_special_tokens
+        return [
+            token_ids(backbone, prompt, begin=begin) if isinstance(prompt, str) else self._medusa.encode(prompt)
+            for prompt in body.prompts
+        ]
 
     def _refusal(self, reason: UserError, param: str) -> Refusal:
         """Returns the refusal for an error of the core; clients must not learn the model's path on this machine."""

@@ -30,7 +30,10 @@ class ErrorBody(BaseModel):
 
 
 class Refusal(Exception):
-    """Ends a request with an HTTP status, a message, and the parameter at fault."""
+    """Ends a request with an HTTP status, a message, and the parameter at fault.
+
+    kind: its type, None for the status's; more: further fields of the body.
+    """
 
     def __init__(
         self,
@@ -40,14 +43,23 @@ class Refusal(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_s: int | None = None,
+        kind: str | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(_printable(message))
         self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
+        self.kind = kind or TYPES.get(status, "invalid_request_error")
+        self.more = dict(more or {})
+
+    def reworded(self, message: str, param: str | None) -> "Refusal":
+        """Returns the same refusal with another message and parameter."""
+        given: dict[str, Any] = {"code": self.code, "retry_s": self.retry_s, "kind": self.kind, "more": self.more}
+        return Refusal(self.status, message, param=param, **given)
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {**error, **self.more}}
 
     def response(self) -> Response:
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
@@ -75,6 +87,17 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     if setting is not None:
         return Refusal(400, text, param=field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
+
+
+def too_long(tokens: int, context: int) -> Refusal:
+    """Returns the refusal for a prompt of so many tokens, in OpenAI's and in llama.cpp's words."""
+    return Refusal(
+        400,
+        f"the prompt has {tokens:,} tokens, which exceeds the context of {context:,} that this server takes",
+        code="context_length_exceeded",
+        kind="exceed_context_size_error",
+        more={"n_prompt_tokens": tokens, "n_ctx": context},
+    )
 
 
 def failure(reason: Exception) -> Refusal:

@@ -1,8 +1,11 @@
 """Prometheus counters, gauges and histograms of one server."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from medusa_cli.decode import Step
 
@@ -10,12 +13,57 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
 
+def add_positions(accepted_at: list[int], step: Step) -> None:
+    """Adds a step to the counts of accepted draft tokens by position, the first after the root at 0."""
+    accepted = step.accepted if step.path else 0
+    accepted_at += [0] * (accepted - len(accepted_at))
+    for position in range(accepted):
+        accepted_at[position] += 1
+
+
+class SpeculativeCounters(Collector):
+    """Counts drafts as vLLM does, under its names, which its benches and others read.
+
+    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name, so that those with
+    the time of creation, which a Counter has, would count as well.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+        self._drafts = self._draft_tokens = self._accepted = 0
+        self._accepted_at = list[int]()
+
+    def count(self, step: Step) -> None:
+        if step.path and step.nodes > 1:
+            self._drafts += 1
+            self._draft_tokens += step.nodes - 1
+            self._accepted += step.accepted
+            add_positions(self._accepted_at, step)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, value, about in (
+            ("drafts", self._drafts, "Steps with draft tokens"),
+            ("draft_tokens", self._draft_tokens, "Draft tokens"),
+            ("accepted_tokens", self._accepted, "Accepted draft tokens"),
+        ):
+            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", about, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], value)
+            yield family
+        name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position"
+        family = CounterMetricFamily(name, about, labels=[*self._labels, "position"])
+        for position, value in enumerate(list(self._accepted_at)):
+            family.add_metric([*self._labels.values(), str(position)], value)
+        yield family
+
+
 class Metrics:
     """One server's numbers, in a registry of their own; whoever knows a number updates it here."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()
         own: Any = {"registry": self._registry}
+        self._speculative = SpeculativeCounters(model)
+        self._registry.register(self._speculative)
         self.responses = Counter("medusa_http_responses", "Responses by path and status", ["path", "code"], **own)
         self.requests = Counter("medusa_requests", "Requests that ended, by finish reason", ["reason"], **own)
         self.prompt_tokens = Counter("medusa_prompt_tokens", "Tokens of prompts", **own)
@@ -35,6 +83,7 @@ class Metrics:
     def count(self, step: Step) -> None:
         """Counts one sequence's step."""
         self._generated.inc(len(step.tokens))
+        self._speculative.count(step)
         if step.path:
             self._verified.inc()
             self._drafted.inc(step.nodes - 1)

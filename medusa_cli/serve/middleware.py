@@ -22,7 +22,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # without a key
-PATHS = (*OPEN, "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+ANSWERING = ("/chat/completions", "/completions", "/responses", "/models")  # with /v1 or without
+PATHS = (*OPEN, *ANSWERING, *(f"/v1{path}" for path in ANSWERING))
+PATHS += ("/tokenize", "/detokenize", "/apply-template", "/props", "/slots")
 # A client's own id of a request, which the answer repeats.
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class Middleware:
         try:
             if not self._limits.api_keys:
                 self._check_host(headers)
-            elif scope["path"] not in OPEN:
+            elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":  # browsers ask first, without a key
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
@@ -128,9 +130,11 @@ class Middleware:
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if scheme.lower() != b"bearer":  # as Anthropic's clients, and llama.cpp's
+            given = headers.get("x-api-key", "").encode("latin-1")
         # All keys are compared, so that the time tells nothing.
         right = [hmac.compare_digest(given.strip(), key.encode()) for key in self._limits.api_keys]
-        if scheme.lower() != b"bearer" or not any(right):
+        if not any(right):
             raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -1,13 +1,16 @@
 """Answers in OpenAI's form, whole or in chunks; fields beyond OpenAI's stand under "medusa"."""
 
+import hashlib
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
+from itertools import zip_longest
 from typing import Any
 
+from medusa_cli import __version__
 from medusa_cli.decode import Likelihood, Stats
 from medusa_cli.decode.answer import REPLACEMENT
 from medusa_cli.model import Backbone
@@ -33,33 +36,47 @@ class OpenAIFormat:
 
     def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
         self._chat, self._tickets, self._n = isinstance(body, ChatRequest), tickets, body.n
-        self._tokens = [TokenTexts(backbone) for _ in tickets]
-        self._offsets = [0] * len(tickets)  # characters of each answer so far
+        self._asked, self._backbone = body, backbone
+        keep = () if body.skip_special_tokens else special_ids(backbone)
+        self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), body.model
-        self._stream_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._fingerprint = fingerprint_of(backbone)
+        self._stream_usage = body.stream_options.include_usage
+        self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
+        # Log probabilities of prompts come first; they are not among those of the answer unless it echoes the prompt.
+        scored = body.prompt_logprobs is not None and not (isinstance(body, CompletionRequest) and body.echo)
+        self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
         names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
         self._calls = [CallReader(names) if names else None for _ in tickets]
         self._echoes = [""] * len(tickets)
         if isinstance(body, CompletionRequest) and body.echo:
-            texts = [text if isinstance(text, str) else backbone.decode(text) for text in body.prompts]
+            texts = [text if isinstance(text, str) else backbone.decode(text, keep) for text in body.prompts]
             self._echoes = [text for text in texts for _ in range(body.n)]
+        elif isinstance(body, ChatRequest):
+            self._echoes = [body.echoed] * len(tickets)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
         """Yields the answers as server-sent events, one a step of a choice."""
-        no_usage = {"usage": None} if self._stream_usage else {}
+
+        def usage() -> dict[str, Any]:
+            if self._continuous:
+                return {"usage": self._usage()}
+            return {"usage": None} if self._stream_usage else {}
+
         async with aclosing(events):
-            delta = {"delta": {"role": "assistant", "content": ""}}
+            with_ids = self._asked.return_token_ids
             for index, text in enumerate(self._echoes):
-                if self._chat or text:  # the role, or what is echoed, comes before the first text
-                    choice = self._choice(index, delta if self._chat else {"text": text}, None, None)
-                    yield sse({**self._body([choice]), **no_usage})
+                if self._chat or text or with_ids:  # the role, or what is echoed, comes before the first text
+                    delta = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+                    choice = self._choice(index, delta, None, None)
+                    yield sse({**self._body([choice]), **self._prompt_ids(choice, index), **usage()})
             async for index, event in events:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
                     return
-                if event.pieces or event.likelihoods or event.last:
-                    yield sse({**self.chunk(index, event), **no_usage})
+                if event.pieces or event.likelihoods or event.last or with_ids:
+                    yield sse({**self.chunk(index, event), **usage()})
         if self._stream_usage:  # after the last choice, alone
             yield sse({**self._body([]), "usage": self._usage()})
         yield "data: [DONE]\n\n"
@@ -69,15 +86,21 @@ class OpenAIFormat:
         choices = []
         for index, ticket in enumerate(self._tickets):
             answer = ticket.answer
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            text = self._echoes[index] + answer.text
+            message = {"role": "assistant", "content": text, "refusal": None}
             if calls := self._calls[index]:
                 read = calls.feed(answer.text, last=True)
                 for call in read.get("tool_calls", ()):
                     del call["index"]
-                message |= {"content": None if calls.count else "", **read}
-            content = {"message": message} if self._chat else {"text": self._echoes[index] + answer.text}
-            choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason))
-        return {**self._body(choices, "chat.completion"), "usage": self._usage()}
+                said = self._echoes[index] + read.get("content", "")
+                message |= {**read, "content": said or (None if calls.count else "")}
+            content = {"message": message} if self._chat else {"text": text}
+            choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason, answer.tokens))
+        more: dict[str, Any] = {}
+        for index, choice in enumerate(choices):
+            more |= self._prompt_ids(choice, index)
+            more |= self._prompt_logprobs(choice, index)
+        return {**self._body(choices, "chat.completion"), **more, "usage": self._usage()}
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk of one step of a choice."""
@@ -87,62 +110,135 @@ class OpenAIFormat:
             delta = calls.feed(text, event.last)
         content: dict[str, Any] = {"delta": delta} if self._chat else {"text": text}
         reason = self._tickets[index].answer.finish_reason if event.last else None
-        choice = self._choice(index, content, event.likelihoods, reason)
+        choice = self._choice(index, content, event.likelihoods, reason, event.tokens)
         return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
 
     def _body(self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk") -> dict[str, Any]:
         kind = kind if self._chat else "text_completion"
-        return {"id": self._id, "created": self._created, "model": self._model, "object": kind, "choices": choices}
+        own = {"id": self._id, "created": self._created, "model": self._model, "object": kind}
+        return {**own, "system_fingerprint": self._fingerprint, "choices": choices}
+
+    def _prompt_ids(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
+        """Adds the token ids of its prompt to a choice; returns those of a chat, whose choices have one prompt."""
+        return self._of_prompt(choice, "prompt_token_ids", [*self._tickets[index].request.prompt])
+
+    def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
+        """Adds the log probabilities of its prompt to a choice, as vLLM does; returns those of a chat."""
+        ticket, wanted = self._tickets[index], self._asked.prompt_logprobs
+        rows: list[dict[str, Any] | None] = []
+        for likelihood in ticket.answer.likelihoods[: len(ticket.request.prompt)]:
+            entries: dict[str, Any] = {}
+            for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
+                entries[str(token)] = self._prompt_entry(token, logprob, rank)
+            # Its rank is known among the likeliest alone.
+            entries.setdefault(str(likelihood.token), self._prompt_entry(likelihood.token, likelihood.logprob, None))
+            rows.append(entries)
+        if rows:  # of the first token, which nothing comes before
+            rows[0] = None
+        return self._of_prompt(choice, "prompt_logprobs", rows)
+
+    def _of_prompt(self, choice: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+        wanted = {
+            "prompt_token_ids": self._asked.return_token_ids,
+            "prompt_logprobs": self._asked.prompt_logprobs is not None,
+        }
+        if not wanted[field]:
+            return {}
+        if self._chat:
+            return {field: value}
+        choice[field] = value
+        return {}
+
+    def _prompt_entry(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = str(self._backbone.tokenizer.decode([token]))
+        return {"logprob": max(logprob, NEVER), "rank": rank, "decoded_token": text}
 
     def _usage(self) -> dict[str, Any]:
         """Returns token counts, each prompt's once, and how many draft tokens were accepted."""
         prompts = self._tickets[:: self._n]
-        stats, prompt = Stats(), sum(len(ticket.request.prompt) for ticket in prompts)
-        for ticket in self._tickets:
-            stats += ticket.answer.stats
+        tokens = sum(ticket.answer.stats.tokens for ticket in self._tickets)
+        prompt = sum(len(ticket.request.prompt) for ticket in prompts)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": stats.tokens,
-            "total_tokens": prompt + stats.tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
             "prompt_tokens_details": {"cached_tokens": sum(ticket.reused for ticket in prompts)},
-            "medusa": {
-                "drafted_tokens": stats.drafted,
-                "accepted_tokens": stats.accepted,
-                "steps": stats.steps,
-                "acceptance_length": round(stats.acceptance_length, 4),
-            },
+            "medusa": speculative_figures(self._tickets, by_position=self._asked.drafts.figures),
         }
 
     def _choice(
-        self, index: int, text: dict[str, Any], likelihoods: Sequence[Likelihood] | None, reason: str | None
+        self,
+        index: int,
+        text: dict[str, Any],
+        likelihoods: Sequence[Likelihood] | None,
+        reason: str | None,
+        tokens: Sequence[int] | None = None,
     ) -> dict[str, Any]:
+        body = self._asked
         logprobs: dict[str, Any] | None = None
-        if self._tickets[index].request.top is not None and likelihoods is not None:
-            rows = [self._tokens[index].row(likelihood) for likelihood in likelihoods]
-            if self._chat:
-                content = [
-                    {**_entry(*token), "top_logprobs": [_entry(*other) for other in top]} for token, *top in rows
-                ]
-                logprobs = {"content": content, "refusal": None}
-            else:
-                logprobs = self._completion_logprobs(index, rows)
+        if body.top is not None and likelihoods is not None:
+            skipped = min(self._skip[index], len(likelihoods))
+            self._skip[index] -= skipped
+            logprobs = self._logprobs(index, likelihoods[skipped:], body.top)
         if reason == "stop" and (calls := self._calls[index]) and calls.count:
             reason = "tool_calls"
-        return {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
+        ids = {"token_ids": [*tokens]} if body.return_token_ids and tokens is not None else {}
+        return {"index": index, **text, "logprobs": logprobs, **ids, "finish_reason": reason}
 
-    def _completion_logprobs(self, index: int, rows: "list[list[TokenLogprob]]") -> dict[str, Any]:
-        offsets, likeliest = list[int](), list[dict[str, float | None] | None]()
-        for (text, own), *top in rows:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-            # The likeliest comes first: of tokens with one text it is the one that stays.
-            likeliest.append(None if own is None else {text: logprob for text, logprob in reversed(top)})
+    def _logprobs(self, index: int, likelihoods: Sequence[Likelihood], top: int) -> dict[str, Any]:
+        texts = self._tokens[index]
+        if self._chat:
+            rows = [texts.row(likelihood, top) for likelihood in likelihoods]
+            content = [{**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in rows]
+            return {"content": content, "refusal": None}
+        offsets, tokens = list[int](), list[TokenLogprob]()
+        likeliest = list[dict[str, float | None] | None]()
+        for likelihood in likelihoods:
+            offsets.append(texts.place(likelihood.token))
+            (text, own), *others = texts.row(likelihood, top)
+            tokens.append((text, own))
+            # The likeliest comes first: of tokens with one text it is the one that stays. The answer's own is always
+            # among them.
+            row = {text: logprob for text, logprob in reversed(others)}
+            likeliest.append(None if own is None else row if text in row else {**row, text: own})
         return {
-            "tokens": [row[0][0] for row in rows],
-            "token_logprobs": [row[0][1] for row in rows],
+            "tokens": [text for text, _ in tokens],
+            "token_logprobs": [logprob for _, logprob in tokens],
             "top_logprobs": likeliest,
             "text_offset": offsets,
         }
+
+
+def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:
+    """Returns the counts of draft tokens of one request's answers.
+
+    by_position: and how many steps drafted, how many of them accepted a token at each position, and seconds.
+    """
+    stats = Stats()
+    for ticket in tickets:
+        stats += ticket.answer.stats
+    figures: dict[str, Any] = {
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "steps": stats.steps,
+        "acceptance_length": round(stats.acceptance_length, 4),
+    }
+    if by_position:
+        columns = zip_longest(*(ticket.accepted_at for ticket in tickets), fillvalue=0)
+        seconds = {"prefill_s": stats.prefill_s, "draft_s": stats.draft_s, "verify_s": stats.verify_s}
+        figures |= {"drafts": sum(ticket.drafts for ticket in tickets), "accepted_per_pos": [*map(sum, columns)]}
+        figures |= {name: round(value, 6) for name, value in seconds.items()}
+    return figures
+
+
+def special_ids(backbone: Backbone) -> tuple[int, ...]:
+    return tuple(id for id, token in backbone.tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def fingerprint_of(backbone: Backbone) -> str:
+    """Returns a name of all that may change an answer: the model, its number type, the engine, this version."""
+    given = [backbone.identity, str(backbone.dtype), backbone.engine.title, __version__]
+    return f"fp_{hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()[:10]}"
 
 
 TokenLogprob = tuple[str, float | None]
@@ -154,21 +250,41 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Decodes tokens in their context: decoders of the Llama kind strip the blank of a token decoded alone."""
+    """Decodes tokens in their context: decoders of the Llama kind strip the blank of a token decoded alone.
 
-    def __init__(self, backbone: Backbone) -> None:
+    keep: special tokens that the answer's text shows.
+    """
+
+    def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._tokenizer = backbone.tokenizer
+        self._hidden = set(special_ids(backbone)) - set(keep)
         self._before: list[int] = []  # the last tokens, from a whole character on
         self._text = ""  # their text
+        self._offset = 0  # characters of the answer's text before `_unfinished`
+        self._unfinished: list[int] = []  # tokens of a character that is not whole
+        self._finished: list[int] = []  # the tokens before them
 
-    def row(self, likelihood: Likelihood) -> list[TokenLogprob]:
+    def row(self, likelihood: Likelihood, top: int) -> list[TokenLogprob]:
         """Returns text and log probability of the answer's next token, then of the likeliest tokens in its place."""
-        entries = [(likelihood.token, likelihood.logprob), *likelihood.top]
+        entries = [(likelihood.token, likelihood.logprob), *likelihood.top[:top]]
         texts = {token: self._in_context(token) for token, _ in entries}
         partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
         self._before = [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token] if partial else [likelihood.token]
         self._text = self._decode(self._before)
         return [(texts[token], None if math.isnan(logprob) else max(logprob, NEVER)) for token, logprob in entries]
+
+    def place(self, token: int) -> int:
+        """Returns the place of the answer's next token in its text: for parts of a character, that of the character."""
+        place = self._offset
+        if token in self._hidden:
+            return place
+        self._unfinished.append(token)
+        before = self._decode(self._finished)
+        text = self._decode([*self._finished, *self._unfinished]).removeprefix(before)
+        if not text.endswith(REPLACEMENT) or len(self._unfinished) >= MAX_CHARACTER_BYTES:
+            self._offset += len(text)
+            self._finished, self._unfinished = self._unfinished, []
+        return place
 
     def _in_context(self, token: int) -> str:
         if not self._text.endswith(REPLACEMENT):

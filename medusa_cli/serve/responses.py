@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from medusa_cli.serve import neutral
 from medusa_cli.serve.errors import Refusal, failure
-from medusa_cli.serve.openai_format import sse
+from medusa_cli.serve.openai_format import speculative_figures, sse
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     FORM,
@@ -21,10 +22,8 @@ from medusa_cli.serve.schema import (
     Content,
     Function,
     NamedSchema,
-    NoList,
     Strict,
     ToolChoice,
-    Unused,
     text_of,
 )
 from medusa_cli.serve.tools import CallReader
@@ -36,17 +35,15 @@ FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_out
 class AnyTextPart(Strict):
     """Part of a message's content."""
 
+    no_effect = neutral.MARKS
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Unused = None
-    logprobs: Unused = None
 
 
 class PastItem(Strict):
-    """Holds what every item of the past may carry."""
+    """Has what every item of the past may have."""
 
-    id: Unused = None
-    status: Unused = None
+    no_effect = neutral.MARKS
 
 
 class MessageItem(PastItem):
@@ -55,7 +52,6 @@ class MessageItem(PastItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content[AnyTextPart]
-    phase: Unused = None
 
 
 class CallItem(PastItem):
@@ -95,8 +91,8 @@ class TextFormat(NamedSchema):
 
 
 class TextOptions(Strict):
+    no_effect = neutral.REQUEST
     format: TextFormat = TextFormat()
-    verbosity: Unused = None
 
 
 class Typed(Strict):
@@ -118,6 +114,7 @@ class ChosenTool(Typed):
 class ResponsesRequest(Common):
     """Body of /v1/responses: what maps onto a chat. Nothing is stored."""
 
+    no_effect = neutral.RESPONSES
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)] | Annotated[list[Item], Field(min_length=1), Tag(LIST)], FORM
     ]
@@ -127,12 +124,7 @@ class ResponsesRequest(Common):
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice[ChosenTool] | None = None
     parallel_tool_calls: bool = False
-    truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
-    include: NoList | None = None
-    reasoning: Unused = None
-    prompt_cache_key: Unused = None
-    safety_identifier: Unused = None
+    metadata: Any = Field(None, description="comes back with the response")
 
     @model_validator(mode="after")
     def _agree(self) -> "ResponsesRequest":
@@ -155,6 +147,7 @@ class ResponsesRequest(Common):
         body["tool_choice"] = self.tool_choice
         if isinstance(self.tool_choice, ChosenTool):
             body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        body["speculative"] = self.speculative
         return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -273,13 +266,15 @@ class ResponsesFormat:
         cut = ended and answer.finish_reason == "length"
         given = body.model_dump(include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True)
         prompt = len(self._ticket.request.prompt)
-        usage = {
+        usage: dict[str, Any] = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._ticket.reused, "cache_write_tokens": 0},
             "output_tokens": stats.tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + stats.tokens,
         }
+        if body.drafts.figures:
+            usage["medusa"] = speculative_figures([self._ticket], by_position=True)
         return {
             "id": self._id,
             "object": "response",
@@ -310,7 +305,7 @@ def in_responses(reason: Refusal) -> Refusal:
     field = str(reason.param).partition(".")[0]
     if field in FIELDS:
         text = str(reason).replace(str(reason.param), FIELDS[field])
-        return Refusal(reason.status, text, param=FIELDS[field], code=reason.code, retry_s=reason.retry_s)
+        return reason.reworded(text, FIELDS[field])
     return reason
 
 

@@ -13,7 +13,7 @@ from medusa_cli.decode.ngram import MAX_LENGTH, Corpus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError
 from medusa_cli.serve.errors import Refusal
-from medusa_cli.serve.metrics import Metrics
+from medusa_cli.serve.metrics import Metrics, add_positions
 
 # Seconds after which a client whose request was refused may try again.
 RETRY_S, RESTART_S = 2, 10
@@ -24,20 +24,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """The text that a step added to an answer; the last event of an answer may carry an error instead."""
+    """The text and tokens that a step added to an answer; the last event of an answer may carry an error instead."""
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
     error: Exception | None = None
     last: bool = False
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. abandoned: nobody waits for the answer, so the
-    scheduler frees its slot before the next step.
+    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens, and accepted_at of
+    these, by position, those that accepted one there. abandoned: nobody waits for the answer, so the scheduler frees
+    its slot before the next step.
     """
 
     request: Request
@@ -45,12 +47,19 @@ class Ticket:
     deliver: Callable[[Event], None]
     submitted: float = field(default_factory=time.perf_counter)
     reused: int = 0
+    drafts: int = 0
+    accepted_at: list[int] = field(default_factory=list)
     abandoned: bool = False
 
     @property
     def seconds(self) -> float:
         """Returns the time since the request was submitted."""
         return time.perf_counter() - self.submitted
+
+    def count(self, step: Step) -> None:
+        """Counts a step's accepted draft tokens by position."""
+        self.drafts += step.nodes > 1
+        add_positions(self.accepted_at, step)
 
 
 class Scheduler:
@@ -74,6 +83,15 @@ class Scheduler:
         self.alive = False
         metrics.running.set_function(lambda: len(self._running))
         metrics.waiting.set_function(lambda: len(self._waiting))
+
+    @property
+    def speculative(self) -> bool:
+        """Returns True unless decoding is plain."""
+        return self._medusa.loaded.policy is not None
+
+    def running(self) -> list[Ticket]:
+        """Returns the requests that decode."""
+        return list(self._running.values())
 
     def submit(self, tickets: Collection[Ticket]) -> None:
         """Queues all requests of a client or none; the decoding thread delivers their events. Raises Refusal."""
@@ -176,11 +194,12 @@ class Scheduler:
         ticket = self._running[sequence]
         pieces = ticket.answer.add(step, sequence.finish_reason)
         self._metrics.count(step)
+        ticket.count(step)
         if ticket.answer.finish_reason is None:
-            ticket.deliver(Event(pieces, step.likelihoods))
+            ticket.deliver(Event(pieces, step.likelihoods, tokens=step.tokens))
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
-            self._finish(ticket, Event(pieces, step.likelihoods, last=True))
+            self._finish(ticket, Event(pieces, step.likelihoods, last=True, tokens=step.tokens))
             self._remember(ticket)
 
     def _remember(self, ticket: Ticket) -> None:

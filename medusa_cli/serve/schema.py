@@ -1,102 +1,166 @@
-"""Bodies of requests, in OpenAI's words. A field that has no effect here is refused by name, never ignored."""
+"""Bodies of requests, in the words of OpenAI, vLLM and llama.cpp.
+
+A field that cannot change the answer is taken (`neutral`); one that would change it and is not served is refused by
+name, never ignored.
+"""
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
+from medusa_cli.serve import neutral
 
-# OpenAI allows 4 and 128.
-MAX_STOPS, MAX_CHOICES, MAX_NAME, MAX_TOOLS = 16, 128, 256, 128
+# Each token of an answer is searched for each stop string.
+MAX_STOPS, MAX_STOP = 1024, 1024
+MAX_CHOICES, MAX_NAME, MAX_TOOLS, MAX_TOP = 128, 256, 128, 20
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-NoList = Annotated[list[Any], Field(max_length=0)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Unused = Annotated[Any, Field(description="taken and not used")]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Form = TypeVar("Form")  # what chats and responses write differently
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, and true as a number; null means left out, as clients send back what they received."""
+    """Refuses unknown fields, and true as a number; null means left out, as clients send back what they received.
+
+    no_effect: fields that may be given with values that change nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    no_effect: ClassVar[neutral.Table] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _without_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        # What one kind of object does not read, another may: declared fields are read, but for values of no effect.
+        checks = {
+            name: check
+            for name, check in cls.no_effect.items()
+            if name in given and (name not in cls.model_fields or check is not neutral.anything)
+        }
+        unused = [name for name, check in checks.items() if check(given[name], given)]
+        neutral.note(name for name in unused if name not in cls.model_fields)
+        return {name: value for name, value in given.items() if name not in unused}
 
 
 class StreamOptions(Strict):
-    """include_usage: send a last chunk with the usage and no choice."""
+    """include_usage: send a last chunk with the usage and no choice; continuous: and the usage so far in each."""
 
+    no_effect = neutral.STREAM
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class NamedSchema(Strict):
     """JSON schema with a name; it is followed, strict or not. Without a schema any object will do."""
 
+    no_effect = neutral.SCHEMA
     name: str | None = Field(default=None, max_length=MAX_NAME)
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    description: Unused = None
-    strict: Unused = None
+
+
+# Keyword arguments of `Grammar.of`.
+Source = dict[str, Any]
+Schema = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[dict[str, Any], Tag(OBJECT)],
+    Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+]
+Choices = Annotated[list[str], Field(min_length=1)]
+
+
+def choice_of(texts: Sequence[str]) -> str:
+    """Returns the grammar of one of some texts."""
+    return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 class ResponseFormat(Strict):
-    """Form of the answer: any text, any JSON object, or one by a schema."""
+    """Form of the answer: any text, any JSON object, or one by a schema.
+
+    schema: of a JSON object, as llama.cpp takes it.
+    """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _agree(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema and the type json_schema belong together")
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("schema and the type json_object belong together")
         return self
 
     @property
-    def grammar(self) -> Grammar | None:
+    def source(self) -> Source | None:
+        """Returns what the answer must follow."""
         if self.type == "text":
             return None
-        schema = self.json_schema and self.json_schema.schema_
-        return Grammar.of(json_schema=ANY_OBJECT if schema is None else schema)
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        return {"json_schema": ANY_OBJECT if schema is None else schema}
 
 
 class StructuredOutputs(Strict):
     """Constraint of the answer in vLLM's words: one of these."""
 
-    json_: dict[str, Any] | None = Field(None, alias="json")
+    no_effect = neutral.STRUCTURE
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar_: str | None = Field(None, alias="grammar")
+    choice: Choices | None = None
+    grammar: str | None = None
 
     @property
-    def grammar(self) -> Grammar | None:
-        choice = self.choice and "start: " + " | ".join(json.dumps(text) for text in self.choice)
-        if choice and self.grammar_:
+    def source(self) -> Source:
+        """Returns what the answer must follow; raises UsageError."""
+        if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
-        return Grammar.of(json_schema=self.json_, regex=self.regex, grammar=choice or self.grammar_)
+        schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
+        return {
+            "json_schema": schema,
+            "regex": self.regex,
+            "grammar": choice_of(self.choice) if self.choice else self.grammar,
+        }
+
+
+class Speculative(Strict):
+    """How drafts are used for one answer.
+
+    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the usage.
+    """
+
+    enabled: bool = True
+    figures: bool = False
 
 
 class Common(Strict):
     """Fields of all requests for an answer."""
 
-    model: str
+    no_effect = neutral.REQUEST
+    model: str | None = Field(None, description="default: the only model there is")
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
+    speculative: Annotated[
+        Annotated[bool, Tag(TEXT)] | Annotated[Speculative, Tag(OBJECT)],
+        Discriminator(lambda value: OBJECT if isinstance(value, dict | Speculative) else TEXT),
+    ] = Field(True, description="false: plain decoding. The answer is the same; not in OpenAI's API")
+
+    @property
+    def drafts(self) -> Speculative:
+        given = self.speculative
+        return given if isinstance(given, Speculative) else Speculative(enabled=given)
 
 
 class Sampled(Common):
@@ -114,35 +178,84 @@ class Sampled(Common):
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    # vLLM's; null is the model's own value.
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    # vLLM's and llama.cpp's; null is the model's own value.
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="the prompt's last tokens; -1: all that fit")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    return_token_ids: bool = False
+    echo: bool = False
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, description="in Lark's form, or GBNF")
+    json_schema: Schema | None = None
+    grammar: str | None = Field(None, description="in GBNF, or Lark's form")
+
+    @model_validator(mode="after")
+    def _whole_prompt(self) -> "Sampled":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs needs stream to be false")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens is 0; use 1 or more, or -1")
+        return self
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def constraint(self) -> str:
-        """Returns the field that constrains the answer, if any does."""
-        return "structured_outputs"
+    def forms(self) -> dict[str, Source]:
+        """Returns what the answer must follow, by the fields that say so; raises UsageError."""
+        forms: dict[str, Source] = {}
+        if self.structured_outputs is not None:
+            forms["structured_outputs"] = self.structured_outputs.source
+        for field, kind in FORM_FIELDS.items():
+            if (value := getattr(self, field)) is not None:
+                forms[field] = {kind: choice_of(value) if field == "guided_choice" else value}
+        return forms
 
     @property
-    def grammar(self) -> Grammar | None:
+    def constraint(self) -> str:
+        """Returns the field that constrains the answer, if any does."""
+        fields = ("structured_outputs", *FORM_FIELDS)
+        return next((field for field in fields if getattr(self, field) is not None), "structured_outputs")
+
+    @property
+    def followed(self) -> Grammar | None:
         """Returns what the answer must follow; raises UsageError."""
-        given = self.structured_outputs
-        return None if given is None else given.grammar
+        forms = self.forms
+        if len(forms) > 1:
+            first, second, *_ = forms
+            raise UsageError(f"@{first} and @{second} constrain one answer", "leave one of them out")
+        return Grammar.of(**next(iter(forms.values()), {}))
 
 
+# vLLM's former fields and llama.cpp's, by the kinds of grammars.
+FORM_FIELDS = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "grammar",
+    "guided_grammar": "grammar",
+    "json_schema": "json_schema",
+    "grammar": "grammar",
+}
 Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Form], Tag(LIST)], FORM]
 
 
 class TextPart(Strict):
     """Part of a message's content."""
 
+    no_effect = neutral.MARKS
     type: Literal["text"]
     text: str
 
@@ -155,15 +268,16 @@ def text_of(content: str | list[Any]) -> str:
 class Function(Strict):
     """Function that the model may call."""
 
+    no_effect = neutral.MARKS
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
-    strict: Unused = None
 
 
 class Tool(Strict):
     """Tool of the only type there is."""
 
+    no_effect = neutral.MARKS
     type: Literal["function"]
     function: Function
 
@@ -177,31 +291,37 @@ class Tool(Strict):
 
 
 class CalledFunction(Strict):
-    """Function that an answer called."""
+    """Function that an answer called. Its arguments may be no JSON: the end of an answer may have cut them."""
 
+    no_effect = neutral.MARKS
     name: str
-    arguments: str
+    arguments: Any = Field("", description="a text, or a JSON object")
 
     @field_validator("arguments")
     @classmethod
-    def _object(cls, text: str) -> str:
-        text = text or "{}"  # as clients write a call without arguments
+    def _text_or_object(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, str | dict):
+            raise ValueError("neither a text nor a JSON object")
+        return arguments
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Returns the call in the form that chat templates take; arguments that are no JSON object stay a text."""
         try:
-            value = json.loads(text)
-        except RecursionError:
+            # Clients write a call without arguments as an empty text.
+            value = self.arguments if isinstance(self.arguments, dict) else json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict):
-            raise ValueError("no JSON object")
-        return text
+        return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
 
 
 class ToolCall(Strict):
     """Call in an answer of the past."""
 
+    no_effect = neutral.MARKS
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Unused = None
 
 
 class FunctionName(Strict):
@@ -222,20 +342,23 @@ ToolChoice = Annotated[
 
 
 class Message(Strict):
-    """Turn of a conversation."""
+    """Turn of a conversation. refusal: stands in for the content. function_call: a call in OpenAI's first form."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    no_effect = neutral.MESSAGE
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content[TextPart] | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
-    annotations: NoList | None = None
-    name: Unused = None
+    name: str | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "Message":
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
-        if self.tool_calls and self.role != "assistant":
+        if (self.tool_calls or self.function_call) and self.role != "assistant":
             raise ValueError("tool_calls belong to the role assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id and the role tool belong together")
@@ -244,16 +367,19 @@ class Message(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates take."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text_of(self.content or "")}
-        if self.role == "tool":
-            return {**message, "tool_call_id": self.tool_call_id, **({"name": self.name} if self.name else {})}
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": own.name, "arguments": json.loads(own.arguments)}}
-            for call in self.tool_calls or ()
-            for own in (call.function,)
-        ]
-        return {**message, "tool_calls": calls} if calls else message
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": text_of(self.content or self.refusal or "")}
+        if role == "tool":
+            name = {} if self.name is None else {"name": self.name}
+            return {**message, "tool_call_id": self.tool_call_id or "", **name}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        calls = [(call.id, call.function.plain) for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append(("", self.function_call.plain))
+        if calls:
+            message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in calls]
+        return message
 
 
 class Conversation(Strict):
@@ -261,6 +387,8 @@ class Conversation(Strict):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = Field(False, description="put the tokenizer's own before the prompt, too")
     chat_template_kwargs: dict[str, Any] = Field({}, description="more variables for the chat template")
     continue_final_message: bool = Field(False, description="the answer goes on with the last message")
     add_generation_prompt: bool | None = Field(None, description="default: true unless the last message goes on")
@@ -276,7 +404,8 @@ class Conversation(Strict):
         """Returns the arguments of the chat template."""
         new = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
-        return {**self.chat_template_kwargs, **ways}
+        documents = {"documents": self.documents} if self.documents else {}
+        return {**self.chat_template_kwargs, **documents, **ways}
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -287,24 +416,21 @@ class Conversation(Strict):
 class ChatRequest(Sampled, Conversation):
     """Body of /v1/chat/completions."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    no_effect = neutral.CHAT
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict"))
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     response_format: ResponseFormat = ResponseFormat()
     tool_choice: ToolChoice[NamedTool] | None = None
     parallel_tool_calls: bool = Field(False, description="required calls may be several")
-    reasoning_effort: Unused = None
-    prediction: Unused = None
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; leave one of them out")
-        if self.structured_outputs is not None and self.response_format.type != "text":
-            raise ValueError("response_format and structured_outputs exclude each other")
         names = {tool.function.name for tool in self.tools or ()}
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice needs tools")
@@ -330,8 +456,16 @@ class ChatRequest(Sampled, Conversation):
         return super().constraint if self.response_format.type == "text" else "response_format"
 
     @property
-    def grammar(self) -> Grammar | None:
-        return self.response_format.grammar or super().grammar
+    def forms(self) -> dict[str, Source]:
+        source = self.response_format.source
+        return {**({} if source is None else {"response_format": source}), **super().forms}
+
+    @property
+    def echoed(self) -> str:
+        """Returns the text that comes before the answer: with `echo` the last message, if it is none of a user's."""
+        last = self.messages[-1]
+        own = last.role == "assistant" or not self.template["add_generation_prompt"]
+        return text_of(last.content or "") if self.echo and own else ""
 
     @property
     def limit(self) -> int | None:
@@ -361,21 +495,27 @@ class CompletionRequest(Sampled):
         | Annotated[TokenIds, Tag(LIST)],
         Discriminator(_form_of_prompt),
     ]
-    max_tokens: int = Field(16, ge=0, description="0 only with echo")
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
-    best_of: Literal[1] = 1
-    suffix: Literal[""] | None = None
+    max_tokens: int = Field(
+        16,
+        ge=-1,
+        validation_alias=AliasChoices("max_tokens", "n_predict"),
+        description="0 only with echo, -1: up to the server's limit",
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    suffix: str = Field("", description="what follows the answer, for models that fill in the middle")
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _agree(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 needs echo to be true")
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise ValueError("suffix needs a text as the prompt, and no echo")
         return self
 
     @property
-    def limit(self) -> int:
-        return self.max_tokens
+    def limit(self) -> int | None:
+        return None if self.max_tokens < 0 else self.max_tokens
 
     @property
     def top(self) -> int | None:
@@ -400,7 +540,6 @@ class TokenizeChat(Conversation):
     """Body of /tokenize with messages."""
 
     model: str | None = None
-    add_special_tokens: Literal[False] = False
     return_token_strs: bool = False
 
 
@@ -408,7 +547,7 @@ class DetokenizeRequest(Strict):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[TokenId]
 
     @property
     def prompts(self) -> Sequence[list[int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_cli.decode.answer import partial_stop
-from medusa_cli.decode.grammar import Grammar, closed, inline
+from medusa_cli.decode.grammar import Grammar, inline
 from medusa_cli.model import Backbone
 
 # Tokens of some vocabularies, plain text in others.
@@ -60,9 +60,9 @@ def style_of(template: str) -> ToolStyle:
 
 
 def marker_ids(backbone: Backbone) -> dict[str, int]:
-    """Returns the markers that are special tokens of the model, which decoding would leave out, by their text."""
+    """Returns the markers that are tokens of the model, special or not, by their text."""
     tokens = backbone.tokenizer.added_tokens_decoder
-    return {token.content: id for id, token in tokens.items() if token.special and token.content in MARKERS}
+    return {token.content: id for id, token in tokens.items() if token.content in MARKERS}
 
 
 def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Grammar | None = None) -> Grammar:
@@ -85,9 +85,11 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]
         head, tail = style.call.replace("NAME", json.dumps(name)).replace("BARE", name).split("ARGUMENTS")
-        schema = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+        schema = {"type": "object", **(tool["function"].get("parameters") or {"properties": {}})}
+        checked = Grammar.of(json_schema=schema)
+        assert checked is not None
         lines.append(f"call_{i}: {literal(head)} arguments_{i} {literal(tail)}")
-        lines.append(f"arguments_{i}: {inline({'type': 'object', **closed(schema)})}")
+        lines.append(f"arguments_{i}: {inline(json.loads(checked.text))}")
     if answer:
         lines.append(f"answer: {inline(json.loads(answer.text))}")
     return Grammar("grammar", "\n".join(lines))
@@ -113,7 +115,9 @@ def describe_tools(
                 continue
             role = "user"
         calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-        rendered.append({"role": role, "content": "\n".join([*filter(None, [text]), *map(_tagged, calls)])})
+        content = "\n".join([*filter(None, [text]), *map(_tagged, calls)])
+        rest = {name: value for name, value in message.items() if not name.startswith("tool_call")}
+        rendered.append({**rest, "role": role, "content": content})
     if tools:
         text = INSTRUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
         if rendered[0]["role"] == "system":
@@ -135,11 +139,12 @@ _BETWEEN = re.compile(r"[\s,;}\]]*(?:\[\s*(?=\{))?")
 _decode = json.JSONDecoder().raw_decode
 
 
-def read_calls(text: str, names: Collection[str], last: bool) -> tuple[str, list[tuple[str, str]]]:
+def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
     A call begins with a marker of any style, or with the answer. What is no call of a tool of these names is content.
-    last: the answer ends here; else the arguments of the last call may go on.
+    last: the answer ends here; else the arguments of the last call may go on. A call that the end of the answer cuts
+    is content, too, unless it is one of the first `sent`, which the client has.
     """
     content, calls, at, begun = "", list[tuple[str, str]](), 0, False
     while True:
@@ -177,6 +182,9 @@ def read_calls(text: str, names: Collection[str], last: bool) -> tuple[str, list
                 content, begun = content + text[start:at], True
                 break
             if end is None:
+                if last and len(calls) > sent:
+                    calls.pop()
+                    content += text[start:]
                 return content, calls
             start, at, bare = end, end, False
 
@@ -210,7 +218,7 @@ class CallReader:
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
         """Takes more of the answer; returns the content and the calls that it adds, as a delta of OpenAI's API."""
         self._text += text
-        content, calls = read_calls(self._text, self._names, last)
+        content, calls = read_calls(self._text, self._names, last, self.count)
         delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
         self._sent, parts = max(self._sent, len(content)), []
         for index in range(max(0, self.count - 1), len(calls)):

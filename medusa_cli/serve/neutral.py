@@ -1,0 +1,150 @@
+"""Fields of requests that change no answer here, with the values of which that holds.
+
+Clients send fields of many servers. One that cannot change the answer, or has the value that changes nothing, is taken
+and not used; one that would change it is refused by name, as an unknown one is.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Returns True for a value that changes nothing, in the object that it stands in.
+Check = Callable[[Any, Mapping[str, Any]], bool]
+Table = Mapping[str, Check]
+log = logging.getLogger(__name__)
+_noted = set[str]()
+
+
+def anything(value: Any, beside: Mapping[str, Any]) -> bool:
+    return True
+
+
+def only(*values: Any) -> Check:
+    """Returns a check for these values; true is not 1."""
+
+    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+    return check
+
+
+def unless(field: str) -> Check:
+    """Returns a check for any value that has no effect without another field."""
+
+    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+        return not beside.get(field)
+
+    return check
+
+
+def same_as(field: str, *values: Any) -> Check:
+    """Returns a check for the value of another field of the same meaning, and for these."""
+
+    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+        return (field in beside and beside[field] == value) or only(*values)(value, beside)
+
+    return check
+
+
+def among(*values: Any) -> Check:
+    """Returns a check for lists of nothing but these values."""
+
+    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+        return isinstance(value, list) and all(item in values for item in value)
+
+    return check
+
+
+def one_of_each(value: Any, beside: Mapping[str, Any]) -> bool:
+    """Returns True for a `best_of` that draws as many answers as it returns."""
+    return only(beside.get("n") or 1)(value, beside)
+
+
+def without_penalty(value: Any, beside: Mapping[str, Any]) -> bool:
+    """Returns True for a window of penalties that is the whole text, as here, or that no penalty reads."""
+    given = (beside.get("repeat_penalty"), beside.get("repetition_penalty"))
+    others = beside.get("presence_penalty") or beside.get("frequency_penalty")
+    return only(-1)(value, beside) or (all(penalty in (None, 1) for penalty in given) and not others)
+
+
+def named(check: Check, *fields: str) -> dict[str, Check]:
+    return dict.fromkeys(fields, check)
+
+
+# Who asks, how to bill, cache, route, queue and report; hints of which a model knows nothing.
+ABOUT_THE_REQUEST = named(
+    anything,
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "id", "chat_id", "session_id"),
+    *("cache_prompt", "id_slot", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    *("keep_alive", "priority", "provider", "route", "models", "transforms", "usage", "return_progress"),
+    *("timings_per_token", "guided_decoding_backend", "prediction", "verbosity", "reasoning_effort", "reasoning"),
+    *("include_reasoning", "reasoning_format", "parse_tool_calls", "return_tokens_as_token_ids"),
+)
+# Sampling and searches that are not done, switched off.
+SWITCHED_OFF = {
+    **named(only(0), "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "smoothing_factor"),
+    **named(only(0), "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "n_probs", "min_keep", "n_keep", "n_discard"),
+    **named(only(1), "typical_p", "typ_p", "tfs_z", "tfs", "length_penalty", "guidance_scale", "num_beams", "top_h"),
+    **named(only(1), "encoder_repetition_penalty"),
+    **named(only(0, -1), "top_n_sigma"),
+    **named(only(False), "use_beam_search", "early_stopping", "ban_eos_token", "penalize_nl"),
+    **named(only(True), "spaces_between_special_tokens", "detokenize"),
+    **named(only([], ""), "logits_processors", "bad_words", "banned_strings", "custom_token_bans", "negative_prompt"),
+    **named(only([], {}), "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "lora", "options", "extra_body"),
+    **named(unless("mirostat"), "mirostat_tau", "mirostat_eta"),
+    **named(unless("dry_multiplier"), "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    **named(unless("dry_multiplier"), "dry_sequence_breakers"),
+    **named(unless("xtc_probability"), "xtc_threshold"),
+    **named(unless("dynatemp_range"), "dynatemp_exponent"),
+    **named(unless("smoothing_factor"), "smoothing_curve"),
+    "repeat_last_n": without_penalty,
+    "best_of": one_of_each,
+}
+# Fields that are used, with values by which clients leave them out.
+LEFT_OUT = {
+    **named(only(-1), "top_k", "seed"),
+    "logprobs": only(False),
+    "repeat_penalty": same_as("repetition_penalty"),
+    "n_predict": same_as("max_tokens"),
+}
+REQUEST: Table = {**ABOUT_THE_REQUEST, **SWITCHED_OFF, **LEFT_OUT}
+CHAT: Table = {
+    **REQUEST,
+    **named(only(-1), "max_tokens", "max_completion_tokens"),
+    "n_predict": same_as("max_tokens", -1),
+    **named(only([]), "functions", "plugins"),
+    **named(only("none", "auto"), "function_call"),
+    "modalities": among("text"),
+    "thinking": only({"type": "disabled"}),
+    "web_search_options": only({}),
+}
+RESPONSES: Table = {
+    **REQUEST,
+    **named(anything, "truncation", "max_tool_calls"),
+    "background": only(False),
+    "top_logprobs": only(0),
+    "include": among("reasoning.encrypted_content"),
+    "max_output_tokens": only(-1),
+}
+# Of messages, their parts, tools and calls: marks of clients, providers and past answers.
+MARKS: Table = named(
+    anything,
+    *("id", "status", "phase", "index", "annotations", "logprobs", "cache_control", "provider_specific_fields"),
+    *("reasoning_details", "thinking_blocks", "strict", "metadata"),
+)
+MESSAGE: Table = {
+    **MARKS,
+    **named(only([]), "tool_calls", "images"),
+    "reasoning": same_as("reasoning_content"),
+}
+SCHEMA: Table = named(anything, "description", "strict")
+STREAM: Table = named(anything, "include_obfuscation")
+STRUCTURE: Table = named(anything, "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+
+
+def note(fields: Iterable[str]) -> None:
+    """Logs fields of the tables that are taken and not used, each once."""
+    for field in fields:
+        if field not in _noted:
+            _noted.add(field)
+            log.info("requests give %s, which changes no answer here and is not used", field)
