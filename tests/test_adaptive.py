@@ -119,9 +119,9 @@ def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
 
 
 def serve(policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: int = 1) -> tuple[float, float]:
-    """Decodes answers of so many tokens, each as soon as a slot is free; returns the speedup and the drafted steps' share.
+    """Decodes answers of so many tokens, each as soon as a slot is free.
 
-    chances: that a draft token is right, for each answer.
+    chances: that a draft token is right, for each answer. Returns the speedup and the share of drafted steps.
     """
     generator, waiting, running = torch.Generator().manual_seed(1), list(chances), list[SimpleNamespace]()
     seconds, tokens, sizes = 0.0, 0, []
