@@ -19,6 +19,7 @@ import torch
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import DRAFTERS, Eagle
+from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -100,6 +101,8 @@ def _load(
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
+        check_extra_rows(backbone)
     if not online:
         dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
     if isinstance(drafter, Eagle):
@@ -248,6 +251,8 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     kept = dataset.train[:max_samples]
     dataset = replace(dataset, train=kept, held_out=kept)  # nothing is trained, but a trainer needs something to train
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
+        check_extra_rows(backbone)
     if not setup.copy_heads(run, backbone, drafter, adapted=joint):
         raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
     return Trainer(backbone, drafter, dataset, recipe, run).validate()
