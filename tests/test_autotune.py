@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_cli.decode import step_times
 from medusa_cli.engine import attach, autotune, load_backbone
 from medusa_cli.engine.autotune import (
     KernelTimings,
@@ -29,7 +30,9 @@ from medusa_cli.engine.kernels import Kernel
 from medusa_cli.engine.load import choose_kernel
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from tests.helpers import forward, medusa_json, save_network, tiny_model
+from medusa_cli.model.backbone import quantization_of
+from medusa_cli.tree.search import StepTimes
+from tests.helpers import forward, medusa_json, save_network, tiny_backbone, tiny_model
 
 CONFIG = tiny_model().config
 KEY = f"kernels|{machine_key(CONFIG)}"
@@ -254,3 +257,19 @@ def test_dtype_and_engine_limit_the_kernels(timed: list[str], tmp_path: Path) ->
     half = save_network(tiny_model().to(torch.float16), tmp_path / "half")
     assert choose_kernel(half, "cpu", "auto", "auto", None).rows == torch.float32
     assert choose_kernel(half, "cpu", "fp16", "auto", None).name == "plain"
+
+
+def test_step_times_of_quantized_weights_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str | None] = []
+    backbone = tiny_backbone()
+
+    def measure(*args: Any, **options: Any) -> StepTimes:
+        measured.append(quantization_of(backbone.model))
+        return StepTimes({1: 1.0 + len(measured)}, {1: 0.1})
+
+    monkeypatch.setattr(step_times, "measure_step_times", measure)
+    first = step_times.step_times_for(backbone, None, None)
+    backbone.model.config.quantization_config = SimpleNamespace(load_in_4bit=True)
+    second = step_times.step_times_for(backbone, None, None)
+    assert step_times.step_times_for(backbone, None, None) == second != first
+    assert measured == [None, "bnb.nf4"]

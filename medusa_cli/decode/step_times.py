@@ -22,6 +22,7 @@ from medusa_cli.engine.autotune import (
     watched,
 )
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
@@ -125,6 +126,7 @@ def step_times_for(
             backbone.engine.title,
             "graphs" if captures(backbone.engine) else "",
             str(backbone.dtype),
+            *((rounding,) if (rounding := quantization_of(backbone.model)) else ()),
             *((drafter.name, str(drafter.num_heads)) if drafter is not None else ()),
             stamp or "",
         )
