@@ -479,8 +479,12 @@ class Stream:
         if self.answer.finish_reason or self._decoder is None:
             self.close()
             return None
-        with self._medusa.lock:
-            [(_, step)] = self._decoder.step()
+        try:
+            with self._medusa.lock:
+                [(_, step)] = self._decoder.step()
+        except BaseException:  # an interrupted step has cancelled the sequence
+            self.close()
+            raise
         return self.answer.add(step, self._sequence.finish_reason)
 
     def close(self) -> None:

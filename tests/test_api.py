@@ -117,6 +117,24 @@ def test_stream_that_is_left_frees_its_slot(medusa: Medusa, leave: str) -> None:
     assert decoder.free_slots
 
 
+def test_interrupted_stream_ends(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = medusa.stream(IDS, max_new_tokens=40, stop_ids=())
+    texts = [next(stream), next(stream)]
+    decoder = stream._decoder
+    assert decoder is not None
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._sequence, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert list(stream) == [] and stream.answer.finish_reason == "cancelled" and decoder.free_slots
+    assert medusa.generate(IDS, max_new_tokens=40, stop_ids=()).tokens == alone(medusa, IDS, 40, stop_ids=())
+    assert stream.answer.text == "".join(texts)
+
+
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_arrays_are_prompts(medusa: Medusa, array: Callable[[list], Any]) -> None:
     tokens = medusa.generate(IDS, max_new_tokens=8).tokens
