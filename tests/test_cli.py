@@ -268,12 +268,15 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     error = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
     assert in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
     assert str(error) == "max_new_tokens 0 is too small; use 1 or more, or another run"
+    assert in_flags("left out (@no_dedup keeps them; @min_answer_tokens too) [@context]") == (
+        "left out (--no-dedup keeps them; --min-answer-tokens too) [--context]"
+    )
     refusal = refusal_for(error, "prompt")
     assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(refusal).startswith("max_tokens 0")
     assert refusal_for(UserError("it is too long", "give another @model"), "prompt").param == "prompt"
 
 
-@pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (@run)"])
+@pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (a@run)"])
 def test_text_that_only_looks_like_a_setting_stays(text: str) -> None:
     assert in_flags(UserError(text).text) == str(UserError(text)) == text
 

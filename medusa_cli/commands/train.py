@@ -16,7 +16,7 @@ from medusa_cli.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
-_RECIPE = "A recipe file, and settings such as drafter=hydra or train.lr=1e-3."
+_RECIPE = "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
