@@ -32,7 +32,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree.search import StepTimes
-from tests.helpers import forward, medusa_json, save_network, tiny_backbone, tiny_model
+from tests.helpers import forward, medusa, medusa_json, save_network, tiny_backbone, tiny_model
 
 CONFIG = tiny_model().config
 KEY = f"kernels|{machine_key(CONFIG)}"
@@ -273,3 +273,22 @@ def test_step_times_of_quantized_weights_are_their_own(monkeypatch: pytest.Monke
     second = step_times.step_times_for(backbone, None, None)
     assert step_times.step_times_for(backbone, None, None) == second != first
     assert measured == [None, "bnb.nf4"]
+
+
+def test_step_times_of_a_busy_machine_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_times, "measure_step_times", lambda *args, **options: StepTimes({1: 1.0}, {1: 0.1}))
+    for busy, warned in ((None, 0), (time.time(), 1)):
+        monkeypatch.setattr(step_times, "watched", lambda measure, busy=busy: (measure(), busy))
+        caplog.clear()
+        step_times.step_times_for(tiny_backbone(), None, None, again=True)
+        assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == warned
+
+
+def test_machine_warns_of_times_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "time_kernels", lambda names, config: (dict.fromkeys(names, CURVE), []))
+    for busy in (None, time.time()):
+        monkeypatch.setattr(autotune, "watched", lambda measure, busy=busy: (measure(), busy))
+        shown = medusa("machine", "--model", "random:0.36b", "--measure")
+        assert ("warning" in shown.stderr) == (busy is not None)

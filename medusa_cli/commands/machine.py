@@ -37,6 +37,8 @@ def machine(
     own = trust_remote_code and has_own_code(name)
     config = read_config(name, trust_remote_code)
     kept = KernelTimings() if own else kernel_timings(tuple(KERNELS), config, again=measure)
+    if kept.busy is not None:
+        console.warn("other programs took much of the processor while this was timed; --measure times it again")
     timings = {kernel: curve for kernel, curve in kept.seconds.items() if curve}  # others cannot be had
     invariant = [kernel for kernel in timings if kernel not in kept.variant]
     eager = not timings  # its layers run as they are: no kernel takes their place

@@ -98,6 +98,9 @@ def train(
         text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
         before = trained["expected_acceptance_at_start"]
         text += f" ({before:.2f} at the start)" if before else ""
+    checkpoint = target.path / "checkpoint.pt"
+    if checkpoint.is_file():
+        console.info(f"{checkpoint} ({checkpoint.stat().st_size / 1e6:,.0f} MB) served --resume, and may be deleted")
     following = run if owner is target else owner.path
     console.result(
         f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"
