@@ -254,6 +254,20 @@ def test_signal_exit_codes(number: int, code: int) -> None:
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "resumes"), [(["distill"], True), (["bench", "--sweep", "nodes"], True), (["bench"], False)], ids=str
+)
+def test_interrupted_command_that_resumes_says_so(
+    words: list[str], resumes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa_cli.options.OutputFlags.configure", interrupted)
+    shown = medusa(*words, exit_code=130).stderr
+    assert shown.startswith("interrupted") and (shown.strip() != "interrupted") == resumes
+
+
 def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, typer.Exit(3))
     assert medusa("assets", "--quiet", exit_code=3).stderr == ""
