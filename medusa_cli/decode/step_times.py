@@ -138,7 +138,7 @@ def step_times_for(
     step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
-    if busy is not None:
+    if busy is not None and backbone.device.type == "cpu":  # a thread that waits for a GPU looks disturbed, too
         log.warning(
             "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
             "steps are timed again an hour from now"
