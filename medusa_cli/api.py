@@ -199,6 +199,8 @@ class Array(Protocol):
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Array
 MAX_NEW_TOKENS = 512
+# Decoders that wait for the next stream at most: each holds a cache, on a GPU a whole context and its graphs.
+MAX_IDLE = 2
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -240,7 +242,7 @@ class Medusa:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.backbone = loaded.backbone
-        self.idle: list[Decoder] = []  # of one slot each
+        self.idle: list[Decoder] = []  # of one slot each, the one used last at the end
         self.lock = threading.RLock()  # passes share buffers: one at a time
         self.thread = ThreadPoolExecutor(1, "medusa")  # of all `astream`s
 
@@ -446,6 +448,12 @@ class Medusa:
         policy = self.loaded.policy
         return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
 
+    def take_back(self, decoder: Decoder) -> None:
+        """Keeps a stream's decoder for the next one, for its prefix; the oldest of more than MAX_IDLE is dropped."""
+        with self.lock:
+            self.idle.append(decoder)
+            del self.idle[:-MAX_IDLE]
+
 
 class Stream:
     """An answer as it comes: yields its text step by step. Closing it, or dropping it, cancels the rest."""
@@ -459,7 +467,7 @@ class Stream:
             try:
                 self._sequence, first = decoder.admit(request)
             except UserError:
-                medusa.idle.append(decoder)
+                medusa.take_back(decoder)
                 raise
         self._decoder: Decoder | None = decoder
         self._first: list[Piece] | None = self.answer.add(first, self._sequence.finish_reason)
@@ -482,18 +490,22 @@ class Stream:
         if self.answer.finish_reason or self._decoder is None:
             self.close()
             return None
-        with self._medusa.lock:
-            [(_, step)] = self._decoder.step()
+        try:
+            with self._medusa.lock:
+                [(_, step)] = self._decoder.step()
+        except BaseException:  # an interrupted step has cancelled the sequence
+            self.close()
+            raise
         return self.answer.add(step, self._sequence.finish_reason)
 
     def close(self) -> None:
         """Ends the answer where it is, unless it has ended."""
         self.answer.cancel()
-        if self._decoder is not None:
-            with self._medusa.lock:
+        with self._medusa.lock:
+            decoder, self._decoder = self._decoder, None
+            if decoder is not None:
                 self._sequence.cancel()
-                self._medusa.idle.append(self._decoder)
-            self._decoder = None
+                self._medusa.take_back(decoder)
 
     def __enter__(self) -> "Stream":
         return self

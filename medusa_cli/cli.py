@@ -100,7 +100,9 @@ class ErrorBoundary(TyperGroup):
         if code == INTERRUPTED:
             from medusa_cli import console
 
-            console.err.print("interrupted", style="red")
+            goes_on = words[:1] == ["distill"] or (words[:1] == ["bench"] and "--sweep" in words)
+            hint = "; the same command goes on where it stopped" if goes_on else ""
+            console.err.print(f"interrupted{hint}", style="red")
         sys.exit(code or 0)
 
 

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
 _CONTROLS |= {*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)}
 _VISIBLE = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 LINES = 5  # of a library's message
+LINE_S = 10.0  # between two lines of progress
 
 
 def visible(text: str) -> str:
@@ -56,7 +59,7 @@ class Screen(Console):
 
 
 out, err = Screen(), Screen(stderr=True)
-_mode = SimpleNamespace(quiet=False, json=False)
+_mode = SimpleNamespace(quiet=False, json=False, column=0)  # column: of the cursor behind streamed text
 
 
 def configure(quiet: bool = False, json: bool = False) -> None:
@@ -168,6 +171,7 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     """Writes pieces of a text with their styles to stdout at once, without a line break of its own."""
     pieces = list(pieces)
     plain = "".join(piece for piece, _ in pieces)
+    _mode.column = column_after(visible(plain), _mode.column, out.width) if out.is_terminal else 0
     if not out.is_terminal:
         out.file.write(plain)
     elif not any(style for _, style in pieces):
@@ -175,6 +179,19 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     else:
         out.print(Text.assemble(*((visible(piece), style) for piece, style in pieces)), end="", soft_wrap=True)
     out.file.flush()
+
+
+def column_after(text: str, column: int, width: int) -> int:
+    """Returns the cells of the terminal's line that are written behind a text; `width` if the line is full."""
+    for letter in text:
+        size = cell_len(letter)
+        if letter == "\n":
+            column = 0
+        elif letter == "\t":
+            column = min(column + 8 - column % 8, width - 1)
+        else:
+            column = size if column + size > width else column + size
+    return column
 
 
 def trace() -> None:
@@ -194,12 +211,37 @@ class _Rate(ProgressColumn):
         return Text(f"{done} {task.fields['unit']}{rate}")
 
 
+class _Lines:
+    """Writes a line of progress now and then, where no bar can be shown."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + LINE_S
+        self._begun: dict[str, tuple[float, int]] = {}  # by name: when it began, and what had been done
+
+    def show(self, name: str, done: int, total: float | None, unit: str = "tokens", note: str = "") -> None:
+        now = time.monotonic()
+        begun, before = self._begun.setdefault(name, (now, done))
+        if now < self._due:
+            return
+        self._due = now + LINE_S
+        text = f"{name} ({note})" if note else name
+        text += f": {done:,}" + (f"/{total:,.0f} {unit}" if total is not None else f" {unit}")
+        if done > before:
+            rate = (done - before) / (now - begun)
+            text += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.2g}/s"
+            text += f", {timedelta(seconds=round((total - done) / rate))} left" if total is not None else ""
+        info(text)
+
+
 @contextmanager
-def _progress() -> Iterator[Progress]:
-    """Shows the bars that are added on stderr until the block ends, unless quiet or without a terminal."""
-    off = _mode.quiet or not err.is_terminal or err.plain
+def _progress() -> Iterator[Progress | _Lines]:
+    """Yields bars on stderr until the block ends; without a terminal that shows them, lines."""
+    if not err.is_terminal or err.plain:
+        with terminated():
+            yield _Lines()
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
-    with terminated(), Progress(*columns, console=err, disable=off) as shown:
+    with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
         yield shown
 
 
@@ -207,23 +249,37 @@ def _progress() -> Iterator[Progress]:
 def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
     """Shows one bar, and yields the function that counts more units as done."""
     with _progress() as shown:
-        yield partial(shown.advance, shown.add_task(visible(description), total=total, unit=unit))
+        if isinstance(shown, Progress):
+            yield partial(shown.advance, shown.add_task(visible(description), total=total, unit=unit))
+            return
+        lines, done = shown, 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            lines.show(description, done, total, unit)
+
+        advance(0)
+        yield advance
 
 
 @contextmanager
 def bars() -> Iterator[Callable[..., None]]:
     """Yields a function that shows the progress of work in several parts, with a bar for each name.
 
-    It takes the name, the units done, their number, the unit, and a note to show beside the name.
+    It takes the name, the units done, their number, which may change, the unit, and a note to show beside the name.
     """
     with _progress() as shown:
+        if not isinstance(shown, Progress):
+            yield shown.show
+            return
         tasks: dict[str, TaskID] = {}
 
         def show(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
             if name not in tasks:
                 tasks[name] = shown.add_task(visible(name), total=total, unit=unit)
             text = visible(f"{name} ({note})" if note else name)
-            shown.update(tasks[name], completed=done, description=text)
+            shown.update(tasks[name], completed=done, total=total, description=text)
 
         yield show
 
@@ -257,9 +313,13 @@ def footer() -> Iterator[Callable[[str], None]]:
         err.file.flush()
 
     def show(text: str) -> None:
+        if _mode.column == out.width:
+            # Behind a full line terminals wrap at the next letter, and many forget that when the cursor comes back.
+            return
         # Save the cursor, go to the last row, clear it, write dimmed, and come back.
         write(f"\x1b7\x1b[{err.height};1H\x1b[2K\x1b[2m{visible(text)[: err.width - 1]}\x1b[0m\x1b8")
 
+    _mode.column = 0
     with terminated():
         try:
             # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).

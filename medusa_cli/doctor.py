@@ -21,12 +21,14 @@ from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.states import rounding
 from medusa_cli.decode import Stats, policy_of
+from medusa_cli.distill.distillation import HEADER
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.io import read_object
+from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
 from medusa_cli.train.log import NAME, read_log
@@ -42,6 +44,8 @@ PROMPTS, TOKENS = 8, 48  # decoded, and their longest answer
 LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
 SLIGHT = 0.05  # tokens a step that are not worth a word
 READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
+# Settings of a distillation that going on must repeat.
+REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
 LAST = 50  # steps whose mean is the trained accuracy
 
 
@@ -83,6 +87,21 @@ class Case:
     def distill(self) -> str:
         """Returns the command that distills other data into a new run: settings in a run cannot change."""
         return self.command("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model)
+
+    @property
+    def distill_more(self) -> str:
+        """Returns the command that answers as many seeds again beside the run's conversations, in the same settings."""
+        data = self.run.data_path
+        if self.called is None or not data.is_file() or not (data.parent / HEADER).is_file():
+            return self.distill
+        header = read_object(data.parent / HEADER, "the distillation's header")
+        known = {"seed": header.get("seed"), **dict(header.get("settings") or {})}
+        usual = vars(DistillRecipe())
+        same = {key: known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
+        with data.open("rb") as lines:
+            count = sum(1 for _ in lines)
+        run = self.called if data == self.run.distill_path else str(data.parent)
+        return self.command("distill", run=run, **same, max_samples=2 * count)
 
     def need(self, path: Path, command: str) -> Path:
         """Returns a path of the run; raises UserError, with the command that makes it, if there is no such file."""
@@ -248,7 +267,7 @@ def over_fitting(case: Case) -> Finding:
     )
     status = "fail" if gap >= 0.12 or risen >= 0.1 else graded(max(gap / 0.05, risen / 0.03), 1.0)
     figures = {"trained": trained, "held_out": held_out, "gap": gap, "loss_risen": risen}
-    return Finding(status, text, case.distill, figures)
+    return Finding(status, text, case.distill_more, figures)
 
 
 def training_length(case: Case) -> Finding:
@@ -265,10 +284,13 @@ def training_length(case: Case) -> Finding:
         f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"
     )
     figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
+    status = graded(after / before - 1, 0.03)
+    if over_fitting(case).status in ("warn", "fail"):
+        return Finding(status, f"{text}, of other conversations: the heads over-fit these", case.distill_more, figures)
     recipe = case.run.recipe_path if case.run.recipe_path.is_file() else None
     settings = f"train.max_tokens={2 * end}", f"train.epochs={2 * load_recipe(recipe).train.epochs}"
     remedy = case.command("train", *([str(recipe)] if recipe else []), *settings)
-    return Finding(graded(after / before - 1, 0.03), text, remedy, figures)
+    return Finding(status, text, remedy, figures)
 
 
 def _shares(values: Sequence[float]) -> str:

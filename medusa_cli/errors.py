@@ -14,8 +14,8 @@ from typing import Any
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
 LONGEST = 600  # characters of a message: five lines of 120, whatever values and paths it names
-# A word of its own, so that addresses, paths and quoted text stay as they are.
-_SETTING = re.compile(r"(?<!\S)@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
+# A word of its own, also after a bracket, so that addresses, paths and quoted text stay as they are.
+_SETTING = re.compile(r"(?<![^\s(\[])@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 80, 80, 40
 

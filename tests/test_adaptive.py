@@ -8,7 +8,15 @@ import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
 from medusa_cli.decode.accept import AcceptanceEstimate
-from medusa_cli.decode.policy import MAX_RETRY_STEPS, RETRY_STEPS, TRIAL_STEPS, DraftState, Proposal, sampling_kind
+from medusa_cli.decode.policy import (
+    MAX_RETRY_STEPS,
+    MAX_TRIAL_COST,
+    RETRY_STEPS,
+    TRIAL_STEPS,
+    DraftState,
+    Proposal,
+    sampling_kind,
+)
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets
 from tests.helpers import PROMPT, generate, plain, tiny_backbone, tokens_of
@@ -75,7 +83,8 @@ def test_retry_interval_doubles() -> None:
         elif run:
             rests.append(run)
             run = 0
-    assert rests[:4] == [RETRY_STEPS * 2**i for i in range(4)] and max(rests) == MAX_RETRY_STEPS
+    paid_by = round(TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1) / MAX_TRIAL_COST)  # plain steps
+    assert rests[:4] == [max(paid_by, RETRY_STEPS * 2**i) for i in range(4)] and max(rests) == MAX_RETRY_STEPS
     drafted = [size for size in sizes[first:] if size > 1]
     assert set(drafted) == {SMALL.size} and len(drafted) <= TRIAL_STEPS * (len(rests) + 1)
 
@@ -107,6 +116,45 @@ def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
     policy = AdaptivePolicy(budgets(accuracies, costs), costs)
     assert speedup(policy, [0.0, 0.7], texts=20, length=400) >= 1.12
     assert speedup(policy, [0.0] * 10, texts=3, length=400) >= 0.995
+
+
+def serve(policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: int = 1) -> tuple[float, float]:
+    """Decodes answers of so many tokens, each as soon as a slot is free.
+
+    chances: that a draft token is right, for each answer. Returns the speedup and the share of drafted steps.
+    """
+    generator, waiting, running = torch.Generator().manual_seed(1), list(chances), list[SimpleNamespace]()
+    seconds, tokens, sizes = 0.0, 0, []
+    while len(running) < slots:
+        running.append(SimpleNamespace(text=begin(policy), chance=waiting.pop(0), left=length * (1 + len(running))))
+    while waiting:
+        tree = choose(policy, *(answer.text for answer in running))
+        took = policy._measured(tree.size, tree.max_depth, slots)
+        taken = []
+        for answer in running:
+            right = torch.rand(tree.max_depth, generator=generator) < answer.chance
+            accepted = min(int(right.long().cumprod(0).sum()), answer.left - 1)
+            answer.left -= 1 + accepted
+            tokens += 1 + accepted
+            path = tuple(range(1 + accepted))
+            taken.append(Step([1] * len(path), tree.size, path, verify_s=took / slots))
+        policy.record([answer.text for answer in running], taken)
+        seconds += took
+        sizes.append(tree.size)
+        for i, answer in enumerate(running):
+            if not answer.left and waiting:
+                running[i] = SimpleNamespace(text=begin(policy), chance=waiting.pop(0), left=length)
+    plain_rate = slots / policy._measured(1, 0, slots)
+    return tokens / seconds / plain_rate, sum(size > 1 for size in sizes) / len(sizes)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(2, 1), (6, 1), (12, 1), (8, 8), (30, 8), (96, 8)])
+def test_short_and_frequent_answers_find_their_way_back(length: int, slots: int) -> None:
+    """Answers may have fewer tokens than there are plain steps between trials; with 8 slots one begins every few."""
+    policy = adaptive()
+    failed, _ = serve(policy, [0.0] * 60, length, slots)
+    _, drafted = serve(policy, [1.0] * 200, length, slots)
+    assert failed >= 0.97 and drafted > 0.6
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])

@@ -85,6 +85,19 @@ def test_streams_may_be_read_in_turn(medusa: Medusa) -> None:
         assert stream.answer.tokens == alone(medusa, prompt, 16, stop_ids=())
 
 
+def test_few_decoders_outlive_many_streams_at_once(place: Path) -> None:
+    medusa = Medusa.from_pretrained(place / "model", drafter=None, dtype="fp32")
+    streams = [medusa.stream([*IDS, number], max_new_tokens=8, stop_ids=()) for number in range(5)]
+    decoders = [weakref.ref(stream._decoder) for stream in streams]
+    for stream in streams:
+        stream.close()
+    del streams, stream
+    gc.collect()
+    assert sum(decoder() is not None for decoder in decoders) == len(medusa.idle) <= 2
+    with medusa.stream([*IDS, 4, 9], max_new_tokens=8, stop_ids=()) as stream:  # the last one's prefix is there
+        assert stream.reused == len(IDS) + 1
+
+
 def test_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
     prompts = [IDS, [8], [30, 31, 32], [6, 6, 50], [12, 50]]
     answers = medusa.batch(prompts, batch_size=2, max_new_tokens=16)
@@ -115,6 +128,24 @@ def test_stream_that_is_left_frees_its_slot(medusa: Medusa, leave: str) -> None:
     del stream
     gc.collect()
     assert decoder.free_slots
+
+
+def test_interrupted_stream_ends(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = medusa.stream(IDS, max_new_tokens=40, stop_ids=())
+    texts = [next(stream), next(stream)]
+    decoder = stream._decoder
+    assert decoder is not None
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._sequence, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert list(stream) == [] and stream.answer.finish_reason == "cancelled" and decoder.free_slots
+    assert medusa.generate(IDS, max_new_tokens=40, stop_ids=()).tokens == alone(medusa, IDS, 40, stop_ids=())
+    assert stream.answer.text == "".join(texts)
 
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])

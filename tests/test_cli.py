@@ -250,6 +250,20 @@ def test_signal_exit_codes(number: int, code: int) -> None:
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "resumes"), [(["distill"], True), (["bench", "--sweep", "nodes"], True), (["bench"], False)], ids=str
+)
+def test_interrupted_command_that_resumes_says_so(
+    words: list[str], resumes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa_cli.options.OutputFlags.configure", interrupted)
+    shown = medusa(*words, exit_code=130).stderr
+    assert shown.startswith("interrupted") and (shown.strip() != "interrupted") == resumes
+
+
 def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, typer.Exit(3))
     assert medusa("assets", "--quiet", exit_code=3).stderr == ""
@@ -264,12 +278,15 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     error = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
     assert in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
     assert str(error) == "max_new_tokens 0 is too small; use 1 or more, or another run"
+    assert in_flags("left out (@no_dedup keeps them; @min_answer_tokens too) [@context]") == (
+        "left out (--no-dedup keeps them; --min-answer-tokens too) [--context]"
+    )
     refusal = refusal_for(error, "prompt")
     assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(refusal).startswith("max_tokens 0")
     assert refusal_for(UserError("it is too long", "give another @model"), "prompt").param == "prompt"
 
 
-@pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (@run)"])
+@pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (a@run)"])
 def test_text_that_only_looks_like_a_setting_stays(text: str) -> None:
     assert in_flags(UserError(text).text) == str(UserError(text)) == text
 

@@ -186,6 +186,43 @@ console.result(console.grid("title", ("a", "b"), [("1", "2")]))
 """
 
 
+def test_footer_is_left_alone_while_the_cursor_stands_behind_a_full_line(terminal: io.StringIO) -> None:
+    """Terminals that save the cursor there come back without the pending line break: the next letter is lost."""
+    drawn = []
+    with console.footer() as footer:
+        for piece in ("a" * 199, "b", "c", "\n" + "世" * 99, "d", "e", "界" * 99, "f"):
+            console.stream([(piece, "")])
+            before = len(terminal.getvalue())
+            footer("12 tokens")
+            drawn.append(len(terminal.getvalue()) > before)
+    assert drawn == [True, False, True, True, True, False, True, True]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    with console.bars() as show:
+        for second in range(61):
+            clock[0] = float(second)
+            show("distilling", 70 * second, 7000, note=f"{second // 9} of 12 conversations")
+    with console.progress("decoding", total=40, unit="answers") as advance:
+        for _ in range(20):
+            clock[0] += 1
+            advance(1)
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert not shown.out and len(lines) == 8 and all("distilling" in line for line in lines[:6])
+    assert all(part in lines[0] for part in ("700/7,000", "70/s", "0:01:30"))
+    assert all(part in lines[7] for part in ("decoding", "20/40 answers", "0:00:20"))
+    console.configure(quiet=True)
+    with console.bars() as show:
+        clock[0] += 100
+        show("training", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("settings", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
 def test_a_plain_terminal_gets_no_control_sequences(settings: dict[str, str]) -> None:
     assert "\x1b" in Terminal(EVERYTHING).until()

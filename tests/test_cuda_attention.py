@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_cli.drafters.slots import SlotRows
 from medusa_cli.engine.attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
 from medusa_cli.model.attention import additive
 from tests.device import NAME, STANDS, Device, flash
@@ -56,6 +57,20 @@ def test_columns_behind_the_lengths_are_not_read(rows: int, heads: int, kv: int)
         remote = [x.to(NAME) for x in (query, keys, values, new_keys, new_values, among)]
         reads = columns_read(lengths.to(NAME), rows, kv, CAPACITY)
         seen = behind(*remote, reads, DIM**-0.5).cpu()  # type: ignore[arg-type]
+    assert torch.allclose(seen, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_of_a_drafters_layer_see_each_other_once_behind_an_empty_slot(rows: int) -> None:
+    torch.manual_seed(rows)
+    query, keys, values = torch.randn(3, 2, 4, rows, DIM).unbind()
+    lengths, positions = torch.tensor([0, 7]), torch.arange(rows).expand(2, -1)
+    tree_mask = torch.ones(2, rows, rows, dtype=torch.bool).tril()
+    cached = torch.randn(2, 2, 4, CAPACITY, DIM)
+    expected = SlotRows(lengths, positions, tree_mask).attend(query, keys, values, cached.clone())
+    with Device():
+        slots = SlotRows(*(x.to(NAME) for x in (lengths, positions, tree_mask)))
+        seen = slots.attend(*(x.to(NAME) for x in (query, keys, values, cached))).cpu()
     assert torch.allclose(seen, expected, atol=1e-5)
 
 

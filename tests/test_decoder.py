@@ -323,6 +323,21 @@ def test_prompt_given_up_between_its_pieces_frees_the_slot(monkeypatch: Any) -> 
     )
 
 
+@pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft"])
+def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(kind: str | None, monkeypatch: Any) -> None:
+    backbone = tiny_backbone(layers=4)
+    expected, drafter = plain(backbone, 20), None if kind is None else drafter_of(backbone, kind)
+    decoder = decoder_of(backbone, drafter, SPARSE.truncate(3) if kind else None, slots=2)
+    sequences = [decoder.admit(Request(PROMPT, 20, stop_ids=()), number)[0] for number in range(2)]
+    decoder.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(sequences[0], "commit", lambda accepted: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            decoder.step()
+    assert [sequence.finish_reason for sequence in sequences] == ["cancelled"] * 2 and decoder.step() == []
+    assert tokens_of(answer(decoder, PROMPT, max_new_tokens=20, stop_ids=())) == expected
+
+
 def test_context_limit_of_one_row_leaves_the_others_alone() -> None:
     backbone = tiny_backbone(positions=32)
     prompts = [PROMPTS[2] * 2, PROMPTS[1], PROMPTS[0]]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import bias
 
-from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling, sampling
 from medusa_cli.decode.cuda_graph import CudaGraphs
 from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
+from medusa_cli.decode.sampling import Sampler
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
@@ -169,6 +170,28 @@ def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
         out = forward(backbone_on(device, family, engine), prompt)
         assert torch.allclose(out.logits.cpu(), expected.logits, atol=1e-4)
         assert torch.allclose(out.hidden.cpu(), expected.hidden, atol=1e-4)
+
+
+class WithoutDouble(Device):
+    """A device without fp64, such as Apple's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(out, Tensor) and out.device.type == NAME and out.dtype == torch.double:
+            raise TypeError("Cannot convert a tensor to float64: the device does not support it")
+        return out
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
+def test_exact_sampling_needs_no_doubles_of_the_device(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "WITHOUT_DOUBLE", (NAME,))
+    logits, rule = 3 * torch.randn(9, 64), Sampling("exact", 0.8, seed=4, **cut)
+    uniforms = Sampler(rule).peek_uniforms(9)
+    expected = Sampler(rule).sample(logits, uniforms)
+    with WithoutDouble():
+        remote = logits.to(NAME)
+        assert Sampler(rule).sample(remote, uniforms) == expected
+        assert Sampler(rule).choose(remote[0]) == Sampler(rule).choose(logits[0])
 
 
 def test_request_beyond_the_devices_memory_is_refused_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Distillation: seeds of every form, answers equal to decoding alone, and no conversation lost or doubled."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.distill import Outcome, Records, answer_locally
-from medusa_cli.distill.distillation import merge_parts, part_of
+from medusa_cli.distill.distillation import Progress, merge_parts, part_of
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -391,7 +392,7 @@ def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
 ) -> None:
     sizes: list[int | None] = []
 
-    def answer(backbone: Any, seeds: Any, settings: DistillRecipe) -> Any:
+    def answer(backbone: Any, seeds: Any, settings: DistillRecipe, on_tokens: Any) -> Any:
         sizes.append(settings.batch_size)
         return iter([Outcome("a", Conversation("a", [], [1, 2], [(1, 2)]))])
 
@@ -403,3 +404,30 @@ def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
     for more in ([], ["--recipe", recipe], ["--recipe", recipe, "--batch-size", "3"]):
         assert ("--batch-size" in medusa(*words, *more).stderr) == (not more)
     assert sizes == [5, 7, 3]
+
+
+def test_estimate_of_all_tokens_falls_steadily_and_ends_at_what_was_made() -> None:
+    """Short answers end first; the estimate counts what longer ones have by then."""
+    seeds = [seed(f"s{number}", ["w1"]) for number in range(60)]
+    lengths = [1 + 7 * number % 40 for number in range(60)]
+    totals: list[int] = []
+    shown = Progress(seeds, DistillRecipe(max_new_tokens=40), lambda name, done, total, *rest: totals.append(total))
+    waiting, running = list(lengths), list[int]()
+    while waiting or running:
+        while waiting and len(running) < 8:
+            running.append(waiting.pop(0))
+        shown.count(len(running))
+        running = [left - 1 for left in running]
+        for _ in range(running.count(0)):
+            shown.end()
+        running = [left for left in running if left]
+    assert totals[0] == 60 * 40 and totals[-1] == shown.tokens == sum(lengths)
+    assert all(after < 1.05 * before for before, after in itertools.pairwise(totals))
+    assert all(sum(lengths) <= total < 1.5 * sum(lengths) for total in totals[len(totals) // 3 :])
+
+
+def test_tokens_are_counted_while_conversations_are_under_way() -> None:
+    counted: list[int] = []
+    outcomes = list(answer_locally(tiny_backbone(), SEEDS, settings(), counted.append))
+    assert sum(counted) == sum(outcome.conversation.positions for outcome in outcomes if outcome.conversation)
+    assert len(counted) > len(SEEDS)

@@ -1,5 +1,6 @@
 """`medusa doctor`: each check finds the fault that was planted and is quiet without it; nothing in the run changes."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -191,6 +192,19 @@ def test_a_curve_that_still_falls_asks_for_more_positions(
     write_log(case.run, error=error, count=count)
     finding = look(case, "training length")
     assert finding.status == status and ("train.max_tokens=20000" in finding.remedy) == (status == "warn")
+
+
+def test_remedy_of_over_fitting_asks_other_seeds_beside_the_same(case: Case) -> None:
+    settings = {"max_new_tokens": 256, "max_turns": 1, "temperature": 0.0, "random_seed": 3, "taps": []}
+    write_json(case.run.path / "distill.json", {"seed": "sharegpt", "settings": settings})
+    count = len(case.run.distill_path.read_text().splitlines())
+    write_log(case.run, error=lambda n: 3.0 * n**-0.25, gap=0.2)
+    for name in ("over-fitting", "training length"):
+        words = look(case, name).remedy.split()
+        assert words[:4] == ["medusa", "distill", "--run", "mine"], name
+        given = dict(itertools.pairwise(words))
+        assert (given["--max-samples"], given["--max-turns"], given["--random-seed"]) == (str(2 * count), "1", "3")
+        assert "--temperature" not in words and "--seed" not in words
 
 
 def stats(steps: int, accepted: int) -> list[Stats]:

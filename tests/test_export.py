@@ -1,6 +1,8 @@
 """Drafters in the layouts of serving engines, and back again."""
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.export import medusa_format
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import Backbone
+from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, write
 from tests.helpers import change_json, medusa, save_model, save_run
@@ -36,6 +41,21 @@ def medusa_run(folder: Path, backbone: Backbone, vocabulary: str = "own", layers
         weight.data += 0.1 * torch.randn_like(weight)
     heads.save(run.drafter_dir, provenance(backbone.identity))
     return run
+
+
+def test_size_of_heads_with_full_matrices_is_told_before_they_are_written(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backbone = load_backbone(model, LoadOptions(dtype="fp32"))
+    run = medusa_run(tmp_path / "run", backbone, "draft")
+    told: list[str] = []
+    full_matrix = medusa_format._full_matrix
+    monkeypatch.setattr(medusa_format, "_full_matrix", lambda *args: told.append(caplog.text) or full_matrix(*args))
+    with caplog.at_level(logging.INFO):
+        export_medusa(find_source(str(run.path) + "/"), tmp_path / "out")
+    file = tmp_path / "out" / MedusaHeads.weights_file
+    figure = re.search(r"takes (\S+) GB", told[0])
+    assert figure is not None and float(figure[1]) * 1e9 == pytest.approx(file.stat().st_size, rel=0.1)
 
 
 def eagle_run(folder: Path, model: str) -> Run:

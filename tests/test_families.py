@@ -54,6 +54,8 @@ def small_config(kind: str) -> Any:
             return False
 
     fields = {name: value for name, value in SMALL.items() if settable(name)}
+    if kind == "moshi":  # it is not run beyond its window
+        fields["sliding_window"] = 48
     if hasattr(default, "kv_lora_rank"):
         fields["num_key_value_heads"] = SMALL["num_attention_heads"]
     for name in ("layer_types", "mlp_layer_types"):
@@ -89,6 +91,16 @@ def assert_decodes(backbone: Backbone, expected: list[int]) -> None:
 def test_family_decodes_as_its_own_generate(kind: str, tmp_path: Path) -> None:
     network, expected = small_network(kind)
     assert_decodes(load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32")), expected)
+
+
+def test_moshi_is_not_run_beyond_its_window(tmp_path: Path) -> None:
+    """Its masks have no window and its cache has one: a prompt and an answer disagree in transformers itself."""
+    network, _ = small_network("moshi")
+    backbone = load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
+    prompt = [5 + 7 * i % 50 for i in range(49)]
+    with pytest.raises(UserError, match="context"):
+        next(generate(backbone, None, None, prompt, max_new_tokens=4))
+    assert len(plain(backbone, 90)) == 48 - len(PROMPT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

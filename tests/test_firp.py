@@ -14,15 +14,28 @@ from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import spread
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import load_drafter
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.run import Run, provenance
+from medusa_cli.train import train
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import FAMILIES, Recording, forward, generate, save_model, tiny_backbone
+from tests.helpers import (
+    FAMILIES,
+    Recording,
+    conversation,
+    forward,
+    generate,
+    save_model,
+    save_network,
+    tiny_backbone,
+    write_lines,
+)
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -149,6 +162,33 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
     drafter = firp(backbone)
     with pytest.raises(UserError, match="cannot be run one by one: its parts are not named as in Llama"):
         next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
+
+
+def test_a_model_with_factors_outside_its_layers_is_refused(tmp_path: Path) -> None:
+    """Granite scales its embeddings; its logits are the lm_head's own with a factor of 1."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = hf.GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+
+    def saved(name: str, embedding_multiplier: float) -> Backbone:
+        torch.manual_seed(0)
+        config.embedding_multiplier = embedding_multiplier
+        backbone = load_backbone(
+            save_network(hf.GraniteForCausalLM(config).eval(), tmp_path / name), LoadOptions(dtype="fp32")
+        )
+        firp(backbone).save(tmp_path / name / "drafter", provenance(backbone.identity))
+        return backbone
+
+    assert load_drafter(tmp_path / "plain" / "drafter", saved("plain", 1.0)).num_heads == 3
+    scaled = saved("scaled", 12.0)
+    with pytest.raises(UserError, match="one by one"):
+        load_drafter(tmp_path / "scaled" / "drafter", scaled)
+    run = Run.open(f"{tmp_path}/run", create=True)
+    write_lines(run.distill_path, [conversation(number) for number in range(12)])
+    recipe = load_recipe(None, ["drafter=firp", "drafter.num_heads=2", f"model={tmp_path}/scaled"])
+    with pytest.raises(UserError, match="one by one"):
+        train(run, recipe, options=LoadOptions(dtype="fp32"))
 
 
 def conversations(*lengths: int) -> list[Conversation]:

@@ -268,8 +268,53 @@ def test_impossible_adapter_config_is_refused(model: Path, adapted: Path, field:
     assert_refused(model, match, adapted)
 
 
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"alpha_pattern": {"q_proj": 32}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 1}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"lora_bias": True}, "lora_bias"),
+    ],
+    ids=str,
+)
+def test_adapter_that_is_more_than_plain_lora_is_refused(
+    model: Path, adapted: Path, more: dict[str, Any], named: str
+) -> None:
+    change_json(adapted / "adapter_config.json", **more)
+    assert_refused(model, named, adapted)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_adapter_gives_the_logits_that_peft_gives(model: Path, tmp_path: Path, rslora: bool) -> None:
+    import peft
+
+    ids = torch.arange(9)[None]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=rslora)
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
+    for name, weight in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    merged = lora.merge(load_network(str(model), FP32)[0], tmp_path / "theirs")
+    plain = load_network(str(model), FP32)[0]
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert torch.allclose(merged(ids).logits, expected, atol=1e-4)
+        assert not torch.allclose(plain(ids).logits, expected, atol=0.1)
+
+
 def test_unknown_keys_of_an_adapter_config_are_ignored(model: Path, adapted: Path) -> None:
-    more = {"init_lora_weights": "loftq", "megatron_config": {}, "auto_mapping": {"parent_library": "no.such"}}
+    more = {
+        "init_lora_weights": "gaussian",
+        "lora_dropout": 0.1,
+        "megatron_config": {},
+        "auto_mapping": {"parent_library": "no.such"},
+    }
     change_json(adapted / "adapter_config.json", **more)
     assert load_backbone(str(model), FP32, adapter=adapted).adapter == lora.digest(adapted)
 
@@ -286,6 +331,8 @@ def test_damaged_adapter_weights_are_refused(model: Path, adapted: Path) -> None
     assert_refused(model, "not finite", adapted)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     assert_refused(model, "lack 1 tensors", adapted)
+    save_file(tensors | {f"{name}.more": tensors[name].clone()}, path)
+    assert_refused(model, "hold 1 tensors", adapted)
 
 
 def test_hints_of_bitsandbytes_are_silenced(model: Path) -> None:

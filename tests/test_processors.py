@@ -253,6 +253,20 @@ def test_models_own_min_p_is_taken_in_sampling() -> None:
     assert tokens_of(generate(backbone, None, None, PROMPT, **rules)) == theirs("llama", PROMPT)
 
 
+@pytest.mark.parametrize("config", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_new_tokens": 3}])
+def test_prompt_is_scored_alone_whatever_changes_the_logits(config: dict[str, Any]) -> None:
+    def scores(backbone: Backbone, **options: Any) -> list[float]:
+        request = Request(PROMPT, 0, top=0, prompt_logprobs=True, logits_options=LogitsOptions(**options))
+        sequence, step = decoder_of(backbone).admit(request)
+        assert sequence.done
+        return [likelihood.logprob for likelihood in step.likelihoods][1:]
+
+    expected = scores(tiny_backbone())
+    assert len(expected) == len(PROMPT) - 1
+    assert scores(configured("llama", config)) == expected
+    assert scores(tiny_backbone(), presence_penalty=1.0, logit_bias={5: 20.0}) == expected
+
+
 def test_loading_names_what_is_not_done_and_refuses_what_is_not_valid(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import LONGEST, UsageError, UserError
-from medusa_cli.runs.recipe import Recipe, differences, load_recipe, types
+from medusa_cli.runs import recipe as recipes
+from medusa_cli.runs.recipe import Recipe, differences, find_recipe, load_recipe, recipe_of, types
+from medusa_cli.runs.run import Run
 from medusa_cli.train.setup import check_recipe
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -161,3 +164,49 @@ def test_every_key_is_documented() -> None:
     documented = [name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row)]
     keys = [key.rpartition(".")[2] for key in types() if "." in key]
     assert sorted(set(keys) - set(documented)) == []
+
+
+@pytest.mark.parametrize("name", ["medusa1", "medusa1.yaml", "recipes/medusa1.yaml", "recipes/hydra", "eagle"])
+@pytest.mark.parametrize("installed", [False, True])
+def test_recipes_that_ship_are_found_from_anywhere(
+    name: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if installed:  # the package stands elsewhere, and its recipes under share/
+        shutil.copytree(SHIPPED, tmp_path / "share" / "medusa-cli" / "recipes")
+        monkeypatch.setattr(recipes, "__file__", str(tmp_path / "medusa_cli" / "runs" / "recipe.py"))
+    path = find_recipe(name)
+    assert path.name == Path(name).stem + ".yaml" and path.is_relative_to(tmp_path) == installed
+    assert load_recipe(name) == load_recipe(SHIPPED / path.name)
+    Path("recipes").mkdir()
+    Path("recipes", "medusa1.yaml").write_text("train: {lr: 0.5}")  # a file of one's own comes first
+    assert load_recipe("recipes/medusa1.yaml").train.lr == 0.5
+
+
+def test_unknown_recipe_names_those_that_ship(tmp_path: Path) -> None:
+    for name in ("medusa9", str(tmp_path / "medusa1.yaml"), "elsewhere/medusa1.yaml"):
+        with pytest.raises(UserError, match="medusa1") as raised:
+            load_recipe(name)
+        assert name in str(raised.value)
+
+
+def test_runs_own_model_is_trained_whatever_the_recipe_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, fresh = (Run.open(f"{tmp_path}/{name}", create=True) for name in ("mine", "fresh"))
+    run.bind({"id": "me/mine", "architecture": "llama", "hidden_size": 8, "vocab_size": 9, "layers": 1})
+
+    def chosen(run: Run, *words: str, model: str | None = None) -> Recipe:
+        caplog.clear()
+        return recipe_of(run, words, {"model": model}, resume=False, origin=run)
+
+    for words in (("medusa1",), ("hydra", "train.lr=0.5"), ("eagle",), ()):
+        assert chosen(run, *words).model == "me/mine" and not caplog.records
+    foreign = chosen(run, "vicuna-7b-medusa1")
+    assert foreign.model == "me/mine" and foreign.chat_template is None and foreign.drafter.num_heads == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "me/mine" in caplog.text
+    named = load_recipe("vicuna-7b-medusa1")
+    for recipe in (
+        chosen(fresh, "vicuna-7b-medusa1"),
+        chosen(run, "vicuna-7b-medusa1", model=named.model),
+        chosen(run, "vicuna-7b-medusa1", f"model={named.model}"),
+    ):
+        assert recipe == named and named.chat_template and not caplog.records

@@ -11,7 +11,8 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -202,6 +203,55 @@ def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(tmp_path
     for before, after in itertools.pairwise(pieces):
         assert order[before:after].count("short") == 1 or "short" not in order[after:]
     assert not scheduler._running and scheduler._decoder.free_slots == 3 and order.count("abandoned") == 1
+
+
+def served_beside(
+    scheduler: Scheduler, fails: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
+) -> list[list[Event]]:
+    """Returns the events of two requests, the second of 20 tokens; a pass whose plan `fails` raises an error."""
+    received: list[list[Event]] = [[], []]
+    forward = scheduler._medusa.backbone.engine.forward
+
+    def broken(plan: Any, cache: Any) -> Any:
+        if fails(plan):
+            raise RuntimeError("the machine is on fire")
+        return forward(plan, cache)
+
+    monkeypatch.setattr(scheduler._medusa.backbone.engine, "forward", broken)
+    for prompt, events in zip((IDS, [*range(5, 25)]), received, strict=True):
+        request = Request(prompt, 12, stop_ids=())
+        scheduler.submit([Ticket(request, Answer(scheduler._medusa.backbone), events.append)])
+    scheduler.drain()
+    scheduler.run()
+    return received
+
+
+def test_failed_prompt_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=2)
+    decoder = scheduler._decoder
+    first, second = served_beside(scheduler, lambda plan: plan.tokens.shape[1] == 20, monkeypatch)
+    assert isinstance(second[-1].error, RuntimeError) and len(second) == 1
+    assert all(event.error is None for event in first) and first[-1].last
+    assert scheduler._decoder is decoder and decoder.free_slots == 2
+
+
+def test_old_decoder_makes_room_before_the_new_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    medusa = tiny_medusa(tmp_path)
+    scheduler = Scheduler(medusa, Metrics(), slots=2, waiting=2)
+    old, made, failed = weakref.ref(scheduler._decoder), medusa.decoder, []
+
+    def make(slots: int) -> Any:
+        assert old() is None
+        return made(slots)
+
+    monkeypatch.setattr(medusa, "decoder", make)
+
+    def fails(plan: Any) -> bool:
+        failed.append(plan.tokens.shape[0] == 2 and True not in failed)
+        return failed[-1]
+
+    received = served_beside(scheduler, fails, monkeypatch)
+    assert True in failed and [type(events[-1].error) for events in received] == [RuntimeError] * 2
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:

@@ -250,6 +250,18 @@ def test_draft_vocabulary_is_the_givers_after_a_resume_too(
         assert ids(second) == ids(run) != ids(fresh)
 
 
+def test_coverage_of_the_held_out_answers_is_told(run: Run, model: str, tmp_path: Path) -> None:
+    size = ["drafter.vocabulary=draft", "drafter.draft_vocab_size=12", "--json"]
+    done = medusa(*words_of(run, model, *size))
+    figures = json.loads(done.stdout)
+    dataset = read_dataset(run.data_path, tiny_backbone(), 0.2)
+    known = {*load_kind(MedusaHeads, run.drafter_dir, tiny_backbone()).draft_ids.tolist()}
+    tokens = [token for item in dataset.held_out for start, end in item.spans for token in item.tokens[start:end]]
+    share = sum(token in known for token in tokens) / len(tokens)
+    assert figures["held_out_coverage"] == pytest.approx(share) and 0 < share < 0.9
+    assert f"{share:.1%}" in done.stderr and "draft_vocab_size" in done.stderr
+
+
 def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

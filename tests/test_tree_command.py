@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from medusa_cli.decode import step_times
 from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.tree import Tree
@@ -138,6 +139,12 @@ def chat(*words: str, exit_code: int = 0) -> Result:
 def warnings(run: Run, *words: str) -> list[str]:
     shown = chat("--run", str(run.path), *words)
     return [line for line in shown.stderr.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times steps as on an idle machine: a busy one is warned of."""
+    monkeypatch.setattr(step_times, "watched", lambda measure: (measure(), None))
 
 
 def test_no_tree_is_searched_on_accuracies_of_an_earlier_drafter(stale: Run) -> None:

@@ -16,7 +16,7 @@ from medusa_cli.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
-_RECIPE = "A recipe file, and settings such as drafter=hydra or train.lr=1e-3."
+_RECIPE = "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
@@ -98,6 +98,9 @@ def train(
         text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
         before = trained["expected_acceptance_at_start"]
         text += f" ({before:.2f} at the start)" if before else ""
+    checkpoint = target.path / "checkpoint.pt"
+    if checkpoint.is_file():
+        console.info(f"{checkpoint} ({checkpoint.stat().st_size / 1e6:,.0f} MB) served --resume, and may be deleted")
     following = run if owner is target else owner.path
     console.result(
         f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"

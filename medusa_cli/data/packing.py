@@ -42,9 +42,10 @@ class Dataset:
     kept: bool = False
     columns: Tensor | None = None
 
-    def answers(self) -> list[Tensor]:
-        """Returns the tokens of the answers to train on."""
-        return [torch.tensor(item.tokens[start:end]) for item in self.train for start, end in item.spans]
+    def answers(self, items: Sequence[Conversation] | None = None) -> list[Tensor]:
+        """Returns the tokens of the answers in conversations, by default those to train on."""
+        items = self.train if items is None else items
+        return [torch.tensor(item.tokens[start:end]) for item in items for start, end in item.spans]
 
     @torch.no_grad()
     def batch(

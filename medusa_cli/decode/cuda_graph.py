@@ -87,7 +87,9 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
     # Without top-k the mass is that of the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
-    enough = torch.where(cut, ordered[..., -1] < lowest[..., 0], (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
+    # Where the k-th has no weight, which cold sampling leaves to few tokens, what ties with it has none either.
+    cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
+    enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
     among = ids.gather(-1, draw(nucleus(kept, top_p[..., None].float()), uniforms)[..., None])[..., 0]
     # A sequence without top-p and top-k draws as if it were alone.
     drawn = torch.where((top_p < 1) | cut, among, draw(weights, uniforms))

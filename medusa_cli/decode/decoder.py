@@ -151,14 +151,22 @@ class Decoder:
         """Drafts, verifies, accepts and keeps for every running sequence; returns what each gained.
 
         Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not wait for the draft.
+        An error or an interruption cancels the sequences.
         """
-        with self.engine.alone():
-            return self._step()
-
-    def _step(self) -> list[tuple[Sequence, Step]]:
-        sequences, started = self._running_first(), time.perf_counter()
+        sequences = self._running_first()
         if not sequences:
             return []
+        try:
+            with self.engine.alone():
+                return self._advance(sequences)
+        except BaseException:  # the cache may hold rows whose tokens no sequence has taken
+            for sequence in sequences:
+                sequence.cancel()
+            raise
+
+    def _advance(self, sequences: Several[Sequence]) -> list[tuple[Sequence, Step]]:
+        """Returns what a step gives to each of these sequences, all that run."""
+        started = time.perf_counter()
         proposals = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs if self.cuda_graphs is not None and self.cuda_graphs.supports(sequences) else None
         guesses = None if graphs is not None and graphs.drafts else self._draft(sequences, proposals)

@@ -195,6 +195,8 @@ MARGIN, MIN_GAIN = 1.03, 1.02
 OUTLIER_RATIO = 1.5
 # Plain steps between two trials of a tree, at first and at most; steps of a trial without accepted tokens.
 RETRY_STEPS, MAX_RETRY_STEPS, TRIAL_STEPS = 12, 96, 2
+# Share of the time of plain steps that a trial may add to them.
+MAX_TRIAL_COST = 0.02
 # Weight of a prior, in expected draft tokens; decay of older steps in a sequence, and over all sequences of a kind.
 PRIOR, SEQUENCE_DECAY, KIND_DECAY = 2.0, 0.98, 0.995
 # Above this temperature the acceptance prior stays the same.
@@ -260,9 +262,12 @@ class AdaptivePolicy(DraftPolicy):
         return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def begin(self, sampling: Sampling) -> DraftState:
-        """Returns a new sequence's state; trials start over, however rare they had become."""
+        """Returns a new sequence's state; trials come as often as at first, however rare they had become.
+
+        Plain steps count on: answers may be shorter than the steps between two trials.
+        """
         state, (kind, prior) = super().begin(sampling), sampling_kind(sampling)
-        self._plain_steps, self._retry_after = 0, RETRY_STEPS
+        self._retry_after = RETRY_STEPS
         shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, PRIOR, KIND_DECAY))
         state.acceptance = AcceptanceEstimate(shared.ratio, PRIOR, SEQUENCE_DECAY, shared)
         return state
@@ -270,8 +275,10 @@ class AdaptivePolicy(DraftPolicy):
     def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         acceptances = [sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance]
         if acceptances and acceptances != self._sequences:
-            self._sequences, self._trial_left = acceptances, 0
-            self._current, _ = self._best()
+            self._sequences = acceptances
+            best, _ = self._best()
+            if best or not self._trial_left:  # else the trial goes on: sequences may come and go with every step
+                self._current, self._trial_left = best, 0
         # A match of a single token is no likelier than the drafter's own guess.
         chances = [first[0].chance if first and first[0].length >= PAIR else 0.0 for first in matches]
         if not any(chances):
@@ -342,14 +349,19 @@ class AdaptivePolicy(DraftPolicy):
         self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
-        """Counts plain steps; after `_retry_after` of them the cheapest tree is tried again."""
+        """Counts plain steps; tries the cheapest tree after `_retry_after` of them, and enough to pay for the trial."""
         self._plain_steps += 1
-        if self._plain_steps >= self._retry_after and len(self._trees) > 1:
-            self._plain_steps, self._trial_left = 0, TRIAL_STEPS
-            for sequence in self._sequences:
-                sequence.weight = min(sequence.weight, PRIOR)  # what was observed weighs less
-            measured, corrections, _ = self._times(len(self._sequences))
-            self._current = 1 + int((measured * corrections)[1:].argmin())
+        if self._plain_steps < self._retry_after or len(self._trees) == 1:
+            return
+        measured, corrections, _ = self._times(len(self._sequences))
+        seconds = measured * corrections
+        cheapest = 1 + int(seconds[1:].argmin())
+        trial_cost = TRIAL_STEPS * (seconds[cheapest] / seconds[0] - 1)  # in plain steps
+        if trial_cost > MAX_TRIAL_COST * self._plain_steps:
+            return
+        self._plain_steps, self._trial_left, self._current = 0, TRIAL_STEPS, cheapest
+        for sequence in self._sequences:
+            sequence.weight = min(sequence.weight, PRIOR)  # what was observed weighs less
 
     def _correct_time(self, tree: int, seconds: float, batch: int) -> None:
         """Updates the time of steps over a tree. Trees not yet timed take the smallest correction seen."""

@@ -23,6 +23,8 @@ MODES = ("greedy", "exact", "typical")
 NUCLEUS = 512
 # Weights whose sums are taken one by one at most, and the size of blocks of more.
 FLAT, BLOCK = 2048, 128
+# Devices without fp64: draws take place on the host.
+WITHOUT_DOUBLE = ("mps",)
 # Dividing logits by less than this may overflow fp32.
 MIN_TEMPERATURE = 1e-6
 
@@ -214,7 +216,9 @@ class Sampler:
         """Returns one token for each row of logits [n, V] by its uniform number."""
         # Temperature and cuts are among a sequence's processors.
         weights, ids = candidates(logits, self.sampling) if self.processors is None else (logits.softmax(-1), None)
-        drawn = draw(weights, upload(uniforms, logits.device, torch.double))
+        if weights.device.type in WITHOUT_DOUBLE:
+            weights, ids = weights.cpu(), None if ids is None else ids.cpu()
+        drawn = draw(weights, upload(uniforms, weights.device, torch.double))
         tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
         return tokens
 

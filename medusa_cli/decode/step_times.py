@@ -22,6 +22,7 @@ from medusa_cli.engine.timing import (
     watched,
 )
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
@@ -125,6 +126,7 @@ def step_times_for(
             backbone.engine.title,
             "graphs" if captures(backbone.engine) else "",
             str(backbone.dtype),
+            *((rounding,) if (rounding := quantization_of(backbone.model)) else ()),
             *((drafter.name, str(drafter.num_heads)) if drafter is not None else ()),
             stamp or "",
         )
@@ -136,6 +138,11 @@ def step_times_for(
     step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
+    if busy is not None and backbone.device.type == "cpu":  # a thread that waits for a GPU looks disturbed, too
+        log.warning(
+            "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
+            "steps are timed again an hour from now"
+        )
     return step_times
 
 

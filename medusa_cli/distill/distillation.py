@@ -31,6 +31,7 @@ from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 
+DOUBT = 16  # conversations
 log = logging.getLogger(__name__)
 
 HEADER = "distill.json"
@@ -58,7 +59,7 @@ def distill(
     """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
 
     Of several processes each writes a part, which the first one merges at the end, or at the next start.
-    on_progress: called with a name, the seeds done, their number, the unit, and the rate.
+    on_progress: called with a name, the tokens done, an estimate of all, the unit, and the conversations done.
     """
     shared = processes.size > 1
     with processes.main_process_first():  # it fetches what all read
@@ -83,12 +84,13 @@ def distill(
     share = processes.strided_shard(left)
     own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
     counts, start, rate = Counter[str](), time.perf_counter(), 0.0
+    shown = Progress(share, settings, on_progress)
     with closing(own):
-        for number, outcome in enumerate(answer(share), 1):
+        for outcome in answer(share, on_tokens=shown.count):
             counts[_keep(run, own, outcome, settings.min_answer_tokens)] += 1
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
-            on_progress("distilling", number, len(share), "conversations", f"{rate:,.0f} tokens/s")
+            shown.end()
     every = processes.gather((counts, rate))
     with processes.main_process_first():
         if shared and records is not None:
@@ -116,9 +118,40 @@ def distill(
     }
 
 
+class Progress:
+    """Counts answer tokens, and estimates how many all conversations will have.
+
+    The first conversations to end are the short ones. So the tokens of all count, those under way too, and at first so
+    do DOUBT conversations of the longest answers, whose weight falls to nothing.
+    """
+
+    def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
+        self._seeds, self._show = len(seeds), show
+        turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)
+        self._most = turns * settings.max_new_tokens
+        self.tokens = self.ended = 0
+
+    @property
+    def total(self) -> int:
+        """Returns the estimate."""
+        doubt = DOUBT * (1 - self.ended / self._seeds)
+        each = (self.tokens + doubt * self._most / self._seeds) / (self.ended + doubt)
+        return max(self.tokens, min(self._most, round(each * self._seeds)))
+
+    def count(self, tokens: int) -> None:
+        """Counts new tokens of answers."""
+        self.tokens += tokens
+        self._show("distilling", self.tokens, self.total, "tokens", f"{self.ended:,} of {self._seeds:,} conversations")
+
+    def end(self) -> None:
+        """Counts a conversation that has ended."""
+        self.ended += 1
+        self.count(0)
+
+
 def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
-) -> tuple[Callable[[Sequence[Conversation]], Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
+) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
     """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
     settings, template = recipe.distill, recipe.chat_template
     if settings.endpoint is not None:

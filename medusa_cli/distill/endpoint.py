@@ -2,7 +2,7 @@
 
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
@@ -84,11 +84,16 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
 
 
 def answer_remotely(
-    servers: ChatServers, tokenizer: Tokenizer, seeds: Sequence[Conversation], settings: DistillRecipe
+    servers: ChatServers,
+    tokenizer: Tokenizer,
+    seeds: Sequence[Conversation],
+    settings: DistillRecipe,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
     """Lets the servers answer every seed's turns one after another, several conversations at a time.
 
-    Yields each seed's outcome as it ends, without states: training computes those. A seed fails alone.
+    Yields each seed's outcome as it ends, without states: training computes those. A seed fails alone. on_tokens
+    receives the number of its answer tokens.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -102,8 +107,9 @@ def answer_remotely(
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 # The servers get their next question before anything is written down: they must not idle.
                 running |= ask(len(done))
-                for future in done:
-                    yield future.result()
+                for outcome in (future.result() for future in done):
+                    on_tokens(outcome.conversation.positions if outcome.conversation else 0)
+                    yield outcome
         finally:
             servers.stop()
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +59,16 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     return count
 
 
-def answer_locally(backbone: Backbone, seeds: Sequence[Conversation], settings: DistillRecipe) -> Iterator[Outcome]:
-    """Lets the backbone answer every seed's turns one after another; yields each seed's outcome as it ends."""
+def answer_locally(
+    backbone: Backbone,
+    seeds: Sequence[Conversation],
+    settings: DistillRecipe,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Iterator[Outcome]:
+    """Lets the backbone answer every seed's turns one after another; yields each seed's outcome as it ends.
+
+    on_tokens receives the number of new answer tokens of each step.
+    """
     waiting = iter(seeds)
     slots: list[_Answering | None] = [None] * (settings.batch_size or MAX_BATCH)
     decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
@@ -78,6 +86,7 @@ def answer_locally(backbone: Backbone, seeds: Sequence[Conversation], settings: 
                 try:
                     if current.ask():
                         slots[index] = current
+                        on_tokens(1)
                         continue
                 except Malformed as reason:
                     failure = str(reason)
@@ -90,6 +99,7 @@ def answer_locally(backbone: Backbone, seeds: Sequence[Conversation], settings: 
         for (sequence, step), state in zip(steps, states, strict=True):
             running[sequence].tokens += step.tokens
             running[sequence].states[sequence.unread[0].start] = state
+        on_tokens(sum(len(step.tokens) for _, step in steps))
 
 
 class _Answering:

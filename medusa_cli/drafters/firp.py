@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.levels import draft_by_level
+from medusa_cli.engine import Plan
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import quantization_of
+from medusa_cli.model.checks import PROBE, difference
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
 
@@ -103,3 +106,24 @@ def spread(heads: int, depth: int) -> tuple[int, ...]:
     """Returns entry layers of K heads, evenly from a half to five sixths of a depth (the paper's for three heads)."""
     shares = [1 / 2 + (1 / 3) * k / max(heads - 1, 1) for k in range(heads)]
     return tuple(max(1, min(depth - 1, round(share * depth))) for share in shares)
+
+
+@torch.inference_mode()
+def check_extra_rows(backbone: Backbone) -> None:
+    """Raises UserError unless a pass with extra rows gives the logits of one without, up to rounding.
+
+    Some networks scale or shift states outside their layers, which a pass layer by layer does not see.
+    """
+    engine, tokens = backbone.engine, torch.arange(PROBE) * 37 % backbone.vocab_size
+    extra_rows = ExtraRows((max(1, backbone.num_layers // 2),), (lambda x: x,))
+    logits = []
+    for extra in (None, extra_rows):
+        out = engine.forward(Plan.chain(tokens, logits="all", extra_rows=extra), engine.new_cache())
+        assert out.logits is not None
+        logits.append(out.logits[0].clone())  # the next pass may overwrite them
+    error = difference(logits[1], logits[0])
+    if error > (1e-3 if engine.dtype == torch.float32 else 0.25) and not quantization_of(backbone.model):
+        raise UserError(
+            f"the layers of the model {backbone.id!r} cannot be run one by one: its logits then differ by {error:.2g}",
+            "use a drafter other than firp, such as drafter=hydra",
+        )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.eagle import Eagle
-from medusa_cli.drafters.firp import Firp
+from medusa_cli.drafters.firp import Firp, check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
@@ -41,7 +41,10 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
                 f"the drafter in {folder} was trained for the model with {trained}, which was loaded with {loaded}",
                 "give the @run that holds drafter and adapter together",
             )
-    return load_kind(kind, folder, backbone)
+    drafter = load_kind(kind, folder, backbone)
+    if drafter.uses_verify_pass:
+        check_extra_rows(backbone)
+    return drafter
 
 
 def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> HeadDrafter:

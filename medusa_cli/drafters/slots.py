@@ -59,7 +59,7 @@ Fill = Callable[[Backbone, NewTensors, TreeTensors], None]
 class SlotRows:
     """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
 
-    tree_mask bool [B, R, R]: the rows among themselves.
+    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
     """
 
     def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
@@ -79,7 +79,10 @@ class SlotRows:
             return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
-        mask = additive(self._tree_mask[:, None], query.dtype)
+        tree_mask = self._tree_mask.clone()
+        # Behind an empty slot column 0 is read, which is the first of these rows: others must not count it twice.
+        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
+        mask = additive(tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
         seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
         return seen.view(size, rows, heads, dim).transpose(1, 2)

@@ -90,7 +90,7 @@ def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tens
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
     """Returns where the R rows and the keys of each slot begin [B + 1], and how many of its columns are read [B]."""
     slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    # What rows behind an empty slot see is of no meaning, but must be finite.
+    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [slots * rows, slots * (kv * capacity), used.int()]
 

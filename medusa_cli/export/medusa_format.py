@@ -1,5 +1,6 @@
 """Medusa heads in the layout of FasterDecoding, vLLM (to 0.32) and TGI: medusa_lm_head.safetensors and config.json."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.runs.io import write_json
 
+log = logging.getLogger(__name__)
 # Two digits at most: a hostile name must not make us count to a billion.
 KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 
@@ -31,6 +33,10 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
         raise UserError(fault, "use @to hf, or another @run")
     heads, layers = config.num_heads, config.num_layers
     written = {name: weight for name, weight in tensors.items() if ".linear." in name}
+    matrices = 0 if config.vocabulary == "shared" else heads * config.vocab_size * config.hidden_size
+    size = sum(weight.nbytes for weight in written.values()) + matrices * next(iter(written.values())).itemsize
+    matrix = " with a matrix over the whole vocabulary for each head" if matrices else ""
+    log.info(f"{output} takes {size / 1e9:.2g} GB{matrix}")
     if config.vocabulary == "shared":
         notes.append("the heads read the model's own lm_head (FasterDecoding's v2); vLLM needs a matrix for each head")
     else:

@@ -172,8 +172,13 @@ class Layers:
 
 
 def usable_positions(config: Any) -> int:
-    """Returns the positions a model is run for: its context, or the original one if its rotary tables change there."""
+    """Returns the positions a model is run for: its context, or the original one if its rotary tables change there.
+
+    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens the window.
+    """
     context = int(config.max_position_embeddings)
+    if config.model_type == "moshi" and config.sliding_window:
+        return min(context, int(config.sliding_window))
     scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
     if scaling.get("rope_type", scaling.get("type")) not in CHANGING_ROPE:
         return context

@@ -12,21 +12,35 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from medusa_cli.errors import UserError, first_line
-from medusa_cli.runs.io import read_as, read_weights, replacing_folder
+from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.runs.io import AGAIN, convert, read_object, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER_WEIGHTS = "the adapter's weights"
 
 
+# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or false by default.
+NOT_READ = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
+    "ensure_weight_tying",
+)
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules."""
+    """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules.
+
+    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale by alpha / sqrt(r).
+    """
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Meta(ge=1, le=65_536)]
     lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
     target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)]
+    bias: Literal["none"] = "none"
+    use_rslora: bool = False
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
@@ -132,7 +146,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
     _weights_in(folder)
     if not beside:
         untie(network)
-    known = read_as(folder / "adapter_config.json", AdapterConfig, "the adapter's config")
+    known = _read_config(folder / "adapter_config.json")
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
     try:
         with _quiet():
@@ -140,20 +154,40 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
 
             # Only checked keys are used: other keys of the file load models and import modules.
             config = LoraConfig(
-                r=known.r, lora_alpha=known.lora_alpha, target_modules=known.target_modules, bias="none"
+                r=known.r,
+                lora_alpha=known.lora_alpha,
+                target_modules=known.target_modules,
+                bias="none",
+                use_rslora=known.use_rslora,
             )
             config.inference_mode = True
             adapted = PeftModel.from_pretrained(network, str(folder), config=config)
-            names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
-            lost = [name for name in names if name.replace(".default.", ".") not in saved]
+            names = [name.replace(".default.", ".") for name, _ in adapted.named_parameters() if "lora_" in name]
+            lost = sorted({*names} - {*saved})
             if lost:  # they would be as fresh ones
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
+            left = sorted({*saved} - {*names})
+            if left:
+                raise ValueError(f"its weights hold {len(left)} tensors that are not taken, such as {left[0]}")
             return network if beside else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(
             f"the adapter {folder} does not fit the model: {first_line(reason)}",
             "give the @model it was trained with",
         ) from reason
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    """Reads an adapter's config; raises UserError for adapters that are more than plain LoRA."""
+    document = read_object(path, "the adapter's config")
+    known = convert(document, AdapterConfig, f"the adapter's config {path}", AGAIN)
+    for key in sorted({*document} - {*vars(known)} - {*NOT_READ}):
+        if document[key] not in (None, False, {}, []):
+            raise UserError(
+                f"the adapter's config {path} sets {key} {shown(document[key])}: it is more than plain LoRA",
+                "merge it into its model with peft, and give the merged model as @model",
+            )
+    return known
 
 
 def untie(network: Any) -> None:

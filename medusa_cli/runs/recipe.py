@@ -2,8 +2,11 @@
 
 import dataclasses
 import difflib
+import logging
 import math
 import re
+import site
+import sysconfig
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.runs.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
 
+SHARED = Path("share", "medusa-cli", "recipes")  # of an installed package
+log = logging.getLogger(__name__)
 # Nobody has more of anything that is counted here: a larger number is a typing error.
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Rank = Annotated[int, Meta(ge=1, le=65_536)]
@@ -143,19 +148,43 @@ def types() -> dict[str, Any]:
     return types
 
 
+def recipe_folders() -> list[Path]:
+    """Returns the folders of the recipes that ship: of a clone, or of an installed package."""
+    above = Path(__file__).parents[2]
+    clone = [above / "recipes"] if (above / "pyproject.toml").is_file() else []
+    roots = dict.fromkeys([Path(sysconfig.get_path("data")), Path(site.getuserbase()), above])
+    return [folder for folder in [*clone, *(root / SHARED for root in roots)] if folder.is_dir()]
+
+
+def find_recipe(name: str | Path) -> Path:
+    """Returns a recipe's file: the file itself, or the one that ships by this name, with or without recipes/ before it.
+
+    Raises UserError, which lists what ships, if there is neither.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    shipped = {file.stem: file for folder in reversed(recipe_folders()) for file in folder.glob("*.yaml")}
+    if path.parent in (Path(), Path("recipes")) and (own := shipped.get(path.name.removesuffix(".yaml"))):
+        return own
+    raise UserError(f"the recipe {name} is no file", f"give one, or the name of one that ships: {', '.join(shipped)}")
+
+
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file (None: the defaults) and applies overrides, such as "train.lr=1e-3" or "drafter=hydra".
 
-    Raises UserError for an unreadable file, UsageError for an unknown key or a value that is not valid.
+    A recipe that ships may be given by its name. Raises UserError for an unreadable file, UsageError for an unknown key
+    or a value that is not valid.
     """
     recipe = Recipe()
     if path is not None:
-        data = read_yaml(Path(path), "the recipe")
+        path = find_recipe(path)
+        data = read_yaml(path, "the recipe")
         if not isinstance(data, dict):
             fault = "is empty" if data is None else "is no mapping of keys"
             raise UserError(f"the recipe {path} {fault}", "write keys such as `train: {lr: 1e-3}`")
         for key, value in _flatten(data):
-            recipe = _with(recipe, _full(key, f"the recipe {path}"), value, Path(path).parent)
+            recipe = _with(recipe, _full(key, f"the recipe {path}"), value, path.parent)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -261,16 +290,33 @@ def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> li
 def recipe_of(run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
-    By default model and chat template are those of the run `origin`.
+    Unless words or flags name them, model and chat template are those of the run `origin`, if it has them.
     """
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
     settings = [word for word in words if word not in files]
     settings += [f"{key}={value}" for key, value in flags.items() if value is not None]
-    own = resume and not files and run.recipe_path.is_file()
-    path = run.recipe_path if own else Path(files[0]) if files else None
-    if path is None and origin.model is not None:
-        settings.insert(0, f"model={origin.model}")
-    recipe = load_recipe(path, settings)
+    if resume and not files and run.recipe_path.is_file():
+        recipe = load_recipe(run.recipe_path, settings)
+    else:
+        recipe = load_recipe(files[0] if files else None, settings)
+        if origin.model not in (None, recipe.model) and not _sets("model", settings):
+            recipe = _of_model(recipe, str(origin.model), files, settings)
     return dataclasses.replace(recipe, chat_template=run.template_with(recipe.chat_template or origin.chat_template))
+
+
+def _of_model(recipe: Recipe, model: str, files: Sequence[str], settings: Sequence[str]) -> Recipe:
+    """Returns a recipe for a run's model, and says so if its file names another one, whose chat template is left."""
+    if files and "model" in read_yaml(find_recipe(files[0]), "the recipe"):
+        log.warning(
+            f"the recipe {files[0]} is for the model {recipe.model}, and the run's is {model}, which is taken; "
+            f"@model {recipe.model} takes the recipe's"
+        )
+        if not _sets("chat_template", settings):
+            recipe = dataclasses.replace(recipe, chat_template=None)
+    return dataclasses.replace(recipe, model=model)
+
+
+def _sets(key: str, settings: Sequence[str]) -> bool:
+    return any(setting.partition("=")[0].strip() == key for setting in settings)

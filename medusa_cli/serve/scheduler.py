@@ -1,8 +1,10 @@
 """Requests to steps: one thread owns the decoder, and requests join and leave between its steps."""
 
+import gc
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -166,10 +168,10 @@ class Scheduler:
             except Exception as reason:
                 self._prompt = None
                 self._running = {s: other for s, other in self._running.items() if other is not ticket}
+                if not isinstance(reason, UserError):
+                    log.exception("a prompt failed; its request fails")
                 self._finish(ticket, Event(error=reason, last=True))
-                if isinstance(reason, UserError):
-                    continue
-                raise
+                continue
             self._running[sequence] = ticket
             if first is not None:
                 self._prompt, ticket.reused = None, sequence.reused
@@ -225,8 +227,11 @@ class Scheduler:
         ticket.deliver(event)
 
     def _fail_all(self, reason: Exception) -> None:
-        """Fails all running requests, and starts over with an empty cache."""
+        """Fails all running requests, and starts over with an empty cache, for which the old one makes room."""
         for sequence in list(self._running):
             self._finish(self._running.pop(sequence), Event(error=reason, last=True))
         self._prompt = None
+        traceback.clear_frames(reason.__traceback__)  # they hold the old decoder
+        del self._decoder
+        gc.collect()
         self._decoder = self._medusa.decoder(self._slots)

@@ -202,4 +202,4 @@ def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
     scores, targets = scores[known], targets[known]
     picked = scores.gather(1, targets[:, None]).sum()
     sums = [(scores / heat).logsumexp(-1).sum() - picked / heat for heat in TEMPERATURES]
-    return torch.stack(sums).double().cpu()
+    return torch.stack(sums).cpu().double()

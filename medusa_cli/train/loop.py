@@ -243,7 +243,7 @@ def sums_of(loss: BatchLoss) -> dict[str, Any]:
     learnt = loss.learnt.cpu()
     return {
         "loss": loss.positions * float(loss.total.detach()),
-        "head_losses": learnt * loss.per_head.detach().double().cpu(),
+        "head_losses": learnt * loss.per_head.detach().cpu().double(),
         "correct": loss.correct.cpu(),
         "counted": loss.counted.cpu(),
         "learnt": learnt,

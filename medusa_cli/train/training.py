@@ -19,6 +19,7 @@ import torch
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import DRAFTERS, Eagle
+from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -36,6 +37,7 @@ from medusa_cli.train.loop import Trainer
 
 log = logging.getLogger(__name__)
 LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
+GOOD_COVERAGE = 0.95  # of held-out tokens: the rest end a path of drafts
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
 
 
@@ -100,6 +102,8 @@ def _load(
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
+        check_extra_rows(backbone)
     if not online:
         dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
     if isinstance(drafter, Eagle):
@@ -115,6 +119,13 @@ def _describe(trainer: Trainer) -> None:
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
     )
+    known, vocabulary = len(trainer.drafter.draft_ids), trainer.backbone.vocab_size
+    covered = _held_out_coverage(trainer)
+    if known < vocabulary and covered is not None:
+        log.info(
+            f"the heads guess {known:,} of {vocabulary:,} tokens, which are {covered:.1%} of the held-out answers"
+            + ("; a larger drafter.draft_vocab_size covers more" if covered < GOOD_COVERAGE else "")
+        )
     if size > train.accumulation:
         log.warning(
             f"{size - train.accumulation} of {size} processes have nothing to do: a step has "
@@ -168,12 +179,19 @@ def _figures(trainer: Trainer) -> Document:
         "positions": trainer.positions,
         # The vocabulary may be another data set's.
         "draft_coverage": coverage(trainer.drafter.draft_ids, trainer.dataset.answers()),
+        "held_out_coverage": _held_out_coverage(trainer),
         "validation": {key: checks[-1][key] for key in keys} if checks else None,
         "expected_acceptance": _expected_acceptance(checks[-1:]),
         "expected_acceptance_at_start": _expected_acceptance([line for line in checks if line["step"] == 0]),
         "loss": steps[-1]["loss"] if steps else None,
         "tokens_per_s": round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
     }
+
+
+def _held_out_coverage(trainer: Trainer) -> float | None:
+    """Returns the share of the held-out answers' tokens that the heads can guess; None without such answers."""
+    answers = trainer.dataset.answers(trainer.dataset.held_out)
+    return coverage(trainer.drafter.draft_ids, answers) if answers else None
 
 
 def _expected_acceptance(checks: Sequence[Document]) -> float | None:
