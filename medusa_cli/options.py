@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from medusa_cli import console
+from medusa_cli import assets, console
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.errors import UsageError
 from medusa_cli.model_files import check_model_files
@@ -234,6 +234,7 @@ class OutputFlags:
     def configure(self, first: bool = True) -> None:
         """Configures the console; of several processes only the `first` prints."""
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
+        assets.progress = console.fetching
 
 
 @dataclass(frozen=True)
