@@ -17,8 +17,11 @@ _FETCH: dict[str, Callable[[], str | Path | None]] = {
     "sharegpt": store.sharegpt_path,
     "mt-bench": store.mt_bench_path,
 }
-_BARE = (store.DEFAULT_MODEL, "sharegpt", "mt-bench")
-_NAMES = f"Any of {', '.join(_FETCH)}. [default: {', '.join(_BARE)}]"
+_NAMES = f"Any of {', '.join(_FETCH)}. [default: {store.DEFAULT_MODEL} and the data]"
+
+
+def _is_small(name: str) -> bool:
+    return name == store.DEFAULT_MODEL or name not in store.MODELS
 
 
 def assets(
@@ -35,7 +38,7 @@ def assets(
     where it was: run the same command again.
     """
     printing.configure()
-    wanted = list(dict.fromkeys(names or _BARE))
+    wanted = list(dict.fromkeys(names or filter(_is_small, _FETCH)))
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")

@@ -31,7 +31,8 @@ class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
     A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states, one for every position but the last. states_digest: digest of tokens and rows.
+    hidden states, one for every position but the last. states_digest: digest of tokens and rows. raw: the only turn is
+    the prompt itself, without a chat template, such as fill-in-the-middle.
     """
 
     id: str
@@ -40,12 +41,15 @@ class Conversation:
     spans: list[tuple[Count, Count]] = field(default_factory=list)
     state_rows: tuple[Count, Annotated[int, Meta(ge=1, lt=2**48)]] | None = None
     states_digest: str | None = None
+    raw: bool | None = None
 
     @classmethod
-    def from_turns(cls, id: str, turns: Sequence[str], system: str | None = None) -> "Conversation":
+    def from_turns(
+        cls, id: str, turns: Sequence[str], system: str | None = None, raw: bool | None = None
+    ) -> "Conversation":
         """Returns a seed: the user's turns after an optional system prompt."""
         opening = [] if system is None else [{"role": "system", "content": system}]
-        return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)])
+        return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)], raw=raw)
 
     @property
     def system(self) -> str | None:
@@ -138,7 +142,7 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
     if not spans:  # no states can be computed past the context
         raise Malformed("answers past the model's context")
-    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans)
+    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans, raw=conversation.raw)
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
