@@ -486,6 +486,9 @@ EXTRAS = {
     "quant": ("bitsandbytes",),
     "grammar": ("llguidance",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 
 
