@@ -63,7 +63,9 @@ def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
     That before the first step is none of the training's.
     """
-    return max((line for line in checks if line["step"]), key=lambda line: acceptance_of(line["accuracies"]), default=None)
+    return max(
+        (line for line in checks if line["step"]), key=lambda line: acceptance_of(line["accuracies"]), default=None
+    )
 
 
 @dataclass(frozen=True)
