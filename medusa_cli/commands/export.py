@@ -9,10 +9,11 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
-FORMATS = ("hf", "eagle3", "medusa")
+FORMATS = ("hf", "eagle3", "speculators", "medusa")
 TO = (
     "hf: model and drafter for transformers' generate, nothing else installed; eagle3: an EAGLE drafter for vLLM, "
-    "SGLang and llama.cpp; medusa: Medusa heads for vLLM up to 0.32 and TGI."
+    "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
+    "0.32 and TGI."
 )
 BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the run's tree]"
 
@@ -42,6 +43,7 @@ def export(
     from medusa_cli.export.folder import find_source
     from medusa_cli.export.hf import export_hf
     from medusa_cli.export.medusa_format import export_medusa
+    from medusa_cli.export.speculators_format import export_speculators
 
     source = find_source(run, model, trust_remote_code)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
@@ -49,6 +51,7 @@ def export(
     writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
         "hf": partial(export_hf, budget=budget),
         "eagle3": export_eagle3,
+        "speculators": export_speculators,
         "medusa": export_medusa,
     }
     launch, notes = writers[to](source, output, overwrite=overwrite)
