@@ -469,6 +469,20 @@ def test_a_resumed_training_keeps_the_best_so_far(run: Run, monkeypatch: pytest.
     assert all(torch.equal(weight, best[name]) for name, weight in again.drafter.named_parameters())
 
 
+@pytest.mark.parametrize("content", [b"half a file", {"step": 5, "acceptance": 9.0, "tensors": {}}, {"step": "x"}])
+def test_a_damaged_best_checkpoint_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, content: Any) -> None:
+    monkeypatch.setattr(Trainer, "validate", falling(5))
+    losses(trainer(run), 9)
+    if isinstance(content, bytes):
+        best_path(run).write_bytes(content)
+    else:
+        torch.save(content, best_path(run))
+    with pytest.raises(UserError, match="checkpoint_best.pt is damaged"):
+        again = trainer(run, resume=True)
+        losses(again)
+        again.take_best()
+
+
 def test_a_new_training_does_not_take_an_earlier_ones_best(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

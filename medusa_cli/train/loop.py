@@ -189,8 +189,13 @@ class Trainer:
         if self.best is None or self.best[0] == self.step:
             return
         best = checkpoints.load_best(self.run)
-        if best is not None:
+        if best is None:
+            return
+        try:
             self._copy(best.tensors)
+        except (KeyError, RuntimeError, TypeError, AttributeError) as reason:
+            path = checkpoints.best_path(self.run)
+            raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
